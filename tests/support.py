@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,3 +116,23 @@ def write_prompts(path: str | Path, rows: int | Sequence[Mapping[str, Any]] = 8)
     else:
         path.write_text(json.dumps(records), encoding="utf-8")
     return path
+
+
+def vision_example(name: str) -> Any:
+    """One file of ``examples/vision`` as a module."""
+    path = Path(__file__).parents[1] / "examples/vision" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"vision_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny_vision_dir(folder: str | Path, family: str = "qwen2_5_vl", **sizes: Any) -> Path:
+    """A complete Hugging Face folder of a small vision-language model with tokenizer, template and processor.
+
+    Args:
+        sizes: of ``build_model`` in ``examples/vision/make_model.py``; as small as they go where nothing is given.
+    """
+    small = {"hidden": 32, "layers": 2, "vision_layers": 2, "kv_heads": 2}
+    return vision_example("make_model").write_model(folder, family, **{**small, **sizes})

@@ -1,6 +1,6 @@
 """Multimodal Open-R1, 8,000 verified problems with a figure each: prompts with an image and an answer in tags.
 
-A tenth of the examples is held out as test.parquet. Training on images is not built.
+A tenth of the examples is held out as test.parquet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pictures of Pokemon with captions: conversations about one image, for supervised fine-tuning of a model that sees.
 
-A tenth of the examples is held out as test.parquet. Training on images is not built.
+A tenth of the examples is held out as test.parquet.
 """
 
 from __future__ import annotations

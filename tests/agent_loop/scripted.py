@@ -198,3 +198,12 @@ class ScriptedUser(BaseInteraction):
 class FailingUser(BaseInteraction):
     async def generate_response(self, instance_id, messages, **kwargs):
         raise RuntimeError("the user is gone")
+
+
+class Camera(BaseTool):
+    """Answers with a picture of one colour."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        from PIL import Image
+
+        return ToolResponse(text="see", image=[Image.new("RGB", (84, 56), parameters["colour"])]), 0.0, {}

@@ -95,19 +95,24 @@ def test_a_row_is_scored_while_another_is_still_being_sampled():
     scored = threading.Event()
 
     class WaitsForTheScore(Scripted):
-        """The second request is answered only once the first row has been scored."""
+        """The second request is answered only once the result of the first row is there."""
 
         async def generate(self, request):
             if request.uid == "u1":
                 assert await asyncio.to_thread(scored.wait, 60), "nothing was scored beside sampling"
             return await super().generate(request)
 
-    def score(solution_str, ground_truth):
-        scored.set()
-        return 1.0
+    reward = NaiveRewardManager(TOKENIZER, 0, lambda solution_str, ground_truth: 1.0)
 
-    made, found = sample(NaiveRewardManager(TOKENIZER, 0, score), WaitsForTheScore(*WORDS))
-    assert found["reward_tensor"].sum() == 4
+    async def score_row(row):
+        result = await EarlyScorer.of(reward).score(row)
+        scored.set()
+        return result
+
+    loops = AgentLoopManager(settings(), WaitsForTheScore(*WORDS), TOKENIZER, score_row=score_row)
+    prompts = batch_of()
+    made = prompts.union(loops.generate_sequences(prompts))
+    assert reward(made)["reward_tensor"].sum() == 4
     share = made.meta_info["metrics"]["reward/scored_while_sampling"].value
     assert share >= 0.25, "at least the row that the other one waited for"
     assert made.meta_info["metrics"]["timing_s/reward_after_sampling"].value >= 0

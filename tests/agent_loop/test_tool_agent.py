@@ -98,7 +98,7 @@ FAULTS = {
     "bytes": "answered with bytes, not with text",
     "nothing": "returned NoneType",
     "nan": "the reward is nan",
-    "images": "images or videos",
+    "images": "the model reads only text",
     "bare": "returned str",
     "exits": "SystemExit: 3",
     "cancels": "the tool cancelled its own call",

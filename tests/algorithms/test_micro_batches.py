@@ -1,5 +1,6 @@
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +50,22 @@ def test_equal_work_that_breaks_the_budget_is_repaired_without_a_further_micro_b
     """Two of 6 and three of 4 tokens fit into two bins of 12 only as 6+6 and 4+4+4."""
     plan = plan_micro_batches([6, 6, 4, 4, 4], max_tokens=12)
     assert sorted(map(sorted, plan)) == [[0, 1], [2, 3, 4]]
+
+
+def test_equal_tokens_fit_where_neither_equal_work_nor_first_fit_does():
+    """34 tokens into two bins of 17: 12+3+2 and 7+6+4. First fit puts 12+4 together, and needs a third for the last."""
+    plan = plan_micro_batches([12, 7, 6, 4, 3, 2], max_tokens=17)
+    assert sorted(map(sorted, plan)) == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_micro_batches_of_log_normal_rows_are_as_few_as_the_tokens_allow():
+    generator = np.random.default_rng(0)
+    for sigma in (0.3, 0.6, 0.9, 1.2):
+        for _ in range(3):
+            lengths = 128 + np.clip(np.exp(generator.normal(np.log(512), sigma, 512)).astype(int), 1, 4096)
+            plan = plan_micro_batches(lengths.tolist(), max_tokens=8192)
+            assert len(plan) == ceildiv(int(lengths.sum()), 8192)
+            assert lengths.sum() >= 0.95 * len(plan) * 8192
 
 
 def test_small_micro_batches_come_first_and_last():

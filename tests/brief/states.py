@@ -120,7 +120,7 @@ def not_started(attempt: Attempt) -> str:
         return "not run"
     rollout, actor = printed.actor_rollout_ref.rollout, printed.actor_rollout_ref.actor
     processes = printed.trainer.nnodes * (printed.trainer.n_gpus_per_node or 1)
-    if rollout.quantization:
+    if rollout.quantization == "fp8" and rollout.name != "hf":
         return f"{rollout.quantization} needs a GPU"
     if rollout.name == "vllm":
         size = processes if processes > 1 else rollout.tensor_model_parallel_size

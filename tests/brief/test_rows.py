@@ -106,7 +106,7 @@ def test_what_is_made_small_keeps_engines_samplers_and_processes(machine, attemp
     [
         (8, "vLLM"),
         (9, "Liger"),
-        (76, "not built"),
+        (76, "refused by name"),
         (88, "vLLM on 8 devices"),
         (99, "Liger's kernels need a GPU"),
         (100, "flash_attention_2 needs a GPU"),

@@ -164,8 +164,14 @@ def test_an_unknown_mode_is_an_error(run):
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
-def test_a_checkpoint_in_upstreams_format_is_refused_by_name(tmp_path, mode):
-    (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
-    (tmp_path / "global_step_5" / "actor" / "model_world_size_8_rank_0.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"upstream's format"):
+@pytest.mark.parametrize(("name", "command"), [
+    ("model_world_size_8_rank_0.pt", r"python -m verl\.model_merger merge --local_dir \S+/actor --target_dir merged"),
+    ("dist_ckpt", "upstream's own merger with --backend megatron.*its index is a pickle"),
+    ("model/dist_ckpt", "upstream's own merger with --backend megatron.*its index is a pickle"),
+])  # fmt: skip
+def test_a_checkpoint_in_upstreams_format_is_refused_with_the_command_that_converts_it(tmp_path, mode, name, command):
+    place = tmp_path / "global_step_5" / "actor" / name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"") if name.endswith(".pt") else place.mkdir()
+    with pytest.raises(CheckpointError, match=rf"upstream's format \(actor/{name}\).*{command}"):
         find_checkpoint(tmp_path, mode, tmp_path / "global_step_5")

@@ -88,7 +88,22 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-8])
 
 
+def of_another_model(folder):
+    """The second rank's file of a model of 9 rows, where the others have 7."""
+    name = "optimizer-00002-of-00003.safetensors"
+    moments = {"optimizer/w/m": (torch.ones(4, 4), 0, 3), "optimizer/w/v": (torch.ones(9, 2), 1, 1)}
+    shards = {key: ShardSpec.along(part, (9, 4), axis, low) for key, (part, axis, low) in moments.items()}
+    tensors = {key: part for key, (part, _, _) in moments.items()}
+    scalars = {"model": {}, "optimizer": {}, "extra": {}}
+    prepare_part(folder.with_name("other"))
+    write_part(
+        folder.with_name("other"), EngineState(tensors, scalars, shards, 1, RANKS, FILES), hf=lambda *given: None
+    )
+    shutil.copy(folder.with_name("other") / name, folder / name)
+
+
 DAMAGES = {
+    "two files disagree about the shape of w/m.*optimizer-00002-of-00003": of_another_model,
     "optimizer-00002-of-00003.safetensors is missing": lambda f: (f / "optimizer-00002-of-00003.safetensors").unlink(),
     "not that of rank 0: it says that it is 2 of 3": swap,
     r"cannot be read.*optimizer-00003-of-00003": truncate,

@@ -21,6 +21,7 @@ RM = "reward.reward_model"
 WORKS = [
     (f"{A}.lora.r", "16", f"{M}.lora_rank", 16),
     (f"{A}.megatron.router_replay.mode", "R2", f"{A}.router_replay.mode", "R2"),
+    (f"{REF}.megatron.router_replay.mode", "R2", f"{REF}.router_replay.mode", "R2"),
     (f"{A}.policy_loss.tau_pos", "2.0", f"{A}.tau_pos", 2.0),
     (f"{A}.policy_loss.tau_neg", "3.0", f"{A}.tau_neg", 3.0),
     *(
@@ -206,14 +207,13 @@ OPEN = [
 """Sections that take names of others: what they do not name themselves goes into a mapping."""
 
 IDLE = [
-    (f"{REF}.router_replay.record_file", "/f", f"{REF}.megatron.router_replay.record_file", "router replay"),
     ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "not built"),
     ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "nsys profile"),
     (f"{A}.veomni.moe_implementation", "eager", f"{A}.veomni", "VeOmni"),
     (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),
     (f"{A}.fsdp_config.turbo_config.memory.recompute", "true", f"{A}.fsdp_config.turbo_config", "fsdp_turbo"),
     ("distillation.teacher_models.mine.inference.name", "vllm", "distillation.teacher_models", "distillation.enabled"),
-    ("transfer_queue.enable", "true", "transfer_queue.enable", "what is in them is the same"),
+    ("transfer_queue.backend.storage_backend", "MooncakeStore", "transfer_queue.backend.storage_backend", "Ray's"),
     ("critic.nccl_timeout", "60", "critic.nccl_timeout", "actor_rollout_ref"),
     (f"{A}.megatron.use_dist_checkpointing", "true", f"{A}.megatron.use_dist_checkpointing", "folder of the model"),
     (f"{A}.megatron.dist_checkpointing_path", "/d", f"{A}.megatron.dist_checkpointing_path", "folder of the model"),
@@ -226,7 +226,12 @@ IDLE = [
 """Keys of families whose switch is off, or whose engine is another one."""
 
 NOT_BUILT = [
-    (f"{REF}.router_replay.mode", "R2", f"{REF}.megatron.router_replay.mode", "router replay"),
+    (
+        f"{REF}.megatron.router_replay.record_file",
+        "/f",
+        f"{REF}.router_replay.record_file",
+        "router replay from a file",
+    ),
     (f"{A}.megatron.router_replay.record_file", "/f", f"{A}.router_replay.record_file", "router replay from a file"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     ("skip.rollout_tq.enable", "true", "skip.rollout_tq.enable", "replay of rollouts by the transfer queue"),

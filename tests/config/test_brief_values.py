@@ -236,8 +236,9 @@ def test_the_advice_against_slow_weight_sync():
 
 
 def test_a_file_for_a_feature_that_is_missing_is_refused_by_its_key(tmp_path):
-    with pytest.raises(NotBuiltError, match=r"actor_rollout_ref\.rollout\.enable_vision: not built yet"):
-        run_yaml(tmp_path, VISION)
+    with pytest.raises(NotBuiltError, match=r"actor_rollout_ref\.actor\.qat\.enable: not built yet"):
+        run_yaml(tmp_path, "actor_rollout_ref: {actor: {qat: {enable: true}}}")
+    assert run_yaml(tmp_path, VISION).actor_rollout_ref.rollout.enable_vision
 
 
 def test_the_sizes_of_a_megatron_model_count_for_actor_and_reference(tmp_path):

@@ -79,7 +79,7 @@ def test_a_row_says_what_a_setting_is_and_what_becomes_of_it(tables):
     assert rows["`use_fused_kernels`"][1] == "= `actor_rollout_ref.model.use_fused_kernels`"
     assert "*no effect: actor_rollout_ref.model.use_fused_kernels decides*" in rows["`use_fused_kernels`"][2]
     engines = {cells[0]: cells for cells in tables["actor_rollout_ref.rollout"]}
-    assert engines["`quantization`"][2].endswith("*works with rollout.name=vllm or sglang; refused with others*")
+    assert engines["`scheduling_policy`"][2].endswith("*works with rollout.name=vllm; refused with others*")
 
 
 def test_every_setting_that_nothing_follows_is_listed_with_its_feature_or_its_reason(text):

@@ -48,13 +48,19 @@ READ_ELSEWHERE = {
     # Only samplers in a pool of their own are lent devices: tests/trainer/ppo/test_lending.py.
     *(f"trainer.v1.separate_async.hybrid_rollout.{name}" for name in HybridRolloutConfig.__dataclass_fields__),
     *(f"async_training.{name}" for name in AsyncTrainingConfig.__dataclass_fields__),
+    # Only data of a model that sees reads them in fine-tuning: tests/data/vision.
+    "data.max_image_pixels",
+    "data.allow_remote_images",
     # The actor reads its mirror, actor.policy_loss.rollout_correction.loss_type.
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
     "trainer.wandb_proxy",
+    # Read while a configuration is checked: tests/config/test_vision.py.
+    "actor_rollout_ref.rollout.enable_vision",
     # The topology of a configuration is worked out while it is loaded: tests/config/test_topology.py.
     "actor_rollout_ref.rollout.nnodes",
     # Only a run on Ray reads them: tests/trainer/on_ray.
+    "transfer_queue.enable",
     *(f"ray_kwargs.ray_init.{name}" for name in ("address", "num_cpus", "num_gpus", "object_store_memory", "further")),
     *(f"ray_kwargs.ray_init.runtime_env.{name}" for name in ("py_executable", "further")),
     "ray_kwargs.timeline_json_file",
@@ -174,6 +180,7 @@ PPO_RUNS = {
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+        "actor_rollout_ref.rollout.quantization=int8",
     ],
     "grpo, everything around it on": [
         "algorithm.adv_estimator=grpo",

@@ -47,7 +47,7 @@ REFUSED = {
     f"{A}.{C}=2 actor_rollout_ref.model.use_remove_padding=false": "are shared only where rows are packed",
     f"{A}.{T}=0": "out of range. Got 0. Allowed: 1 or more.",
     f"{A}.{E}=2": "a model without experts",
-    f"{A}.megatron.dtype=fp16": "needs loss scaling, which is not built yet. Got 'fp16'",
+    f"{A}.megatron.dtype=fp16": "needs loss scaling, which this engine does not have. Got 'fp16'",
     f"{A}.use_kl_loss=true {A}.{T}=2 {REF}.{T}=4": "is 2, and Megatron-Core has one set of groups per process",
     f"{A}.optim.lr_decay_style=cosine {A}.optim.lr_scheduler_type=wsd": "are two schedules",
     f"{A}.optim.lr_decay_style=WSD": "needs the length of its last part",
@@ -92,13 +92,21 @@ def test_experts_are_split_over_processes_of_a_stage(run):
         run(f"{A}.{E}=2", f"{A}.megatron.expert_tensor_parallel_size=8", facts=MIXTURE)
 
 
-def test_an_adapter_goes_on_the_attention_of_a_mixture_alone(run):
+def test_an_adapter_goes_on_the_attention_and_the_complete_experts_of_a_mixture(run):
     assert run("actor_rollout_ref.model.lora_rank=8").actor_rollout_ref.model.lora_rank == 8
     with pytest.raises(
-        NotBuiltError, match="lora_rank: LoRA on the experts and routers of a mixture is not built yet on Megatron-Core"
+        NotBuiltError,
+        match="lora_rank: LoRA on the routers of a mixture, which all-linear includes, is not built yet on Mega",
     ):
         run("actor_rollout_ref.model.lora_rank=8", facts=MIXTURE)
     named = "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"
+    experts = "actor_rollout_ref.model.target_parameters=[mlp.experts.down_proj]"
+    run("actor_rollout_ref.model.lora_rank=8", named, experts, facts=MIXTURE)
+    router = "actor_rollout_ref.model.target_parameters=[mlp.experts.down_proj,mlp.gate.weight]"
+    with pytest.raises(NotBuiltError, match="LoRA on the routers"):
+        run("actor_rollout_ref.model.lora_rank=8", named, router, facts=MIXTURE)
+    with pytest.raises(NotBuiltError, match=r"2 processes have a part each.*expert_tensor_parallel_size=1"):
+        run("actor_rollout_ref.model.lora_rank=8", named, experts, f"{A}.{T}=2", facts=MIXTURE)
     assert run("actor_rollout_ref.model.lora_rank=8", named, facts=MIXTURE).actor_rollout_ref.model.lora_rank == 8
 
 

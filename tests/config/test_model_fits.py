@@ -65,9 +65,36 @@ def test_sizes_that_divide_pass(run):
     run(DENSE, *EIGHT, f"{FSDP}.fsdp_size=4")
 
 
+NEXT = {**DENSE, "model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+PADDED = f"{M}.use_remove_padding=false"
+
+
+def test_processes_do_not_share_the_tokens_of_layers_that_carry_a_state(run):
+    said = refused(run, NEXT, *EIGHT, f"{ULYSSES}=2", kind=NotBuiltError)
+    assert said.startswith(f"{ULYSSES}: qwen3_next has layers that carry a state from token to token")
+    run(NEXT, *EIGHT)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "zaya"])
+def test_packed_rows_of_a_family_that_cannot_pack_are_refused_with_what_to_set(run, family):
+    facts = {"model_type": family, "num_hidden_layers": 2}
+    said = refused(run, facts, *EIGHT, kind=NotBuiltError)
+    assert said.startswith(f"{M}.use_remove_padding: packed rows of {family} would carry a state")
+    assert f"Set {PADDED}: padded rows are exact." in said
+    run(facts, *EIGHT, PADDED)
+
+
+def test_the_hf_sampler_refuses_families_with_a_cache_of_their_own(run):
+    said = refused(run, {"model_type": "rwkv"}, *EIGHT, PADDED, kind=NotBuiltError)
+    assert said.startswith(f"{R}.name: the hf sampler cannot run rwkv") and "Allowed: vllm, sglang" in said
+
+
 def test_what_is_not_built_together_says_so(run):
     said = refused(run, MIXTURE, *EIGHT, f"{EXPERT}=2", f"{M}.lora_rank=4", kind=NotBuiltError)
     assert said.startswith(f"{M}.target_modules: an adapter on the experts of a mixture is not built yet beside")
+    named = (f"{M}.lora_rank=4", f"{M}.target_modules=[q_proj]", f"{M}.target_parameters=[mlp.experts.down_proj]")
+    said = refused(run, MIXTURE, *EIGHT, f"{EXPERT}=2", *named, kind=NotBuiltError)
+    assert said.startswith(f"{M}.target_parameters: an adapter on the experts of a mixture is not built yet beside")
 
 
 def test_a_model_that_is_trained_whole_has_one_process(run):
@@ -139,7 +166,7 @@ def test_the_same_is_said_of_a_supervised_run_and_of_a_printed_configuration(run
     ("program", "words", "says"),
     [
         ("ppo_trainer", ["algorithm.adv_estimator=grop"], "unknown advantage estimator"),
-        ("ppo_trainer", [f"{A}.optim.optimizer=Muon"], "this optimizer cannot train here"),
+        ("ppo_trainer", [f"{A}.optim.optimizer=LBFGS"], "this optimizer cannot train here"),
         ("sft_trainer", ["engine.strategy=plane"], "unknown training backend"),
         ("sft_trainer", ["optim.override_optimizer_config={momentun: 1}"], "AdamW takes no such argument"),
         ("rm_trainer", ["rm.centering=-1"], "out of range"),

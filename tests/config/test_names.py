@@ -28,7 +28,6 @@ NAMED = ("rollout.name", "reward_manager.name", "reward_model.rollout.name")
 WITH = {
     "critic.": ["critic.enable=true"],
     f"{RM}.": [f"{RM}.enable=true", f"{RM}.model_path=model"],
-    "quantization": [f"{R}.name=vllm"],
     "scheduling_policy": [f"{R}.name=vllm"],
     "load_format": [f"{R}.name=vllm"],
     "server.api": [f"{R}.name=server", f"{R}.server.url=http://localhost:1"],
@@ -98,34 +97,75 @@ TRAINED = {"ppo_trainer": (f"{A}.fsdp_config", f"{A}.optim"), "sft_trainer": ("e
 
 
 @pytest.mark.parametrize("program", TRAINED)
-def test_training_in_float16_is_refused_and_a_frozen_model_may_have_it(load, program):
-    for name in ("dtype", "model_dtype"):
-        with pytest.raises(
-            NotBuiltError, match=f"{TRAINED[program][0]}.{name}: training in float16 needs loss scaling"
-        ):
-            load(program, f"{TRAINED[program][0]}.{name}=float16")
+def test_products_may_be_in_float16_and_trained_weights_may_not(load, program):
+    section = TRAINED[program][0]
+    load(program, f"{section}.dtype=float16")
+    with pytest.raises(
+        ConfigError, match=rf"{section}.model_dtype: weights .* in float16 .* set {section}.dtype=float16"
+    ):
+        load(program, f"{section}.model_dtype=torch.float16")
     if program == "ppo_trainer":
-        load(program, f"{A}.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=float16", f"{R}.dtype=float16")
-        with pytest.raises(NotBuiltError, match=r"critic.fsdp.dtype: training in float16"):
-            load(program, "critic.enable=true", "critic.fsdp.dtype=half")
+        frozen = "actor_rollout_ref.ref.fsdp_config"
+        load(program, f"{A}.use_kl_loss=true", f"{frozen}.dtype=float16", f"{frozen}.model_dtype=half")
+        load(program, f"{R}.dtype=float16")
+        with pytest.raises(ConfigError, match=r"critic.fsdp.model_dtype: weights"):
+            load(program, "critic.enable=true", "critic.fsdp.model_dtype=half")
+
+
+@pytest.mark.parametrize("program", TRAINED)
+def test_a_base_in_four_bits_lies_under_an_adapter_in_one_process(load, program, monkeypatch):
+    model, engine = ("actor_rollout_ref.model", A) if program == "ppo_trainer" else ("model", "engine")
+    base = f"{model}.lora_base_quantization=nf4"
+    load(program, base, f"{model}.lora_rank=4")
+    with pytest.raises(ConfigError, match=r"lora_base_quantization: weights in 4 bits are not trained.*lora_rank=16"):
+        load(program, base)
+    with pytest.raises(ConfigError, match=r"lora_base_quantization: no such choice. Got 'fp4'. Allowed: nf4"):
+        load(program, f"{model}.lora_base_quantization=fp4")
+    with pytest.raises(NotBuiltError, match=r"not built yet for megatron"):
+        load(program, base, f"{model}.lora_rank=4", f"{engine}.strategy=megatron")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotBuiltError, match=r"not built yet for fsdp2 on 2 process"):
+        load(program, base, f"{model}.lora_rank=4", f"{engine}.strategy=fsdp2", "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.parametrize("program", TRAINED)
 def test_optimizers_that_cannot_train_are_refused_with_the_reason(load, program):
     engine, optim = TRAINED[program][0].removesuffix(".fsdp_config"), TRAINED[program][1]
-    for name, why in (("Muon", "it takes matrices alone"), ("LBFGS", "in one step"), ("SparseAdam", "sparse")):
+    for name, why in (("LBFGS", "in one step"), ("SparseAdam", "sparse")):
         with pytest.raises(ConfigError, match=f"{optim}.optimizer: this optimizer cannot train here: .*{why}"):
             load(program, f"{optim}.optimizer={name}")
     load(program, f"{optim}.optimizer=Adafactor")
+    load(program, f"{optim}.optimizer=Muon", f"{engine}.strategy=fsdp")
+    with pytest.raises(ConfigError, match=r"adjust_lr_fn: unknown value. Got 'none'. Allowed: match_rms_adamw"):
+        load(program, f"{optim}.optimizer=Muon", f"+{optim}.override_optimizer_config.adjust_lr_fn=none")
+    load(program, f"{optim}.optimizer=Muon", f"{engine}.strategy=megatron")
     load(program, f"{optim}.optimizer=Adafactor", f"{engine}.strategy=fsdp")  # on FSDP2, whose shards know their weight
     with pytest.raises(ConfigError, match=r"looks at a weight as a whole.* with strategy=megatron. Got 'Adafac"):
         load(program, f"{optim}.optimizer=Adafactor", f"{engine}.strategy=megatron")
     load(program, f"{optim}.optimizer=adam", f"{engine}.strategy=megatron")
+    eight_bits = [f"{optim}.optimizer_impl=bitsandbytes.optim", f"{optim}.optimizer=AdamW8bit"]
+    load(program, *eight_bits)
+    with pytest.raises(ConfigError, match=r"optimizer_impl: its kernels take whole weights.*torchao.optim shards"):
+        load(program, *eight_bits, f"{engine}.strategy=megatron")
     with pytest.raises(ConfigError, match=r"unknown value. Got 'adam'. Allowed: .*Did you mean 'Adam'"):
         load(program, f"{optim}.optimizer=adam")
     with pytest.raises(ConfigError, match=f"{optim}.optimizer_impl: no such module. Got 'no_such.optim'"):
         load(program, f"{optim}.optimizer_impl=no_such.optim", f"{optim}.optimizer=AdamW8bit")
     assert {"AdamW", "SGD", "Muon"} <= set(classes())
+
+
+@pytest.mark.parametrize("program", TRAINED)
+def test_moments_in_few_bits_are_kept_by_plain_and_fsdp_and_refused_elsewhere(load, program):
+    engine, optim = TRAINED[program][0].removesuffix(".fsdp_config"), TRAINED[program][1]
+    torchao = f"{optim}.optimizer_impl=torchao.optim"
+    load(program, torchao, f"{optim}.optimizer=AdamW8bit")
+    load(program, torchao, f"{optim}.optimizer=AdamW4bit", f"{engine}.strategy=fsdp")
+    with pytest.raises(NotBuiltError, match=rf"{optim}.optimizer_impl: moments in few bits .* strategy=megatron"):
+        load(program, torchao, f"{optim}.optimizer=AdamW8bit", f"{engine}.strategy=megatron")
+    with pytest.raises(ConfigError, match=rf"{optim}.optimizer: .*Got 'CPUOffloadOptimizer'. Allowed: Adam4bit"):
+        load(program, torchao, f"{optim}.optimizer=CPUOffloadOptimizer")
+    with pytest.raises(ConfigError, match=r"override_optimizer_config.eqs: .* Did you mean 'eps'"):
+        load(program, torchao, f"{optim}.optimizer=AdamWFp8", f"+{optim}.override_optimizer_config.eqs=1")
 
 
 @pytest.mark.parametrize("facts", [{"vision_config": {"depth": 2}}, {"model_type": "llava", "audio_config": {"x": 1}}])
@@ -136,3 +176,25 @@ def test_a_model_that_sees_or_hears_is_refused_by_name(load, tmp_path, program, 
         load(program)
     (tmp_path / "model" / "config.json").write_text(json.dumps({**facts, "model_type": "gemma3"}))
     load(program)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["quantization=torchao"], "sampler hf has no such format. Got 'torchao'. Allowed: fp8, int8. It rounds by itself"),
+    (["name=vllm", "quantization=int8"], "the sampler vllm has no such format. Got 'int8'.*Int8WeightOnlyConfig"),
+    (["name=sglang", "quantization=torchao"], "the sampler sglang has no such format"),
+    (["name=vllm", "quantization=torchao"], "quantization_config_file: torchao's configuration comes in a file"),
+    (["name=vllm", "quantization=fp8", "quantization_config_file=ao.json"], "no other format has one"),
+    (["quantization=int8", "quantization_tolerance=0"], "quantization_tolerance: .*above 0"),
+    (["quantization=int8", "logprobs_mode=raw_logprobs", "temperature=0.5"], "quantization_tolerance compares raw"),
+])  # fmt: skip
+def test_a_format_of_rounded_weights_that_a_sampler_does_not_have_is_refused_with_one_that_it_has(load, words, says):
+    with pytest.raises(ConfigError, match=says):
+        load("ppo_trainer", *(f"{R}.{word}" for word in words))
+
+
+@pytest.mark.parametrize(
+    "where", ["rollout.quantization=nvfp4", "actor.qat.enable=true", "actor.fsdp_config.qat.enable=true"]
+)
+def test_nvfp4_is_refused_under_every_name_that_it_has(load, where):
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref.{where.partition('=')[0]}: "):
+        load("ppo_trainer", f"actor_rollout_ref.{where}", f"{R}.name=vllm")

@@ -19,7 +19,7 @@ from verl.data.look import look_at_conversations, look_at_pairs, look_at_prompts
 from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
-from verl.errors import DataError, NotBuiltError, VerlError
+from verl.errors import DataError, VerlError
 
 SAID = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
@@ -108,21 +108,29 @@ def test_the_first_look_says_what_the_data_set_would_say(tmp_path, tokenizer, ki
 @pytest.mark.parametrize(
     "media",
     [
-        {"images": [b"x"]},
-        {"images": [IMAGE]},
         {"videos": ["a.mp4"]},
         {"image": IMAGE},
         {"audio": "a.wav"},
         {"seen": IMAGE},
     ],
 )
-def test_rows_with_images_videos_or_sounds_are_refused_by_name(tmp_path, tokenizer, kind, row, media):
+def test_media_that_nobody_reads_are_refused_by_name(tmp_path, tokenizer, kind, row, media):
     (name,) = media
     file = write_prompts(tmp_path / "rows.parquet", [{**row, **media}])
     said = both(kind, file, tokenizer)
-    assert f"row 0: rows with {name} cannot be used yet" in said and f"Drop the column '{name}'" in said
-    with pytest.raises(NotBuiltError):
-        KINDS[kind][0](SimpleNamespace(data=KINDS[kind][2](train_files=str(file))))
+    if name in ("videos", "audio"):
+        assert "row 0: rows with " in said and f"Drop the column '{name}'" in said
+    else:
+        assert f"row 0: column '{name}' has images and is not read. Set data.image_key={name}" in said
+
+
+@pytest.mark.parametrize(("kind", "row"), [("prompts", PROMPT), ("conversations", CHAT), ("pairs", PAIR)])
+def test_only_the_data_set_knows_whether_the_model_sees(tmp_path, tokenizer, kind, row):
+    look, dataset, config = KINDS[kind]
+    file = write_prompts(tmp_path / "rows.parquet", [{**row, "images": [IMAGE]}])
+    look(SimpleNamespace(data=config(train_files=str(file))))
+    with pytest.raises(DataError, match=r"row 0: column 'images' has images, and the model reads only text"):
+        dataset(str(file), tokenizer, config())
 
 
 @pytest.mark.parametrize(("kind", "row"), [("prompts", PROMPT), ("conversations", CHAT), ("pairs", PAIR)])
@@ -135,7 +143,7 @@ def test_a_row_further_down_with_an_image_is_found_and_empty_columns_are_none(tm
         if good:
             assert len(dataset(str(tmp_path / "rows.parquet"), tokenizer, config())) == 2
             continue
-        with pytest.raises(NotBuiltError, match="row 1: rows with images"):
+        with pytest.raises(DataError, match="row 1: column 'images' has images"):
             dataset(str(tmp_path / "rows.parquet"), tokenizer, config())
 
 

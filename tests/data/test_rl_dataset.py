@@ -17,7 +17,7 @@ from verl.config.data import PromptFilterConfig
 from verl.data.collate import collate_fn
 from verl.data.loader import stateful_loader
 from verl.data.rl_dataset import RLHFDataset
-from verl.errors import ConfigError, DataError, ModelError, NotBuiltError
+from verl.errors import ConfigError, DataError, ModelError
 from verl.metrics import notices
 
 
@@ -270,7 +270,7 @@ def test_images_are_refused_by_name_and_an_empty_column_is_not(tmp_path, tokeniz
     pq.write_table(empty, path)
     assert len(RLHFDataset(path, tokenizer, DataConfig())) == 2
     rows[1]["images"] = [{"bytes": "x"}]
-    with pytest.raises(NotBuiltError, match=r"row 1: rows with images cannot be used yet"):
+    with pytest.raises(DataError, match=r"row 1: column 'images' has images, and the model reads only text"):
         dataset(tmp_path, tokenizer, rows)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from tests.support import CHAT_TEMPLATE, tiny_tokenizer
 from verl.data.chat_template import ChatTemplate
-from verl.data.tokenizer import eos_token_ids, hf_processor, hf_tokenizer, normalize_token_ids
+from verl.data.tokenizer import eos_token_ids, hf_tokenizer, normalize_token_ids
+from verl.data.vision.processor import load_processor
 from verl.errors import ModelError
 from verl.metrics import notices
 
@@ -108,8 +109,8 @@ def test_a_hub_name_that_cannot_be_reached_says_what_to_check(name):
 
 
 def test_a_text_model_has_no_processor(folder, shared):
-    assert hf_processor(folder) is None
-    assert hf_processor(shared / "models" / "tinystories-260k") is None
+    assert load_processor(folder) is None
+    assert load_processor(shared / "models" / "tinystories-260k") is None
 
 
 def test_a_model_folder_without_chat_template_says_what_to_set(folder):

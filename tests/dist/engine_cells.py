@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support import tiny_vision_dir
+from tests.vision_rows import seen_batch
 from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.engines.hybrids import DELTA
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.mapping import from_mapping
@@ -21,6 +24,7 @@ from verl.distributed import Ranks
 from verl.engines.plain import PlainEngine
 from verl.engines.sharded_engine import ShardedEngine
 from verl.errors import ModelError, VerlError, WorkerError
+from verl.models import load_model_config
 from verl.models.hf_folder import read_weights
 from verl.protocol import DataProto
 from verl.registry import ENGINES
@@ -44,6 +48,7 @@ class Case:
         limits: of its micro-batches; the plain engine takes the whole batch at once.
         idle: ranks without rows.
         correction: of the sampler, inside the policy's loss.
+        sizes: of the images of each row, of a model that sees.
     """
 
     family: str = "qwen2"
@@ -55,6 +60,12 @@ class Case:
     limits: dict[str, Any] = field(default_factory=dict)
     idle: tuple[int, ...] = ()
     correction: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def batch(self, path: Path) -> DataProto:
+        if not self.sizes:
+            return ragged_batch(rows=ROWS, seed=1)
+        return seen_batch(load_model_config(str(path)), path, self.sizes, samples=1, seed=1)
 
 
 def sharded(path: Path, kind: str = "causal_lm", trains: bool = True, **sections: Any) -> ShardedEngine:
@@ -76,7 +87,8 @@ def plain(path: Path, kind: str = "causal_lm", optim: dict[str, Any] | None = No
 def shared_model(ranks: Ranks, folder: Path, family: str, **config: Any) -> Path:
     """A model folder that rank 0 writes."""
     name = "-".join([family, *map(str, config.values())])
-    ranks.on_first(lambda: str(model_dir(folder / name, family, **config)))
+    make = model_dir if "_vl" not in family else lambda at, kind: tiny_vision_dir(at / kind, kind)
+    ranks.on_first(lambda: str(make(folder / name, family, **config)))
     return folder / name / family
 
 
@@ -133,7 +145,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     path = shared_model(ranks, folder, case.family, **case.config)
     outputs = ("values",) if case.kind == "value" else ("log_probs", "entropy")
     engine = sharded(path, case.kind, engine=case.engine, model={**case.both, **case.model})
-    batch = ragged_batch(rows=ROWS, seed=1)
+    batch = case.batch(path)
     mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind, case.correction)
     found = engine.infer(mine, outputs, temperature=0.9, **case.limits)
     answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
@@ -183,10 +195,27 @@ def mixture(ranks: Ranks, folder: Path) -> dict:
     return compare(ranks, folder, Case("qwen3_moe", config=experts, limits={"micro_batch_size": 2}))
 
 
+def layers_with_a_state(ranks: Ranks, folder: Path) -> dict:
+    model = {"enable_gradient_checkpointing": True}
+    return compare(ranks, folder, Case("qwen3_5_text", config=DELTA, model=model, limits={"micro_batch_size": 2}))
+
+
 def kept_gathered_and_reduced_once(ranks: Ranks, folder: Path) -> dict:
     engine = {"reshard_after_forward": False, "use_no_sync_for_gradient_accumulation": True, **BUCKETS}
     model = {"enable_gradient_checkpointing": True}
     return compare(ranks, folder, Case("gemma2", engine=engine, model=model, limits={"micro_batch_size": 1}))
+
+
+def a_rank_without_images(ranks: Ranks, folder: Path) -> dict:
+    """Every second row shows something, so the second rank has text alone, and the tower is gathered all the same."""
+    sizes = (((56, 56),), (), ((84, 56), (28, 112)), (), ((28, 28),))
+    model = {"enable_gradient_checkpointing": True}
+    return compare(ranks, folder, Case("qwen2_5_vl", model=model, limits={"micro_batch_size": 1}, sizes=sizes))
+
+
+def images_in_padded_rows(ranks: Ranks, folder: Path) -> dict:
+    sizes = ((), (), ((56, 56),), (), (), ((28, 56),))
+    return compare(ranks, folder, Case("qwen3_vl", model=PADDED, limits={"micro_batch_size": 2}, sizes=sizes))
 
 
 def offloaded(ranks: Ranks, folder: Path) -> dict:
@@ -218,6 +247,11 @@ def weights_normalised_in_the_loss(ranks: Ranks, folder: Path) -> dict:
 def half_precision(ranks: Ranks, folder: Path) -> dict:
     """bf16 products over float32 weights, beside the plain engine in float32."""
     return compare(ranks, folder, Case(engine={"dtype": "bfloat16"}))
+
+
+def half_precision_with_a_scaled_loss(ranks: Ranks, folder: Path) -> dict:
+    """float16 products over float32 weights, beside the plain engine in float32."""
+    return compare(ranks, folder, Case(engine={"dtype": "float16"}, limits={"micro_batch_size": 2}))
 
 
 # ---- what is special about several ranks -------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def experts_resume(ranks: Ranks, folder: Path) -> dict:
 
 
 def experts_with_an_adapter(ranks: Ranks, folder: Path) -> dict:
-    """peft adapts experts and router as bare tensors; nobody shares them."""
+    """peft adapts experts and router as bare tensors, which all-linear names; nobody shares the experts."""
     both = {"lora_rank": 4, "lora_alpha": 8}
     return compare(ranks, folder, Case("qwen3_moe", config=MIXTURE, both=both, limits={"micro_batch_size": 2}))
 

@@ -221,3 +221,66 @@ def plain_loaded(folder: Path) -> dict:
         load(engine, ranks, root)
         found[root.name] = after(engine, ranks, root)
     return found
+
+
+def moments_in_few_bits(ranks: Ranks, folder: Path) -> dict:
+    """8-bit moments of pieces of weights: after a checkpoint the same bits; beside them the plain engine's."""
+    path = shared_model(ranks, folder, "qwen3", hidden=64, **TIED)
+    optim = {"optimizer_impl": "torchao.optim", "optimizer": "AdamW8bit"}
+    engine = sharded(path, optim=optim)
+    for step in range(STEPS):
+        train(engine, ranks, step)
+    root = folder / f"few-bits-{ranks.size}"
+    save(engine, ranks, root)
+    kinds = {type(e.to_local()).__name__ for own in engine.optimizer.state.values() for e in own.values() if e.dim()}
+    train(engine, ranks, STEPS)
+    again = sharded(path, optim=optim)
+    load(again, ranks, root)
+    train(again, ranks, STEPS)
+    expected, found = engine.state().tensors, again.state().tensors
+    weights = flat(engine.export_weights())
+    alone = []
+    for settings in ({}, optim):
+        reference = plain(path, optim=settings)
+        for step in range(STEPS + 1):
+            reference.train_batch(ragged_batch(rows=6, seed=step), loss_of("causal_lm"))
+            reference.step_scheduler()
+        alone.append(flat(reference.export_weights()))
+    return {
+        "kinds": sorted(kinds),
+        "different": [n for n, t in expected.items() if n.startswith(("m", "o")) and not torch.equal(t, found[n])],
+        "from float32": relative_error(weights, alone[0]),
+        "plain from float32": relative_error(alone[1], alone[0]),
+    }
+
+
+MUON = {"optimizer": "Muon", "override_optimizer_config": {}, "lr_warmup_steps": 0}
+
+
+def muon_saved(ranks: Ranks, folder: Path) -> dict:
+    """Two updates beside the plain engine, and a checkpoint."""
+    path = shared_model(ranks, folder, "qwen2", **TIED)
+    engine = sharded(path, optim=MUON)
+    for step in range(STEPS):
+        train(engine, ranks, step)
+    save(engine, ranks, folder / "muon")
+    return _beside_plain(engine, path, STEPS)
+
+
+def muon_loaded(ranks: Ranks, folder: Path) -> dict:
+    """The third, from the checkpoint of two ranks."""
+    path = shared_model(ranks, folder, "qwen2", **TIED)
+    engine = sharded(path, optim=MUON)
+    load(engine, ranks, folder / "muon")
+    train(engine, ranks, STEPS)
+    return _beside_plain(engine, path, STEPS + 1)
+
+
+def _beside_plain(engine: Engine, path: Path, steps: int) -> dict:
+    weights, reference = flat(engine.export_weights()), plain(path, optim=MUON)
+    before = flat(reference.export_weights()).clone()
+    for step in range(steps):
+        reference.train_batch(ragged_batch(rows=6, seed=step), loss_of("causal_lm"))
+        reference.step_scheduler()
+    expected = flat(reference.export_weights())
+    return {"weights": relative_error(weights, expected), "moved": relative_error(before, expected)}

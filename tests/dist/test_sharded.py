@@ -21,12 +21,18 @@ CELLS = {
         cells.a_rank_without_rows,
         cells.value_model,
         cells.mixture,
+        cells.layers_with_a_state,
         cells.adapter,
+        cells.a_rank_without_images,
+        cells.images_in_padded_rows,
         cells.weights_normalised_in_the_loss,
         cells.kept_gathered_and_reduced_once,
         cells.offloaded,
         cells.replicated,
         cells.half_precision,
+        cells.half_precision_with_a_scaled_loss,
+        resume.moments_in_few_bits,
+        resume.muon_saved,
         cells.shards_are_real,
         cells.nan_on_one_rank,
         cells.empty_everywhere,
@@ -52,6 +58,7 @@ CELLS = {
         cells.nan_on_one_rank,
         copy_cells.copies_that_differ,
         *RESUME,
+        resume.muon_loaded,
     ),
 }
 
@@ -71,11 +78,13 @@ def world(*names: str):
     """Each of these cells, at every size that has it."""
     known = {size: {cell.__name__ for cell in own} for size, own in CELLS.items()}
     cases = [(size, name) for name in names for size in CELLS if name in known[size]]
+    assert set(names) == {name for _, name in cases}, "a cell that no group runs"
     return pytest.mark.parametrize("size, name", cases)
 
 
-@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "adapter", "kept_gathered_and_reduced_once",
-       "weights_normalised_in_the_loss")  # fmt: skip
+@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "layers_with_a_state", "adapter",
+       "kept_gathered_and_reduced_once", "weights_normalised_in_the_loss", "a_rank_without_images",
+       "images_in_padded_rows")  # fmt: skip
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):
     errors = runs[size][name][0]["errors"]
     assert {"loss", "gradient", "weights"} < set(errors)
@@ -91,6 +100,30 @@ def test_where_weights_live_and_how_often_does_not_change_a_number(runs, size, n
 def test_bf16_products_stay_near_float32(runs, size, name):
     errors = runs[size][name][0]["errors"]
     assert 1e-5 < errors["gradient"] < 0.03 and errors["weights"] < 0.02 and errors["log_probs"] < 0.01
+
+
+@world("half_precision_with_a_scaled_loss")
+def test_float16_products_are_eight_times_as_fine_as_bf16(runs, size, name):
+    """It has 11 significant bits where bf16 has 8; the metrics say with which scale."""
+    fine, coarse = runs[size][name][0]["errors"], runs[size]["half_precision"][0]["errors"]
+    assert fine["gradient"] < coarse["gradient"] / 4 and fine["log_probs"] < coarse["log_probs"] / 4
+    for answer in runs[size][name]:
+        assert [m["loss_scale"] for m in answer["metrics"]] == [65536.0, 65536.0]
+        assert [m["skipped_overflow_step"] for m in answer["metrics"]] == [0, 0]
+
+
+@world("muon_saved", "muon_loaded")
+def test_matrices_are_made_orthogonal_in_turn_as_in_one_process_also_from_a_checkpoint_of_two(runs, size, name):
+    for answer in runs[size][name]:
+        assert answer["weights"] <= EXACT and answer["moved"] > 1e-3
+
+
+@world("moments_in_few_bits")
+def test_moments_in_8_bits_resume_bitwise_and_stay_as_near_to_float32_as_in_one_process(runs, size, name):
+    """A piece of a weight has other blocks than the weight, and a small piece has none."""
+    for answer in runs[size][name]:
+        assert "OptimState8bit" in answer["kinds"] and answer["different"] == []
+        assert 1e-6 < answer["from float32"] < 1.1 * answer["plain from float32"] < 0.02
 
 
 @world("tied_and_uneven", "a_rank_without_rows", "value_model", "adapter")

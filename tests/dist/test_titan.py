@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("size", SIZES)
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size):
     cases = runs[size][0]["parity"]
-    assert len(cases) == {1: 1, 2: 3, 4: 4}[size]
+    assert len(cases) == {1: 2, 2: 5, 4: 8}[size]
     for case, result in cases.items():
         assert all(error <= EXACT for error in result["errors"].values()), (case, result)
 
@@ -59,3 +59,10 @@ def test_other_engines_go_on_from_its_checkpoints(runs):
 
 def test_a_reference_takes_over_weights_of_another_engine_and_writes_them_as_files(runs):
     assert runs[2][0]["resumed"]["copied"]
+
+
+def test_a_mixture_in_stages_goes_on_in_every_layout_and_engine(runs):
+    ranks = [rank["moved"] for rank in runs[4]]
+    assert len(ranks[0]["after"]) == 5
+    assert all(after["weights"] <= EXACT for after in ranks[0]["after"].values()), ranks[0]["after"]
+    assert all(rank["different"] == [] and rank["copied"] for rank in ranks)

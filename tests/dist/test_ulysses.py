@@ -72,6 +72,7 @@ def test_what_cannot_be_shared_evenly_is_refused_before_training(runs, size, nam
     for told in runs[size][name]:
         assert "1 attention heads cannot be shared evenly by 2 processes" in told["heads"]
         assert "2 processes do not divide" in told["ranks"] and "1, 2" in told["ranks"]
+        assert "has layers that carry a state from token to token" in told["state"]
         assert "use_remove_padding=true in the model's section" in told["padded"]
 
 

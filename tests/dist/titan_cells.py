@@ -15,6 +15,7 @@ from verl.config import HFModelConfig, OptimizerConfig
 from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.distributed import Ranks
 from verl.models.hf_folder import read_weights
+from verl.models.weights import named_tensors
 from verl.registry import ENGINES
 
 LLAMA3 = {
@@ -27,6 +28,8 @@ LLAMA3 = {
         "original_max_position_embeddings": 16,
     }
 }
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+STAGED = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
 
 
 def titan(path: Path, trains: bool = True, model: Any = None, optim: dict[str, Any] | None = None, **sizes: Any) -> Any:
@@ -47,8 +50,10 @@ def gradient_of(engine: Any, batch: Any, **limits: Any) -> tuple[float, Tensor]:
 
     def step(closure: Any = None) -> None:
         grads = {names[p]: p.grad for p in engine.model.parameters()}
-        full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in sorted(grads.items())}
-        caught.append(torch.cat([full[name].flatten() for name in full]))
+        everywhere = getattr(engine, "_everywhere", None)  # the plain engine has all of them
+        if everywhere is not None:
+            grads = {name: everywhere(grads.get(name), name) for name in named_tensors(engine.blueprint)}
+        caught.append(torch.cat([grads[name].flatten().clone() for name in sorted(grads)]))
 
     original, engine.optimizer.step = engine.optimizer.step, step
     clip, engine.grad_clip = engine.grad_clip, None
@@ -84,6 +89,9 @@ def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle:
     steps = [reference.train_batch(batch, loss_of("causal_lm")).values() for _ in range(2)]
     errors["grad_norm"] = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(metrics, steps))
     errors["weights"] = relative_error(weights, flat(reference.export_weights()))
+    if ranks.size == 1 and "moe/load_balance" in steps[0]:  # several ranks also count tokens that fill up
+        pairs = [(a[name], b[name]) for a, b in zip(metrics, steps) for name in ("moe/load_balance", "moe/max_load")]
+        errors["routers"] = max(abs(a / b - 1) for a, b in pairs)
     stored = read_weights(path)
     same = exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
     return {"errors": errors, "same_names_and_bits": same}
@@ -93,16 +101,30 @@ def parity(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Name of a case -> `compare`."""
     tied = shared_model(ranks, folder, "qwen3", **resume.TIED)
     llama = shared_model(ranks, folder, "llama", **LLAMA3)
-    cases = {"qwen3, tied": compare(ranks, tied)}
-    if ranks.size > 1:
-        shared = {"tensor_parallel_size": 2}
-        cases["llama3, tensor-parallel"] = compare(ranks, llama, idle=(ranks.size - 1,), **shared)
-        recomputed = {"enable_gradient_checkpointing": True}
-        cases["qwen3, tied, tensor-parallel, recomputed"] = compare(ranks, tied, model=recomputed, **shared)
-    if ranks.size > 2:
-        padded = {"use_remove_padding": False}
-        cases["llama3, padded, hybrid"] = compare(ranks, llama, model=padded, data_parallel_replicate_size=2)
-    return cases
+    mixture = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
+    if ranks.size == 1:
+        return {"qwen3, tied": compare(ranks, tied), "mixture": compare(ranks, mixture)}
+    shared, recomputed = {"tensor_parallel_size": 2}, {"enable_gradient_checkpointing": True}
+    staged, context, experts = {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_parallel_size": 2}
+    if ranks.size == 2:
+        return {
+            "llama3, tensor-parallel": compare(ranks, llama, idle=(1,), **shared),
+            "qwen3, tied, tensor-parallel, recomputed": compare(ranks, tied, model=recomputed, **shared),
+            "llama3, stages": compare(ranks, llama, **staged),
+            "qwen3, tied, context-parallel": compare(ranks, tied, **context),
+            "mixture, expert-parallel": compare(ranks, mixture, idle=(1,), **experts),
+        }
+    padded = {"use_remove_padding": False}
+    return {
+        "llama3, tensor-parallel": compare(ranks, llama, idle=(3,), **shared),
+        "llama3, padded, hybrid": compare(ranks, llama, model=padded, data_parallel_replicate_size=2),
+        "llama3, stages, recomputed": compare(ranks, llama, model=recomputed, idle=(1,), **staged),
+        "llama3, padded, stages x tensor-parallel": compare(ranks, llama, model=padded, **staged, **shared),
+        "qwen3, tied, context x tensor-parallel": compare(ranks, tied, **context, **shared),
+        "mixture, expert-parallel, sharded": compare(ranks, mixture, **experts),
+        "mixture, expert-parallel, hybrid": compare(ranks, mixture, **experts, data_parallel_replicate_size=2),
+        "mixture, expert x tensor-parallel": compare(ranks, mixture, **experts, **shared),
+    }
 
 
 def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -138,6 +160,41 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return after
 
 
+def moved(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The step that comes after a checkpoint of a mixture in stages that share experts, in other layouts and engines.
+
+    As `resume_cells.after`; of the same layout also what is not the same bits.
+    """
+    path, root = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), folder / "moved"
+    engine = titan(path, optim=resume.OPTIM, **STAGED)
+    for step in range(resume.STEPS):
+        resume.train(engine, ranks, step)
+    resume.save(engine, ranks, root)
+    ranks.on_first(lambda: None)
+    after: dict[str, Any] = {"stages x experts": resume.after(engine, ranks, root)}
+    expected = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
+    again = titan(path, optim=resume.OPTIM, **STAGED)
+    resume.load(again, ranks, root)
+    after["stages x experts, again"] = resume.after(again, ranks, root)
+    state = again.state().tensors
+    different = [name for name, tensor in expected.items() if not torch.equal(tensor, state[name])]
+    others = {
+        "experts x tensor-parallel": titan(path, optim=resume.OPTIM, expert_parallel_size=2, tensor_parallel_size=2),
+        "fsdp2": sharded(path, optim=resume.OPTIM),
+    }
+    for name, other in others.items():
+        resume.load(other, ranks, root)
+        after[name] = resume.after(other, ranks, root)
+    again.copy_weights(others["fsdp2"])  # into stages
+    kept, copied = flat(others["fsdp2"].export_weights()), flat(again.export_weights())
+    if ranks.is_first:
+        alone = plain(path, optim=resume.OPTIM)
+        resume.load(alone, Ranks(), root)
+        after["plain"] = resume.after(alone, Ranks(), root)
+    return {"after": after, "different": different, "copied": torch.equal(kept, copied)}
+
+
 def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """In one cell: TorchTitan names the axes of its meshes, so a process has one set of groups for all its models."""
-    return {"parity": parity(ranks, folder), "resumed": resumed(ranks, folder)}
+    results = {"parity": parity(ranks, folder), "resumed": resumed(ranks, folder)}
+    return results if ranks.size < 4 else {**results, "moved": moved(ranks, folder)}

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.engine_cells import BUCKETS, TILED, Case, compare, loss_of, sharded, share, shared_model
 from tests.engines.builders import ragged_batch
+from tests.engines.hybrids import DELTA
 from verl.distributed import Ranks
 from verl.engines.rows import AlignedRows
 from verl.errors import ConfigError
@@ -94,12 +95,14 @@ def ulysses_nan_on_one_rank(ranks: Ranks, folder: Path) -> dict:
 
 
 def ulysses_refused(ranks: Ranks, folder: Path) -> dict:
-    """Heads that do not divide, ranks that do not divide, rows that are not packed."""
+    """Heads that do not divide, ranks that do not divide, layers that carry a state, rows that are not packed."""
+    hybrid = shared_model(ranks, folder, "qwen3_5_text", **DELTA)
     odd, even = (shared_model(ranks, folder, "qwen2", heads=n, kv_heads=n) for n in (1, 4))
     told = {}
     for name, make in {
         "heads": lambda: sharded(odd, engine={KEY: ranks.size}),
         "ranks": lambda: sharded(even, engine={KEY: 3}),
+        "state": lambda: sharded(hybrid, engine={KEY: ranks.size}),
         "padded": lambda: sharded(even, engine={KEY: ranks.size}, model={"use_remove_padding": False}),
     }.items():
         try:

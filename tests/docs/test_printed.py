@@ -61,6 +61,7 @@ NOT_RUN = {
     "docs/sampling.md": 1,
     "docs/sandbox.md": 1,
     "docs/troubleshooting.md": 1,
+    "docs/vision.md": 2,
     "docs/weight_sync.md": 1,
     "examples/rollout_importance_sampling/README.md": 3,
     "examples/split_placement/README.md": 1,

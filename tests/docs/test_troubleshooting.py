@@ -32,7 +32,7 @@ ERRORS = {
     f"{A}.tis_imp_ratio_cap=2.0": f"{A}.tis_imp_ratio_cap: no longer",
     f"algorithm.adv_estimator=grpo {R}.n=1": f"{R}.n: the estimator",
     f"algorithm.rollout_is_threshold=2.0 {R}.calculate_log_probs=false": f"{R}.calculate_log_probs: algorithm",
-    f"{R}.enable_vision=true": f"{R}.enable_vision: not built",
+    f"{A}.qat.enable=true": f"{A}.qat.enable: not built",
     f"{R}.expert_parallel_size=2": f"{R}.expert_parallel_size: not built for",
     "trainer.device=cuda": "trainer.device: this machine",
     "trainer.logger=[console,mlflow]": "trainer.logger: 'mlflow'",

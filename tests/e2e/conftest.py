@@ -1,70 +1,12 @@
-"""One warmed-up arithmetic model for all learning tests, made by the library's own commands."""
+"""One warmed-up arithmetic model for all learning tests."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
-from tests.e2e.runs import PROJECT, command, run
-
-WARM_UP = 320
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """The quickstart's task at rest: a model that can add and is rarely right, since it goes on after the answer."""
-
-    folder: Path
-    model: Path
-
-    @property
-    def arguments(self) -> list[str]:
-        """What every RL run on the task has in common."""
-        return [
-            f"data.train_files={self.folder}/data/train.parquet",
-            f"data.val_files={self.folder}/data/test.parquet",
-            "data.train_batch_size=64",
-            "data.max_prompt_length=32",
-            "data.max_response_length=8",
-            f"actor_rollout_ref.model.path={self.model}",
-            "actor_rollout_ref.rollout.n=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
-            "actor_rollout_ref.actor.optim.lr=2e-4",
-            f"reward.custom_reward_function.path={PROJECT}/examples/quickstart/reward.py",
-            "trainer.project_name=e2e",
-            "trainer.logger=[file]",
-        ]
+from tests.e2e.warm_up import Arithmetic, warmed_up
 
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
-    """Data, a new model, and the quickstart's warm-up on demonstrations that do not stop at the answer."""
-    folder = tmp_path_factory.mktemp("arithmetic")
-    quickstart = PROJECT / "examples/quickstart"
-    sizes = ["--train_size", "3072", "--sft_size", "4096"]
-    write = PROJECT / "examples/data_preprocess/arithmetic.py"
-    run([sys.executable, f"{write}", "--local_save_dir", "data", *sizes, "--seed", "0"], cwd=folder)
-    run([sys.executable, f"{quickstart}/demonstrations.py", "data/sft.parquet", "data/pupil.parquet"], cwd=folder)
-    run([sys.executable, f"{quickstart}/model.py", "base"], cwd=folder)
-    command(
-        "verl.trainer.sft_trainer",
-        "data.train_files=data/pupil.parquet",
-        "data.train_batch_size=128",
-        "data.max_length=32",
-        "model.path=base",
-        "optim.lr=3e-3",
-        "optim.lr_warmup_steps=20",
-        "optim.lr_scheduler_type=cosine",
-        f"trainer.total_training_steps={WARM_UP}",
-        f"trainer.save_freq={WARM_UP}",
-        "trainer.default_local_dir=sft",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=sft",
-        "trainer.logger=[file]",
-        "checkpoint.save_contents=[model]",
-        cwd=folder,
-    )
-    return Arithmetic(folder, folder / "sft" / f"global_step_{WARM_UP}" / "model" / "huggingface")
+    return warmed_up(tmp_path_factory.mktemp("arithmetic"))

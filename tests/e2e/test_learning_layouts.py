@@ -1,4 +1,4 @@
-"""The quickstart's task is learned in bf16, by processes that share sequences, and by a mixture with shared experts.
+"""The quickstart's task is learned in bf16, in 4 and 8 bits, by processes that share sequences, and by a mixture.
 
 LoRA is in `test_learning`, two nodes are in `test_two_nodes`.
 """
@@ -37,6 +37,35 @@ def test_grpo_learns_in_bf16(arithmetic):
     """Sampler and training multiply in bf16; weights and optimizer stay in float32."""
     both = ["actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"]
     check(learn(arithmetic, "bf16", STEPS, GRPO, *both))
+
+
+def test_grpo_teaches_an_adapter_on_a_base_in_four_bits(arithmetic):
+    """QLoRA: the sampler is sent the rounded weights with the adapter in them, so it samples the policy that learns."""
+    model = [
+        f"actor_rollout_ref.model.{word}" for word in ("lora_rank=16", "lora_alpha=32", "lora_base_quantization=nf4")
+    ]
+    others = [
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "algorithm.rollout_is=true",
+        "algorithm.rollout_is_threshold=2",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+    ]
+    steps = learn(arithmetic, "qlora", STEPS + 4, GRPO, *model, *others)
+    check(steps)
+    assert curve(steps, ACCURACY)[-1] >= 0.9
+    assert abs(curve(steps, "actor/kl_loss")[0]) < 1e-6, "the reference is the rounded base"
+    for name in ("min", "max"):
+        assert curve(steps, f"mismatch/rollout_is_{name}") == pytest.approx([1.0] * (STEPS + 4), abs=1e-3)
+
+
+def test_grpo_learns_from_a_sampler_whose_weights_are_in_eight_bits(arithmetic):
+    """FP8, rounded at each weight sync and compared with the trainer; importance weights make up for the difference."""
+    rounded = ["actor_rollout_ref.rollout.quantization=fp8", "algorithm.rollout_correction.rollout_is=token"]
+    steps = learn(arithmetic, "fp8", STEPS - 2, GRPO, *rounded)
+    check(steps)
+    differences = curve(steps, "training/reload_log_probs_diff_mean")
+    assert len(differences) >= STEPS - 2 and min(differences) > 1e-4 and max(differences) < 0.2
 
 
 def test_grpo_learns_with_sequences_shared_by_two_processes(arithmetic):

@@ -18,7 +18,7 @@ from tests.engines.builders import (
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.engines.rows import AlignedRows
-from verl.errors import ConfigError, DataError, EngineError, NotBuiltError
+from verl.errors import ConfigError, DataError, EngineError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 
@@ -293,9 +293,10 @@ def test_a_temperature_of_zero_is_refused(qwen2):
         make_engine(qwen2, trains=False).infer(ragged_batch(), temperature=0.0)
 
 
-def test_training_in_float16_is_refused_by_name(qwen2):
-    with pytest.raises(NotBuiltError, match=r"loss scaling"):
-        make_engine(qwen2, engine={"dtype": "fp16"})
+def test_trained_weights_in_float16_are_refused_by_name(qwen2):
+    with pytest.raises(ConfigError, match=r"model_dtype: weights .* dtype=float16"):
+        make_engine(qwen2, engine={"model_dtype": "fp16"})
+    make_engine(qwen2, engine={"model_dtype": "fp16"}, trains=False)
 
 
 def test_a_row_whose_first_token_is_trained_on_is_an_error_that_names_it(qwen2):

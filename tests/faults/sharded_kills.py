@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.group import run_cells
+from tests.megatron.cells import SHIM
 from tests.support import tiny_model_dir, write_prompts
 from verl.checkpoint import find_checkpoint
 from verl.models.hf_folder import read_weights
@@ -31,6 +32,10 @@ RANKS, EXACT = 4, 1e-5
 ROOM = 64
 """Bytes of a file on a full disk."""
 BYTES, TRACKER = "bytes", "open .latest_checkpointed_iteration.txt.new"
+MEGATRON = ("engine=megatron", f"model.external_lib={SHIM}", "trainer.resume_changed=accept")
+"""Its optimizer is sharded over the data-parallel ranks."""
+AFTERWARDS = (("plain", 1, ()), ("fsdp2", 2, ()), ("fsdp2", 3, ()), ("fsdp2", RANKS, ()), ("megatron", 2, MEGATRON))
+"""Engine, ranks and settings with which what is left goes on."""
 RECORDS = "records"
 """The write after which a rank's part is on the disk and nobody knows of it."""
 
@@ -69,6 +74,7 @@ class Run:
     inputs: Path
     root: Path
     hit: Hit = Hit()
+    engine: tuple[str, ...] = ()
 
     @property
     def __name__(self) -> str:
@@ -89,6 +95,7 @@ class Run:
             "trainer.total_training_steps=2",
             "trainer.logger=[file]",
             f"trainer.default_local_dir={self.root}",
+            *self.engine,
         ]
         hit = self.hit if ranks.rank == self.hit.rank else Hit()
         with written_in_saves(self.root, hit) as writes:
@@ -159,13 +166,16 @@ class Runs:
         self.straight = folder / "straight"
         self.launch(self.straight)
 
-    def launch(self, root: Path, hit: Hit = Hit(), size: int = RANKS) -> list[list[str]]:
+    def launch(self, root: Path, hit: Hit = Hit(), size: int = RANKS, engine: tuple[str, ...] = ()) -> list[list[str]]:
         """Run to the second step; per rank the writes of its last save.
+
+        Args:
+            engine: settings of another engine than fsdp2 on several ranks and plain on one.
 
         Raises:
             AssertionError: a rank ended before; the message has what each of them said.
         """
-        return run_cells(size, [Run(self.inputs, root, hit)], root.with_suffix(".notes"))["run"]
+        return run_cells(size, [Run(self.inputs, root, hit, engine)], root.with_suffix(".notes"))["run"]
 
     def begun(self, name: str) -> Path:
         """A copy of the run at its first checkpoint."""
@@ -235,15 +245,15 @@ def main() -> int:
 
 
 def last(runs: Runs, root: Path, report: Callable[[str], None] = print) -> None:
-    """What is left goes on: with the same bits on as many ranks, with equal numbers on others."""
+    """What is left goes on: with the same bits on as many ranks, with equal numbers on others and in other engines."""
     shutil.rmtree(root / "global_step_2", ignore_errors=True)
-    for size in (1, 2, 3, RANKS):
-        again = root.with_name(f"again-{size}")
+    for name, size, engine in AFTERWARDS:
+        again = root.with_name(f"again-{name}-{size}")
         shutil.copytree(root, again)
-        runs.launch(again, size=size)
+        runs.launch(again, size=size, engine=engine)
         error = runs.error(again)
-        report(f"on {size} ranks: {error:.1e}")
-        assert error == 0 if size == RANKS else error < EXACT
+        report(f"{name} on {size} ranks: {error:.1e}")
+        assert error == 0 if (name, size) == ("fsdp2", RANKS) else error < EXACT
         assert not list(again.glob(".writing-*")), "leftovers are removed"
 
 

@@ -20,11 +20,11 @@ from tests.megatron.cells import (
     share,
     shared_model,
 )
-from tests.megatron.families import MIXTRAL, MIXTURE
+from tests.megatron.families import GLM, MIXTRAL, MIXTURE
 from verl.config.loading import read_config
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.adapters import AdapterBaseEngine
-from verl.errors import NotBuiltError
+from verl.errors import CheckpointError, NotBuiltError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 SPELLED = ["actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.model.lora.alpha=8"]
@@ -105,6 +105,63 @@ def adapters_on_the_attention_of_a_mixture(ranks, folder):
     return beside_plain(ranks, folder, "qwen3_moe", config=MIXTURE, model=attention, **{EXPERT: 2})
 
 
+EXPERTS = {
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+COMPLETE = {TENSOR: 2, "expert_tensor_parallel_size": 1}
+"""Attention over two ranks, each expert complete on both or one of them."""
+
+
+def adapters_on_experts_that_are_shared(ranks, folder):
+    return beside_plain(ranks, folder, "qwen3_moe", config=MIXTURE, model=EXPERTS, **{EXPERT: 2})
+
+
+def adapters_on_experts_beside_cut_attention(ranks, folder):
+    limits = {"micro_batch_size": 3}
+    return beside_plain(ranks, folder, "mixtral", config=MIXTRAL, model=EXPERTS, limits=limits, **COMPLETE)
+
+
+def adapters_on_experts_of_pipeline_stages(ranks, folder):
+    """Of which one layer has no experts; every layer is computed again."""
+    again = {"override_transformer_config": MegatronEngineOverrideTransformerConfigConfig("full")}
+    down = {**EXPERTS, "target_parameters": ["mlp.experts.down_proj"]}
+    return beside_plain(ranks, folder, "glm4_moe", config=GLM, model=down, **{PIPELINE: 2}, **again)
+
+
+def an_adapter_on_experts_goes_elsewhere(ranks, folder):
+    """Train a step with shared experts, save; another layout goes on, the plain engine takes over the weights."""
+    path, batch = shared_model(ranks, folder, "qwen3_moe", **MIXTURE), ragged_batch(ROWS)
+    mine, loss_fn, model = share(batch, ranks), loss_for("causal_lm"), {**LORA, **EXPERTS}
+
+    def step(engine):
+        told = engine.train_batch(batch[mine], loss_fn).values()
+        return [told["loss"], told["grad_norm"]]
+
+    engine = megatron(path, model=model, **{EXPERT: 2})
+    step(engine)
+    saved = saved_in(engine, folder / "adapted experts")
+    outputs, adapter = [engine.infer(batch[mine])["log_probs"]], kept(engine.export_adapter())
+    found = {"here": step(engine)}
+    other = megatron(path, model=model, **COMPLETE)
+    other.load_state(saved)
+    found["elsewhere"] = step(other)
+    other.load_weights(adapter)
+    outputs.append(other.infer(batch[mine])["log_probs"])
+    file = str(folder / "adapted experts" / "huggingface")
+    again = megatron(path, model={"lora_adapter_path": file}, **{PIPELINE: 2})
+    outputs.append(again.infer(batch[mine])["log_probs"])
+    plain = make_engine(path, optim=OPTIM, model={"lora_adapter_path": file})
+    expected = plain.infer(batch)["log_probs"][mine]
+    found["outputs"] = max((float((x - expected).abs().max()) for x in outputs if len(mine)), default=0.0)
+    found["same file"] = {n: t.shape for n, t in adapter.items()} == {n: t.shape for n, t in plain.export_adapter()}
+    try:
+        plain.load_state(saved)
+    except CheckpointError as error:
+        found["refused"] = str(error)
+    return found
+
+
 def adapters_on_tensor_parallel_pipeline_stages(ranks, folder):
     """Four ranks."""
     return beside_plain(ranks, folder, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2})
@@ -150,9 +207,9 @@ def an_adapters_state_goes_elsewhere(ranks, folder):
 
 def adapters_that_are_refused(ranks, folder):
     found = []
-    for family, config in (("qwen3_moe", MIXTURE), ("mixtral", MIXTRAL)):
+    for family, config, model in (("qwen3_moe", MIXTURE, {}), ("mixtral", MIXTRAL, {}), ("mixtral", MIXTRAL, EXPERTS)):
         try:
-            megatron(shared_model(ranks, folder, family, **config), model=LORA, **{TENSOR: 2})
+            megatron(shared_model(ranks, folder, family, **config), model={**LORA, **model}, **{TENSOR: 2})
         except NotBuiltError as error:
             found.append(str(error))
     return found

@@ -288,7 +288,6 @@ def refusals(ranks, folder):
         "padded": {"context_parallel_size": 2, "model": {"use_remove_padding": False}},
         "routers": {"override_mcore_model_config": {"moe_router_load_balancing_type": "aux_loss"}},
         "Adafactor": {TENSOR: 2, "optim": {"optimizer": "Adafactor", "override_optimizer_config": {}}},
-        "Muon": {TENSOR: 2, "optim": {"optimizer": "Muon"}},
     }.items():
         try:
             megatron(path, **sizes)

@@ -19,6 +19,7 @@ GLM = {
     )},
     "use_qk_norm": True, "attention_bias": True,
 }  # fmt: skip
+GLM4 = {"head_dim": 16, "attention_bias": True}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 1.0,
@@ -51,6 +52,8 @@ FAMILIES = (
     ("gemma", "gemma", {"tie_word_embeddings": True}),
     ("gemma2", "gemma2", GEMMA2),
     ("gemma3_text", "gemma3_text", GEMMA3),
+    ("glm4", "glm4", GLM4),
+    ("glm4-without-biases", "glm4", {**GLM4, "attention_bias": False}),
     ("glm4_moe", "glm4_moe", GLM),
     ("glm4_moe-plain", "glm4_moe", {**GLM, "use_qk_norm": False, "attention_bias": False}),
     ("moonlight", "deepseek_v3", MOONLIGHT),

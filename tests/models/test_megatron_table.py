@@ -91,7 +91,6 @@ def test_other_scalings_and_families_are_refused():
 @pytest.mark.parametrize(
     "family, why",
     [
-        ("glm4", "gate and up as one weight"),
         ("gpt_oss", "no sinks"),
         ("qwen3_next", "linear attention"),
     ],

@@ -297,3 +297,13 @@ def test_altered_contents_give_one_clear_error(metadata, document, message, tmp_
     path.write_bytes(safetensors_bytes(metadata, document, bytes(8)))
     with pytest.raises(DataError, match=message):
         DataProto.load_from_disk(str(path))
+
+
+def test_images_that_rows_share_are_written_once_and_read_as_one(tmp_path):
+    inputs = {"pixel_values": torch.arange(400_000, dtype=torch.float32)}
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
+    back = column_after([[inputs, image]] * 4, tmp_path)
+    assert all(back[i][0] is back[0][0] and back[i][1] is back[0][1] for i in range(4))
+    assert torch.equal(back[0][0]["pixel_values"], inputs["pixel_values"])
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert written < 2 * 1_600_000

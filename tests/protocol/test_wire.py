@@ -110,3 +110,28 @@ def test_a_subclass_stays_a_subclass():
 
 class Sub(DataProto):
     pass
+
+
+def test_the_samples_of_a_prompt_share_its_images_on_the_wire_too():
+    pixels = torch.arange(40_000, dtype=torch.float32).view(10, 4000)
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    prompts = [{"pixel_values": pixels, "image_grid_thw": torch.ones(1, 3, dtype=torch.int64)}, {}]
+    inputs, seen = np.empty(2, object), np.empty(2, object)
+    inputs[:], seen[:] = prompts, [{"images": [image]}, {"images": []}]
+    one = DataProto.from_dict(non_tensors={"multi_modal_inputs": inputs, "multi_modal_data": seen})
+    size = len(pickle.dumps(one, protocol=5))
+    eight = pickle.dumps(one.repeat(8), protocol=5)
+    assert len(eight) < size + 8_000  # seven more copies would be 1.1 million bytes
+    back = pickle.loads(eight).non_tensor_batch
+    first = back["multi_modal_inputs"][0]
+    assert all(back["multi_modal_inputs"][i] is first for i in range(8)) and torch.equal(first["pixel_values"], pixels)
+    assert back["multi_modal_data"][0]["images"][0] is back["multi_modal_data"][7]["images"][0]
+    assert back["multi_modal_inputs"][8] == {}
+
+
+def test_equal_tensors_that_are_not_shared_stay_two():
+    column = np.empty(2, object)
+    column[:] = [{"a": torch.ones(3)}, {"a": torch.ones(3)}]
+    back = pickle.loads(pickle.dumps(DataProto.from_dict(non_tensors={"x": column}), protocol=5)).non_tensor_batch["x"]
+    back[0]["a"].add_(1)
+    assert back[0]["a"].tolist() == [2.0] * 3 and back[1]["a"].tolist() == [1.0] * 3

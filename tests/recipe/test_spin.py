@@ -193,6 +193,21 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(here, changes):
     assert WRONG[changes] in str(error.value)
 
 
+def test_a_pair_has_the_budgets_of_all_processes_that_share_its_rows(here):
+    """Two rows of 512 + 512 tokens, in halves on two processes; the reference has one row at a time."""
+    shared = [f"{A}.strategy=fsdp2", f"{A}.fsdp_config.ulysses_sequence_parallel_size=2", f"{A}.use_dynamic_bsz=true"]
+    both = [
+        "trainer.n_gpus_per_node=2",
+        "trainer.device=cpu",
+        "data.max_prompt_length=512",
+        "data.max_response_length=512",
+        *shared,
+    ]
+    load_config("ppo_trainer", words(*both, f"{A}.ppo_max_token_len_per_gpu=1024"))
+    with pytest.raises(ConfigError, match=r"each of 2 processes has its share. Got 1023. Allowed: 1024 or more"):
+        load_config("ppo_trainer", words(*both, f"{A}.ppo_max_token_len_per_gpu=1023"))
+
+
 def test_settings_of_other_losses_have_no_effect_and_so_has_a_frequency_without_a_reference(here):
     reset_notices()
     load_config("ppo_trainer", words(f"{A}.clip_ratio=0.3", f"{A}.loss_agg_mode=token-sum"))

@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.experts import balance
 
 MODE, RECORD = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+REF, KL = "actor_rollout_ref.ref.router_replay.mode", "actor_rollout_ref.actor.use_kl_loss"
 EVERY = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
 R3 = [f"{MODE}=R3", f"{RECORD}=true"]
 
@@ -47,7 +48,19 @@ def test_the_samplers_experts_are_replayed_in_old_log_probs_and_updates(folder, 
     last = steps[-1]
     assert 1 / 8 <= last["rollout/moe/max_share"] <= 1 / 2
     assert last["rollout/moe/max_load"] == pytest.approx(8 * last["rollout/moe/max_share"])
+    assert 0 < last["rollout/moe/max_violation"] <= last["rollout/moe/max_load"] - 1
     assert 0 < last["rollout/moe/entropy"] <= torch.tensor(8.0).log()
+    assert 0 <= last["rollout/moe/dead_experts"] <= 2 * 6
+    assert steps[-2]["actor/kl_loss"] > 1e-9, "the reference has chosen other experts than the bf16 sampler"
+
+
+def test_a_reference_that_replays_the_experts_starts_where_the_actor_does(folder, monkeypatch):
+    once = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    more = [*once, f"{KL}=true", f"{REF}=R3"]
+    steps = run(folder, "reference", monkeypatch, *R3, *more)
+    assert abs(steps[-2]["actor/kl_loss"]) < 1e-12, "the same weights and experts"
+    assert steps[-1]["actor/kl_loss"] > 1e-9, "after an update they are another policy"
+    assert not any(name.startswith("rollout/moe") for name in steps[-1]), "nobody has asked for it"
 
 
 def test_the_trainers_own_experts_are_replayed_with_several_updates(folder, monkeypatch):
@@ -72,7 +85,13 @@ REFUSED = {
     "another sampler": ([*R3, "actor_rollout_ref.rollout.name=vllm"], "sampler vllm does not say"),
     "no old log-probs": ([f"{MODE}=R2", "algorithm.rollout_correction.bypass_mode=true"], "makes no such pass"),
     "from a file": (["actor_rollout_ref.actor.router_replay.replay_file=/r"], "router replay from a file"),
-    "the reference": (["actor_rollout_ref.ref.router_replay.mode=R3"], "router replay"),
+    "the reference alone": ([f"{REF}=R3"], "that the actor replays"),
+    "the reference from a file": (["actor_rollout_ref.ref.router_replay.replay_file=/r"], "router replay from a file"),
+    "a reference of no pass": ([f"{MODE}=R2", f"{REF}=R2", f"{KL}=true"], "makes no such pass"),
+    "an exact KL": (
+        [*R3, f"{REF}=R3", f"{KL}=true", "actor_rollout_ref.actor.kl_loss_type=full"],
+        "chooses its experts itself",
+    ),
     "a negative interval": ([f"{EVERY}=-1"], "no number of steps"),
 }
 
@@ -95,7 +114,12 @@ def test_the_balance_of_recorded_experts_by_hand():
     found = balance(batch, 4)
     half, quarter = torch.tensor([0.5, 0.25]).log().tolist()
     entropies = [-(0.5 * half + 2 * 0.25 * quarter), -half]
-    assert found == pytest.approx({"max_share": 0.5, "max_load": 2.0, "entropy": sum(entropies) / 2})
-    assert "max_load" not in balance(batch, None)
+    # Of four choices a layer, one is each expert's mean: 2, 1, 1, 0 and 0, 2, 0, 2.
+    loads = {"max_load": 2.0, "max_violation": 1.0, "dead_experts": 3.0}
+    assert found == pytest.approx({"max_share": 0.5, "entropy": sum(entropies) / 2, **loads})
+    experts[0, 3, 0] = torch.tensor([3, 2])
+    evener = balance(batch, 4)
+    assert (evener["max_load"], evener["max_violation"], evener["dead_experts"]) == (2.0, 0.5, 2.0), "one layer is even"
+    assert set(balance(batch, None)) == {"max_share", "entropy"}
     experts[:] = -1
     assert balance(DataProto.from_dict(tensors={"routed_experts": experts, "responses": torch.zeros(1, 3)}), 4) == {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.agent_loop.batch import NO_VERSION
+from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import metrics_of, plain_metrics
 from verl.data.special_tokens import SampledMessage
 from verl.metrics import MetricSet
@@ -29,6 +30,7 @@ class AgentData:
         turn_scores: rewards of the simulated user, one per turn.
         tool_rewards: step rewards of tools, in the order of the calls.
         instances: ids of the tools' instances by name.
+        seen: the images so far.
         record: one entry per piece of the conversation: role, text, tokens, mask, calls, rewards.
     """
 
@@ -54,6 +56,7 @@ class AgentData:
     metrics: MetricSet = field(default_factory=MetricSet)
     record: list[dict[str, Any]] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    seen: SeenImages = field(default_factory=SeenImages)
 
     def add_sampled(self, answer: Completion) -> None:
         """Take the tokens of an answer: the ones that are trained on."""
@@ -82,18 +85,26 @@ class AgentData:
         self.user_turns += 1
 
     def plain(self) -> dict[str, Any]:
-        """All of it but the row, as data that a file can hold."""
-        state = {name: value for name, value in vars(self).items() if name not in ("row", "tools_kwargs")}
+        """All of it but the row, as data that a file can hold; of the images those that came after the row's own."""
+        state = {name: value for name, value in vars(self).items() if name not in ("row", "tools_kwargs", "seen")}
         messages = [[isinstance(message, SampledMessage), dict(message)] for message in self.messages]
-        return copy.deepcopy({**state, "messages": messages, "metrics": plain_metrics(self.metrics)})
+        return copy.deepcopy({**state, "messages": messages, "metrics": plain_metrics(self.metrics)}) | {
+            "images": list(self.seen.added)
+        }
 
     @classmethod
-    def of_plain(cls, row: dict[str, Any], state: Mapping[str, Any]) -> AgentData:
-        """The reverse of `plain`."""
-        fields = copy.deepcopy(dict(state))
+    def of_plain(cls, row: dict[str, Any], state: Mapping[str, Any], seen: SeenImages | None = None) -> AgentData:
+        """The reverse of `plain`.
+
+        Args:
+            seen: the images of the row, which gets those of later turns.
+        """
+        fields = copy.deepcopy({name: value for name, value in state.items() if name != "images"})
+        seen = seen or SeenImages()
+        seen.take(state.get("images") or ())
         messages = [SampledMessage(message) if own else dict(message) for own, message in fields.pop("messages")]
         metrics = metrics_of(fields.pop("metrics"))
-        return cls(row, messages, row.get("tools_kwargs") or {}, metrics=metrics, **fields)
+        return cls(row, messages, row.get("tools_kwargs") or {}, metrics=metrics, seen=seen, **fields)
 
     def output(self) -> AgentLoopOutput:
         """The trajectory as the trainer takes it."""

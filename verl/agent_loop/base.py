@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from verl.data.chat_template import ChatTemplate
-from verl.errors import DataError, NotBuiltError
+from verl.data.messages import as_messages
+from verl.data.vision.parts import bare, image_parts
+from verl.errors import DataError
 from verl.metrics import MetricSet
 from verl.registry import AGENT_LOOPS
 
@@ -42,6 +44,8 @@ class AgentLoopOutput:
         token_versions: version of the weights that drew each token, -1 on inserted ones.
         routed_experts: (tokens, layers, top_k) array: the experts of the first tokens of prompt and response, at most
             all of them; None if nothing recorded them.
+        multi_modal_data, multi_modal_inputs: the images of all turns and what the processor made of them, where there
+            are more than the row's own; None leaves the row's.
         reward_score: a score that the loop already knows.
         step_rewards: (place in the response, reward) of each step, where it is not one score at the end; its sum is
             ``reward_score``.
@@ -65,6 +69,7 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: dict[str, Any] | None = None
     mm_processor_output: Any = None
+    multi_modal_inputs: Mapping[str, Any] | None = None
     token_versions: list[int] | None = None
     finish_reason: str = "stop"
     measures: MetricSet = field(default_factory=MetricSet)
@@ -166,27 +171,36 @@ class AgentLoopBase(ABC):
         """
 
     async def process_vision_info(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Images and videos in the messages; text has none.
+        """``{"images": [PIL.Image, ...]}`` of the messages, in order; {} where they are text.
+
+        A part that only says that there is an image is one of the row's own, in order.
 
         Raises:
-            NotBuiltError: there is something else than text.
+            DataError: there are more such parts than the row has images, or an image is broken.
+            NotBuiltError: a part that is a video or a sound.
         """
-        for message in messages:
-            parts = message.get("content")
-            if isinstance(parts, list) and any(part.get("type", "text") != "text" for part in parts):
-                kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
-                raise NotBuiltError("vision inputs of agent loops are not built yet", got=kinds, allowed="text")
-        return {}
+        parts = list(image_parts(as_messages(list(messages), lambda: "messages", images=True)))
+        if not parts:
+            return {}
+        seen = self.server_manager.seen
+        own = iter(seen.images)
+        images = [part["image"] if "image" in part else next(own, None) for part in parts]
+        return {"images": seen.load(images, "messages")}
 
     async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Messages -> token ids that end where the assistant's answer begins; special tokens in them are text.
 
         Args:
-            kwargs: further arguments of the template.
+            kwargs: further arguments of the template; ``images`` are those of the messages, else the row's.
         """
         template = ChatTemplate(self.tokenizer)
-        options = {name: value for name, value in kwargs.items() if name not in ("tokenize", "return_dict")}
-        return template.encode(template.render(messages, **{"add_generation_prompt": True, **options}))
+        aside = ("tokenize", "return_dict", "images", "videos")
+        options = {name: value for name, value in kwargs.items() if name not in aside}
+        text = template.render(bare(messages), **{"add_generation_prompt": True, **options})
+        ids = template.encode(text)
+        if not any(True for _ in image_parts(messages)):
+            return ids
+        return self.server_manager.seen.prompt(ids, kwargs.get("images"))
 
     async def prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """The row's prompt: as the dataset tokenised and truncated it, else from its messages."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,6 +99,17 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
             tensors["rm_scores"] = with_step_rewards(scores, [o.step_rewards for o in outputs])
     arrays = {name: object_array(values) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"pad_token_id": pad_token_id})
+
+
+def later_images(outputs: Sequence[AgentLoopOutput], rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """The columns (B,) of images, where a trajectory has seen more than its row's own; none where all are the rows'."""
+    if all(output.multi_modal_inputs is None for output in outputs):
+        return {}
+    columns: dict[str, np.ndarray] = {}
+    for name in ("multi_modal_data", "multi_modal_inputs"):
+        made = [getattr(output, name) for output in outputs]
+        columns[name] = object_array([row.get(name) if own is None else own for own, row in zip(made, rows)])
+    return columns
 
 
 def experts_table(outputs: Sequence[AgentLoopOutput], attended: Tensor) -> Tensor | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from verl import stacks
 from verl.agent_loop.early_stop import Stop
+from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import part_of, plain_part
-from verl.errors import RolloutError, suggest
+from verl.errors import NotBuiltError, RolloutError, suggest
 from verl.observability.traces import traced
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 from verl.rollout.resume import continued, joined
@@ -37,6 +38,7 @@ class SamplerClient:
         response_length: budget of a request that does not name its own.
         stop_token_ids: end a response, besides the model's own end tokens.
         stop: once it is set, requests come back aborted and empty.
+        seen: the images of this trajectory, which every request has; a loop may add to them.
         goes_on: a request that is aborted goes on at once: its loop cannot go on in a later batch.
 
     Attributes:
@@ -51,6 +53,7 @@ class SamplerClient:
     stop_token_ids: tuple[int, ...] = ()
     stop: Stop = field(default_factory=Stop)
     goes_on: bool = False
+    seen: SeenImages = field(default_factory=SeenImages)
     num_requests: int = 0
     seconds: float = 0.0
     left: tuple[int, Completion] | None = None
@@ -90,11 +93,16 @@ class SamplerClient:
         Args:
             request_id: any name; requests of one trajectory may share it (servers route by it).
             sampling_params: keys of `SamplingParams`; ``max_new_tokens`` is understood too.
+            image_data: the images of ``prompt_ids``, in order; None: all that the trajectory has seen.
+            video_data: refused.
             generated_prefix: see `Request`; to go on with a response that was aborted.
 
         Raises:
             RolloutError: an unknown parameter, or whatever the sampler refuses.
         """
+        if video_data:
+            raise NotBuiltError("videos are not built yet", key="video_data")
+        images, inputs = self.seen.of_request(image_data)
         turn, self.num_requests = self.num_requests, self.num_requests + 1
         request = Request(
             id=f"{self.uid}-{self.sample_index}-{turn}",
@@ -103,8 +111,8 @@ class SamplerClient:
             # The token position is the counter of a request's random numbers, so every turn needs a key of its own.
             uid=self.uid if turn == 0 else f"{self.uid}/{turn}",
             sample_index=self.sample_index,
-            images=image_data or None,
-            videos=video_data or None,
+            images=images,
+            multi_modal_inputs=inputs,
             generated_prefix=tuple(generated_prefix),
             session=f"{request_id}/{self.uid}-{self.sample_index}",
         )

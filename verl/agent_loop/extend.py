@@ -7,7 +7,7 @@ answer is replaced by a mark, and what follows the mark is tokenised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,17 +97,24 @@ class Extender:
         return self._tokens(sampled, text[text.rindex(MARK) + len(MARK) :], form)
 
     def difference(
-        self, recorded: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] | None = None
+        self,
+        recorded: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        expand: Callable[[list[int]], list[int]] = list,
     ) -> TokenDifference | None:
         """Where the recorded tokens differ from the same messages rendered anew; None where they do not.
 
         What the template writes after the last recorded token is no difference.
+
+        Args:
+            expand: puts the tokens of images in the places of their placeholders.
         """
         begun = next((n for n, message in enumerate(messages) if isinstance(message, SampledMessage)), len(messages))
         messages = [*messages[:begun], *self.template.outside(messages[begun:])]
         shaped = _shaped(messages, self._forms.get(bool(tools), "plain"))
         try:
-            rendered = self.template.encode(self._render(shaped, tools, add_generation_prompt=False))
+            rendered = expand(self.template.encode(self._render(shaped, tools, add_generation_prompt=False)))
         except DataError as error:
             return TokenDifference(0, tuple(recorded[:SHOWN_TOKENS]), (), "", f"the template refuses: {error}", False)
         count = min(len(recorded), len(rendered))
@@ -224,7 +231,7 @@ def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
             message = SampledMessage(role="assistant", content=content, **with_calls)
         if form == "user" and message["role"] == "tool":
             if joins:
-                shaped[-1]["content"] += f"\n{message['content']}"
+                shaped[-1]["content"] = _joined(shaped[-1]["content"], message["content"])
             else:
                 shaped.append({"role": "user", "content": message["content"]})
             joins = True
@@ -232,6 +239,14 @@ def _shaped(messages: Sequence[Message], form: Form) -> list[Message]:
         shaped.append(message)
         joins = False
     return shaped
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents as one, with a line break between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    parts = [[{"type": "text", "text": said}] if isinstance(said, str) else list(said) for said in (first, second)]
+    return [*parts[0], {"type": "text", "text": "\n"}, *parts[1]]
 
 
 def _cannot(reason: str) -> RunStops:

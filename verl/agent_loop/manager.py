@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import loop_metrics, object_array, to_batch
+from verl.agent_loop.batch import later_images, loop_metrics, object_array, to_batch
 from verl.agent_loop.early_stop import Stop, gather_most, gather_prompts
 from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
@@ -146,6 +146,7 @@ class AgentLoopManager:
             raise
         check_some_worked(outputs)
         batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
+        batch.non_tensor_batch.update(later_images(outputs, rows))
         scoring = {} if beside is None else await beside.finish(outputs, batch)
         if enough is None:
             batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}

@@ -13,7 +13,9 @@ from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.failed import RunStops, failed
 from verl.agent_loop.row_traces import RowTraces
+from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import EARLIER
+from verl.data.vision.images import ImageLimits
 from verl.errors import ConfigError, ReplayError, RolloutError
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
@@ -93,7 +95,10 @@ class RowRunner:
         end = self.tokenizer.eos_token_id
         ends = () if end is None else (int(end),)
         its_stop = Stop() if waits else stop
-        client = SamplerClient(self.sampler, *stream, self.config.seed, budget, ends, its_stop, goes_on=waits)
+        seen = SeenImages(self.processor, row, ImageLimits.of(self.data_config))
+        client = SamplerClient(
+            self.sampler, *stream, self.config.seed, budget, ends, its_stop, goes_on=waits, seen=seen
+        )
         if state is not None:
             client.go_on(state)
         where = place_of_row(number, row, stream)
@@ -102,6 +107,9 @@ class RowRunner:
             loop.unfinished = None if state is None else state["loop"]
             output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
             output.metrics.generate_sequences = client.seconds
+            if seen.added and output.multi_modal_data is None:
+                output.multi_modal_data = {"images": seen.images, "videos": []}
+                output.multi_modal_inputs = seen.inputs
             output.unfinished = None if client.left is None else client.state(output.unfinished)
             if self.score is not None and output.reward_score is None and output.unfinished is None:
                 start = time.perf_counter()

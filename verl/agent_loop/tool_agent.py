@@ -18,7 +18,7 @@ from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain
 from verl.agent_loop.failed import place_of
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
-from verl.agent_loop.tool_calls import CallLimits, ToolCalls, openai_call
+from verl.agent_loop.tool_calls import CallLimits, ToolCalls, ToolReply, openai_call
 from verl.agent_loop.unfinished import PROCESS
 from verl.errors import DataError, RolloutError, suggest
 from verl.interactions.base import BaseInteraction, load_interactions
@@ -104,7 +104,11 @@ class ToolAgentLoop(AgentLoopBase):
         names = selected(kwargs, list(parts.calls.tools))
         schemas = [parts.calls.tools[name].get_openai_tool_schema().for_template() for name in names]
         known = self._from_earlier()
-        data = self._begin(kwargs, schemas) if known is None else AgentData.of_plain(kwargs, known["data"])
+        data = (
+            self._begin(kwargs, schemas)
+            if known is None
+            else AgentData.of_plain(kwargs, known["data"], self.server_manager.seen)
+        )
         if known is None and self.unfinished is not None:
             data.metrics.add("rollout/partial/restarted", 1, "sum")
         simulated = None
@@ -156,7 +160,8 @@ class ToolAgentLoop(AgentLoopBase):
             fix = "Set data.return_raw_chat=true."
             raise DataError("a row has no 'raw_prompt', which the loop with tools needs", got=sorted(row), fix=fix)
         data = AgentData(row, [dict(message) for message in row["raw_prompt"]], row.get("tools_kwargs") or {})
-        data.prompt_ids = self.shared.extender.prompt(data.messages, schemas)
+        data.seen = self.server_manager.seen
+        data.prompt_ids = data.seen.prompt(self.shared.extender.prompt(data.messages, schemas))
         most = int(self.config.prompt_length)
         if len(data.prompt_ids) > most:
             reason = f"a prompt with its tools has {len(data.prompt_ids)} tokens, more than {most}; it is not cut"
@@ -183,8 +188,11 @@ class ToolAgentLoop(AgentLoopBase):
             data.record.append(entry_of("assistant", parts.extender.text(answer.token_ids), answer.token_ids, 1))
             if self._is_over(data, answer):
                 return
+            images: list[Any] = []
             if parsed.items:
-                new, entry = await self._call(data, parsed, names)
+                replies = await parts.calls.run(data, parsed.items, names, parts.parser.form)
+                new, entry = [reply.message() for reply in replies], entry_of_calls(replies)
+                images = [image for reply in replies for image in reply.images]
             elif simulated is not None:
                 new, entry = await self._ask(data, simulated)
             else:
@@ -194,17 +202,19 @@ class ToolAgentLoop(AgentLoopBase):
                 data.record.append(entry)
                 return
             try:
-                ids = parts.extender.after(answer.token_ids, history, message, new, schemas)
+                after = parts.extender.after(answer.token_ids, history, message, new, schemas)
             except TemplateContinuationError as error:
                 data.record.append({**entry, "left_out": str(error)})
                 notice("the chat template", f"a conversation ends because of it and is scored as it is: {error}")
                 _ended(data, "template")
                 return
+            ids = data.seen.expanded(after, images)
             if not self._fits(data, ids):
                 data.record.append({**entry, "left_out": "it does not fit into the response"})
                 _ended(data, "length", "length")
                 return
             data.messages += new
+            data.seen.take(images)
             data.add_inserted(ids)
             data.record.append({**entry, "tokens": len(ids), "mask": 0})
 
@@ -246,10 +256,6 @@ class ToolAgentLoop(AgentLoopBase):
         else:
             return False
         return True
-
-    async def _call(self, data: AgentData, parsed: Parsed, names: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-        replies = await self.shared.calls.run(data, parsed.items, names, self.shared.parser.form)
-        return [reply.message() for reply in replies], {"role": "tool", "calls": [reply.entry() for reply in replies]}
 
     async def _simulated_user(self, data: AgentData, instance: str | None) -> SimulatedUser | None:
         """The row's simulated user, if it has one; it begins with the trajectory where it has no instance of it yet."""
@@ -323,7 +329,7 @@ class ToolAgentLoop(AgentLoopBase):
         if mode == "disable" or not data.response_ids:
             return
         recorded = [*data.prompt_ids, *data.response_ids]
-        difference = self.shared.extender.difference(recorded, data.messages, schemas)
+        difference = self.shared.extender.difference(recorded, data.messages, schemas, data.seen.prompt)
         counts = difference is not None and not (mode == "ignore_strippable" and difference.only_space)
         data.metrics.add("agent_loop/rendered_differently", float(counts), "mean")
         if counts:
@@ -385,6 +391,11 @@ async def within(work: Coroutine[Any, Any, None], seconds: float | None) -> bool
 def entry_of(role: str, text: str, ids: Sequence[int], mask: int) -> dict[str, Any]:
     """A piece of the conversation for people."""
     return {"role": role, "text": text, "tokens": len(ids), "mask": mask}
+
+
+def entry_of_calls(replies: Sequence[ToolReply]) -> dict[str, Any]:
+    """The answers of a turn's tools for people."""
+    return {"role": "tool", "calls": [reply.entry() for reply in replies]}
 
 
 def _ended(data: AgentData, why: str, finish_reason: str | None = None) -> None:

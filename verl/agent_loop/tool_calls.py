@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.parsers import FunctionCall, Malformed
+from verl.data.vision.images import describe_image
 from verl.errors import suggest
 from verl.json_text import read_json
 from verl.metrics import notice
@@ -53,16 +54,21 @@ class ToolReply:
     reward: float | None = None
     seconds: float = 0.0
     fault: str = ""
+    images: tuple[Any, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """The answer as a message."""
-        message = {"role": "tool", "content": self.text, "name": self.name}
+        """The answer as a message; its images stand before its text."""
+        content: Any = self.text
+        if self.images:
+            content = [{"type": "image"}] * len(self.images) + [{"type": "text", "text": self.text}]
+        message = {"role": "tool", "content": content, "name": self.name}
         return {**message, "tool_call_id": self.call_id} if self.call_id else message
 
     def entry(self) -> dict[str, Any]:
         """The answer for people."""
         entry = {"name": self.name, "arguments": self.arguments, "answer": self.text, "reward": self.reward}
-        return {**entry, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {})}
+        seen = {"images": [describe_image(image) for image in self.images]} if self.images else {}
+        return {**entry, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {}), **seen}
 
 
 class ToolCallError(Exception):
@@ -158,17 +164,17 @@ class ToolCalls:
                 asked = f" Write a call as {form}" if form else ""
                 raise ToolCallError("malformed", f"the tool call could not be read: {item.reason}.{asked}")
             arguments = self._arguments(item, names)
-            text, reward = await self._execute(data, name, arguments)
+            text, images, reward = await self._execute(data, name, arguments)
             kind = ""
         except ToolCallError as fault:
-            text, reward, kind = f"Error: {fault}", None, fault.kind
+            text, images, reward, kind = f"Error: {fault}", (), None, fault.kind
         seconds = time.perf_counter() - start
         data.metrics.add(f"tool_calls/{kind or 'answered'}", 1, "sum")
         if name in self.tools:
             data.metrics.add(f"tool_calls/{name}/count", 1, "sum")
             data.metrics.add(f"tool_calls/{name}/failed", float(bool(kind)), "mean")
             data.metrics.add(f"tool_calls/{name}/seconds", seconds, "mean")
-        return ToolReply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind)
+        return ToolReply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind, images)
 
     def _arguments(self, call: FunctionCall, names: Sequence[str]) -> dict[str, Any]:
         if call.name not in names:
@@ -184,7 +190,10 @@ class ToolCalls:
             raise ToolCallError("bad_arguments", "the arguments are not a JSON object")
         return arguments
 
-    async def _execute(self, data: AgentData, name: str, arguments: dict[str, Any]) -> tuple[str, float | None]:
+    async def _execute(
+        self, data: AgentData, name: str, arguments: dict[str, Any]
+    ) -> tuple[str, tuple[Any, ...], float | None]:
+        """(text, images, step reward) of a tool's answer."""
         tool = self.tools[name]
         if name not in data.instances:
             raise ToolCallError("failed", f"the tool {name} could not be started")
@@ -194,6 +203,7 @@ class ToolCalls:
         try:
             returned = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
             response, reward, metrics = unpacked(returned)
+            images = tuple(data.seen.load(response.image, f"tool {name}")) if response.image else ()
         except TimeLimit as error:
             raise ToolCallError("timeout", f"the tool {name} gave {error}") from error
         except Exception as error:  # boundary: a user's tool; the model is told, the person too
@@ -205,7 +215,7 @@ class ToolCalls:
         if reward is not None:
             data.tool_rewards.append(reward)
             data.metrics.add("tool_calls/step_reward", reward, "mean")
-        return response, reward
+        return response.text or "", images, reward
 
     async def _run(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await self.runner.run(functools.partial(method, *arguments, **named), self.limits.seconds)
@@ -229,8 +239,8 @@ class ToolCalls:
         )
 
 
-def unpacked(returned: Any) -> tuple[str, float | None, Mapping[str, Any]]:
-    """(text, step reward, metrics) of what `BaseTool.execute` returned.
+def unpacked(returned: Any) -> tuple[ToolResponse, float | None, Mapping[str, Any]]:
+    """(answer, step reward, metrics) of what `BaseTool.execute` returned.
 
     Raises:
         TypeError: it returned something else than its contract says; the message names it.
@@ -243,12 +253,14 @@ def unpacked(returned: Any) -> tuple[str, float | None, Mapping[str, Any]]:
         response = ToolResponse(text=response)
     if not isinstance(response, ToolResponse):
         raise TypeError(f"the tool answered with {type(response).__name__}, not with a ToolResponse")
-    if response.image or response.video:
-        raise TypeError("the tool answered with images or videos, which this version cannot give to a model")
+    if response.video:
+        raise TypeError("the tool answered with videos, which are not built yet; images are")
+    if response.image is not None and not isinstance(response.image, (list, tuple)):
+        raise TypeError("the images of a tool's answer are a list")
     if response.text is not None and not isinstance(response.text, str):
         raise TypeError(f"the tool answered with {type(response.text).__name__}, not with text")
     known = metrics if isinstance(metrics, Mapping) else {}
-    return response.text or "", None if reward is None else _finite(reward), known
+    return response, None if reward is None else _finite(reward), known
 
 
 def shortened(text: str, length: int, side: Side) -> str:

@@ -7,6 +7,7 @@ lists of row indices; nothing touches a tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -195,22 +196,27 @@ def _by_tokens(units: _Units, max_tokens: int, min_count: int, count_multiple: i
             got=max_tokens,
             allowed=f"at least {longest}",
         )
-    packed: list[list[int]] | None = None
     count = roundup_divisible(max(min_count, ceildiv(int(units.tokens.sum()), max_tokens), 1), count_multiple)
-    while True:
-        _check_count(count, len(units.rows))
-        parts = partition(units.work, count, equal_size=False)
-        if all(units.tokens[part].sum() <= max_tokens for part in parts):
-            break
-        # Equal work is not equal tokens. First fit needs no more luck: where it manages with this count, it wins.
-        packed = _first_fit(units.tokens, max_tokens) if packed is None else packed
-        if len(packed) == count:
-            parts = packed
-            break
+    first_fit = functools.cache(lambda: _first_fit(units.tokens, max_tokens))
+    while (parts := _parts_within(units, count, max_tokens, first_fit)) is None:
         count += count_multiple
     work = [int(units.work[part].sum()) for part in parts]
     ascending = sorted(range(len(parts)), key=work.__getitem__)
     return units.join(parts[i] for i in ascending[0::2] + ascending[1::2][::-1])
+
+
+def _parts_within(
+    units: _Units, count: int, max_tokens: int, first_fit: Callable[[], list[list[int]]]
+) -> list[list[int]] | None:
+    """So many parts, each within the budget, where one of three searches finds them."""
+    _check_count(count, len(units.rows))
+    # Parts of equal work are best, but have unequal tokens; parts of equal tokens may fit where those do not.
+    for costs in (units.work, units.tokens):
+        parts = partition(costs, count, equal_size=False)
+        if all(units.tokens[part].sum() <= max_tokens for part in parts):
+            return parts
+    # Where a few long rows fill each part, there is nothing to exchange between them.
+    return first_fit() if len(first_fit()) == count else None
 
 
 def _first_fit(tokens: np.ndarray, max_tokens: int) -> list[list[int]]:

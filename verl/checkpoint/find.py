@@ -145,10 +145,15 @@ def _step_folders(root: Path) -> list[Path]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    shards = sorted(folder.glob("*/model_world_size_*_rank_*.pt")) + sorted(folder.glob("*/dist_ckpt"))
-    if shards and not (folder / MANIFEST).is_file():
-        raise CheckpointError(
-            f"this is a checkpoint in upstream's format ({shards[0].relative_to(folder)})",
-            got=str(folder),
-            fix="Merge it to a Hugging Face folder and train that, or choose another trainer.default_local_dir.",
-        )
+    cut = sorted(folder.glob("*/model_world_size_*_rank_*.pt"))
+    pickled = sorted([*folder.glob("*/dist_ckpt"), *folder.glob("*/model/dist_ckpt")])
+    if not (cut or pickled) or (folder / MANIFEST).is_file():
+        return
+    merge = f"python -m verl.model_merger merge --local_dir {(cut or pickled)[0].parent} --target_dir merged"
+    if not cut:
+        merge = "upstream's own merger with --backend megatron, where it was written (its index is a pickle)"
+    raise CheckpointError(
+        f"this is a checkpoint in upstream's format ({(cut or pickled)[0].relative_to(folder)})",
+        got=str(folder),
+        fix=f"Merge it to a Hugging Face folder and train that, by {merge}, or set another trainer.default_local_dir.",
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +140,12 @@ class StateSection(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def only(self, names: Iterable[str]) -> StateSection:
+        """Those of its tensors that have these names."""
+        part = copy(self)
+        part._names = {name: self._names[name] for name in names}
+        return part
 
     def shape(self, name: str) -> torch.Size:
         """Of a complete tensor."""

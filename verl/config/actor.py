@@ -75,6 +75,18 @@ class RouterReplayConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class RefRouterReplayConfig(ConfigNode):
+    """Experts that the reference policy of a mixture chooses again."""
+
+    mode: str = setting(
+        "disabled",
+        "replay of experts in the reference's pass: the actor's mode (actor.router_replay.mode), whose experts it then "
+        "takes too; disabled: it chooses its own",
+        choices=("disabled", "R2", "R3"),
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig(ConfigNode):
     """The trained policy: batches, loss, optimizer and backend."""
 
@@ -152,6 +164,9 @@ class ActorConfig(ConfigNode):
         "compute log-probs without materialising the logits",
         follows="actor_rollout_ref.model.use_fused_kernels",
         no_effect="actor_rollout_ref.model.use_fused_kernels decides",
+    )
+    freeze_vision_tower: bool = setting(
+        False, "train everything but what turns images into features: the vision tower and its projector"
     )
     grad_clip: float = setting(1.0, "gradient clipping: maximum gradient norm", follows=".optim.clip_grad")
     ulysses_sequence_parallel_size: int = setting(1, "deprecated; use fsdp_config.ulysses_sequence_parallel_size")
@@ -235,4 +250,5 @@ class RefConfig(ConfigNode):
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
     torchtitan: TorchTitanEngineConfig = section(TorchTitanEngineConfig, TITAN_LIKE_ACTOR)
+    router_replay: RefRouterReplayConfig = section(RefRouterReplayConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)

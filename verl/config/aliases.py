@@ -122,7 +122,7 @@ _MEGATRON = {
     )
 } | {
     f"{_A}.megatron.router_replay": to(f"{_A}.router_replay"),
-    f"{_REF}.router_replay": to(f"{_REF}.megatron.router_replay"),
+    f"{_REF}.megatron.router_replay": to(f"{_REF}.router_replay"),
 }
 _ROLLOUT = {
     f"{_R}.tensor_parallel_size": to(f"{_R}.tensor_model_parallel_size"),

@@ -9,6 +9,16 @@ from verl import env
 from verl.json_text import read_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+STATE_LAYERS = ("conv", "mamba", "linear_attention", "recurrent")
+"""Words in the types of layers that carry something from one token to the next outside attention."""
+NEVER_PACKED = (
+    "falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya",
+)  # fmt: skip
+"""Families with such layers that do not hand on where the sequences of a packed row begin."""
+WITH_STATE = (*NEVER_PACKED, "bamba", "falcon_h1", "jamba", "nemotron_h", "zamba", "zamba2")
+"""Families with such layers, which some of their configurations do not list."""
+NOT_SAMPLED = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+"""Families whose cache is their own: transformers' cache does not give their logits."""
 
 
 def facts_of(path: str | None) -> dict[str, Any] | None:
@@ -21,6 +31,25 @@ def facts_of(path: str | None) -> dict[str, Any] | None:
     return text if isinstance(text, dict) else None
 
 
+def adapter_on_experts(model: Any) -> str | None:
+    """The setting of a ``model`` section that puts an adapter on the experts of a mixture; None where none does.
+
+    ``all-linear`` takes the experts for the linear layers that they are in the files.
+    """
+    if not model.lora_rank:
+        return None
+    if model.target_parameters:
+        return "target_parameters"
+    return "target_modules" if model.target_modules == "all-linear" else None
+
+
 def experts_of(facts: dict[str, Any]) -> Any:
     """How many experts a mixture has; None of another model."""
     return next((facts[name] for name in _EXPERTS if facts.get(name)), None)
+
+
+def carries_state(facts: dict[str, Any]) -> bool:
+    """Whether a layer carries something from one token to the next outside attention."""
+    kinds = facts.get("layer_types")
+    named = [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, list) else []
+    return facts.get("model_type") in WITH_STATE or any(word in kind for kind in named for word in STATE_LAYERS)

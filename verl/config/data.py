@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.images import ImageDataConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 
 
@@ -32,7 +33,7 @@ class PromptFilterConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class DataConfig(ConfigNode):
+class DataConfig(ImageDataConfig):
     """Prompts for RL training and validation."""
 
     tokenizer: str | None = setting(None, "tokenizer, as a folder or hub name; null: the model's", path=True)
@@ -107,6 +108,9 @@ class DataConfig(ConfigNode):
     )
     filter_overlong_prompts_workers: int = setting(1, "processes that count prompt tokens and run filter_function")
     filter_function: PromptFilterConfig = section(PromptFilterConfig)
+    return_multi_modal_inputs: bool = setting(
+        True, "keep what the image processor makes of a row (multi_modal_inputs), which the engines need"
+    )
     truncation: str = setting(
         "error",
         "what to do with an overlong prompt: error stops the run; left, right, middle truncate there",

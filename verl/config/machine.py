@@ -171,14 +171,24 @@ def files(cfg: PPOTrainerConfig) -> Problems:
         problems += missing_files(key, path)
     model = cfg.actor_rollout_ref.model.path
     problems += _model("actor_rollout_ref.model", cfg.actor_rollout_ref.model)
-    problems += vision.problems("actor_rollout_ref.model.path", model, cfg.actor_rollout_ref.model.external_lib)
+    problems += _towers(cfg)
     if uses_critic(cfg) and cfg.critic.model.path != model:
         problems += bad_model_folder("critic.model.path", cfg.critic.model.path, _MODEL_HINT)
-        problems += vision.problems("critic.model.path", cfg.critic.model.path, cfg.critic.model.external_lib)
-    if uses_reward_model(cfg):
-        scorer = reward.reward_model
-        problems += vision.problems("reward.reward_model.model_path", scorer.model_path, scorer.external_lib)
     return problems + _interpreter(cfg)
+
+
+def _towers(cfg: PPOTrainerConfig) -> Problems:
+    """Models that take images or sounds, where that is not built."""
+    policy, critic, scorer = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model
+    path, actor = policy.model.path, policy.actor
+    ulysses = actor.fsdp_config.ulysses_sequence_parallel_size
+    problems = vision.problems("actor_rollout_ref.model.path", path, policy.model.external_lib, actor.strategy, ulysses)
+    if uses_critic(cfg) and critic.model.path != path:
+        problems += vision.problems("critic.model.path", critic.model.path, critic.model.external_lib, critic.strategy)
+    if uses_reward_model(cfg):
+        key = "reward.reward_model.model_path"
+        problems += vision.problems(key, scorer.model_path, scorer.external_lib, scorer.strategy)
+    return problems
 
 
 def _interpreter(cfg: PPOTrainerConfig) -> Problems:
@@ -208,7 +218,9 @@ def sft_files(cfg: SFTTrainerConfig) -> Problems:
     """The same for a supervised run."""
     problems = _data_files(cfg.data, cfg.data.custom_cls.path)
     problems += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
-    problems += vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
+    path, engine = cfg.model.path, cfg.engine
+    ulysses = engine.ulysses_sequence_parallel_size
+    problems += vision.problems("model.path", path, cfg.model.external_lib, engine.strategy, ulysses)
     return problems + _model("model", cfg.model)
 
 

@@ -82,8 +82,18 @@ class HFModelConfig(ConfigNode):
     lora_alpha: int = setting(16, "LoRA alpha; the adapter is scaled by alpha / rank")
     target_modules: str | list = setting("all-linear", "modules that get an adapter: all-linear, or a list of names")
     exclude_modules: list | str | None = setting(None, "modules without an adapter")
+    target_parameters: list | None = setting(
+        None,
+        "weights outside linear modules that get an adapter, such as mlp.experts.gate_up_proj of a mixture; null: none "
+        "by name",
+    )
     lora_adapter_path: str | None = setting(
         None, "folder of an adapter to start from; its rank, scale and modules apply", path=True
+    )
+    lora_base_quantization: str | None = setting(
+        None,
+        "nf4: keep the linear layers of the frozen base under an adapter in 4 bits (QLoRA); null: as they are loaded",
+        choices=("nf4",),
     )
     use_liger: bool = setting(
         False, "use Liger kernels for norms, rotary embeddings and MLPs; needs a GPU and liger-kernel"

@@ -7,8 +7,17 @@ what they are given. What only the model's own class knows, such as the names of
 
 from __future__ import annotations
 
+import importlib.util
+
 from verl.config.checks import Problems
-from verl.config.config_json import experts_of, facts_of
+from verl.config.config_json import (
+    NEVER_PACKED,
+    NOT_SAMPLED,
+    adapter_on_experts,
+    carries_state,
+    experts_of,
+    facts_of,
+)
 from verl.config.root import PPOTrainerConfig
 from verl.config.sampler_sizes import OWN_PROCESSES, starts_no_engine
 from verl.config.sft import SFTTrainerConfig
@@ -22,12 +31,13 @@ _T, _P = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of every model of an RL run on a backend that shards by FSDP, and of its sampler."""
-    return [p for role in roles(cfg) for p in of_role(role)] + of_sampler(cfg)
+    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role))] + of_sampler(cfg)
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     """Of the one model of a supervised run."""
-    return of_role(role_of_supervised(cfg))
+    role = role_of_supervised(cfg)
+    return of_role(role) + _quantized(role)
 
 
 def of_role(role: MegatronRole) -> Problems:
@@ -35,7 +45,7 @@ def of_role(role: MegatronRole) -> Problems:
     engine = role.others[1]
     if role.has_own_sizes or any(engine[name] < 1 for name in (_ULYSSES, _EXPERT)):
         return []  # numbers below 1 are refused for themselves
-    return _together(role) or [*_hybrid(role), *_divided(role), *_packed(role), *_adapter(role)]
+    return _together(role) or [*_hybrid(role), *_divided(role), *_packed(role), *_with_state(role), *_adapter(role)]
 
 
 def _together(role: MegatronRole) -> Problems:
@@ -86,21 +96,64 @@ def _packed(role: MegatronRole) -> Problems:
     return [ConfigError(f"{message}, and {packing} is false", key=f"{key}.{_ULYSSES}", got=engine[_ULYSSES], fix=fix)]
 
 
+def _with_state(role: MegatronRole) -> Problems:
+    """Layers that carry a state need where each sequence begins, and all tokens in front of theirs."""
+    key, engine = role.others
+    facts = facts_of(role.path)
+    if facts is None or not carries_state(facts):
+        return []
+    family = facts.get("model_type")
+    if engine[_ULYSSES] > 1:
+        message = f"{family} has layers that carry a state from token to token, which processes cannot share yet"
+        fix = "Leave it out: every process then computes rows of its own."
+        return [NotBuiltError(message, key=f"{key}.{_ULYSSES}", got=engine[_ULYSSES], fix=fix)]
+    if role.model is not None and role.model.use_remove_padding and family in NEVER_PACKED:
+        packing = f"{role.model_key}.use_remove_padding"
+        message = f"packed rows of {family} would carry a state from one sequence into the next"
+        return [NotBuiltError(message, key=packing, got=True, fix=f"Set {packing}=false: padded rows are exact.")]
+    return []
+
+
 def _adapter(role: MegatronRole) -> Problems:
     """An adapter on everything lies on the experts' weights too, which are no linear layers."""
     key, engine = role.others
     facts = facts_of(role.path)
-    is_on_all = role.adapter is not None and role.model.target_modules == "all-linear" and role.model.lora_rank > 0
-    if engine[_EXPERT] == 1 or not is_on_all or facts is None or experts_of(facts) is None:
+    if engine[_EXPERT] == 1 or role.adapter is None or facts is None or experts_of(facts) is None:
+        return []
+    name = adapter_on_experts(role.model)
+    if name is None:
         return []
     message = f"an adapter on the experts of a mixture is not built yet beside {key}.{_EXPERT}={engine[_EXPERT]}"
-    fix = "Name linear layers, such as [q_proj,k_proj,v_proj,o_proj], or share no experts."
-    return [NotBuiltError(message, key=f"{role.model_key}.target_modules", got="all-linear", fix=fix)]
+    fix = "Name linear layers, such as target_modules=[q_proj,k_proj,v_proj,o_proj], or share no experts."
+    return [NotBuiltError(message, key=f"{role.model_key}.{name}", got=role.model[name], fix=fix)]
+
+
+def _quantized(role: MegatronRole) -> Problems:
+    """A base in 4 bits lies under an adapter, in one process."""
+    if role.model is None or "lora_base_quantization" not in role.model or role.model.lora_base_quantization is None:
+        return []
+    key, got = f"{role.model_key}.lora_base_quantization", role.model.lora_base_quantization
+    if role.model.lora_rank == 0 and role.model.lora_adapter_path is None:
+        message, fix = (
+            "weights in 4 bits are not trained: they lie under an adapter",
+            f"Set {role.model_key}.lora_rank=16.",
+        )
+        return [ConfigError(message, key=key, got=got, fix=fix)]
+    if role.has_own_sizes or role.processes > 1:
+        message = f"a base in 4 bits is not built yet for {role.section.strategy} on {role.processes} process(es)"
+        return [NotBuiltError(message, key=key, got=got, fix="Leave it out, or train in one process: strategy=plain.")]
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return [ConfigError("a base in 4 bits needs bitsandbytes", key=key, got=got, fix="pip install bitsandbytes")]
+    return []
 
 
 def of_sampler(cfg: PPOTrainerConfig) -> Problems:
     """Heads and layers of the policy against one engine of vLLM or SGLang."""
     rollout, facts = cfg.actor_rollout_ref.rollout, facts_of(cfg.actor_rollout_ref.model.path)
+    if facts is not None and rollout.name == "hf" and facts.get("model_type") in NOT_SAMPLED:
+        message = f"the hf sampler cannot run {facts['model_type']}, which keeps its state in a cache of its own"
+        fix = "Use an engine that serves this family."
+        return [NotBuiltError(message, key=f"{_R}.name", got="hf", allowed=OWN_PROCESSES, fix=fix)]
     if facts is None or rollout.name not in OWN_PROCESSES or starts_no_engine(rollout):
         return []
     tensor, pipeline = rollout[_T], rollout[_P]

@@ -13,18 +13,27 @@ from verl.config.checks import Problems, caught, one_of
 from verl.config.root import PPOTrainerConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.config.validate_megatron import MegatronRole, role_of_supervised, roles
-from verl.errors import ConfigError, suggest
+from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.metrics import notice
 
 TORCH = "torch.optim"
+LOW_BIT = "torchao.optim"
+OF_LOW_BIT = ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8")
+"""Those of torchao's classes that keep moments in 4 or 8 bits; the others there need engines of their own."""
+OPTIONS_OF_LOW_BIT = ("amsgrad", "block_size", "eps")
 NEVER = {
     "LBFGS": "it calls the loss again and again in one step",
-    "Muon": "it takes matrices alone, and every model has vectors, such as the weights of its norms",
     "SparseAdam": "it takes sparse gradients alone",
 }
 """Classes of torch that no role can be trained with, and why."""
-WHOLE = {"Adafactor": ("megatron", "fsdp2", "torchtitan"), "Rprop": ("fsdp2", "torchtitan")}
+WHOLE = {
+    "Adafactor": ("megatron", "fsdp2", "torchtitan"),
+    "Rprop": ("fsdp2", "torchtitan"),
+    "Muon": ("torchtitan",),
+}
 """Those that look at a weight as a whole, and the backends whose processes have pieces of weights only."""
+WHOLE_WEIGHTS = "bitsandbytes"
+"""The package whose optimizers run in one process alone."""
 OF_MEGATRON = ("adam", "sgd")
 """Megatron's own names."""
 _OFFLOAD = "the setting optimizer_offload beside it says where the state waits"
@@ -61,6 +70,11 @@ def sft_missing(cfg: SFTTrainerConfig) -> Problems:
 def of_section(key: str, optim: Any, backend: str) -> Problems:
     """One ``optim`` section under the name of its backend: plain, fsdp2, megatron or torchtitan."""
     name = optim.optimizer
+    if optim.optimizer_impl == LOW_BIT:
+        return _low_bit(key, optim, backend)
+    if optim.optimizer_impl.partition(".")[0] == WHOLE_WEIGHTS and backend != "plain":
+        message, fix = "its kernels take whole weights, of which each process has a piece", "torchao.optim shards."
+        return [ConfigError(message, key=f"{key}.optimizer_impl", got=optim.optimizer_impl, fix=fix)]
     if optim.optimizer_impl != TORCH:
         return []
     own = OF_MEGATRON if backend == "megatron" else ()
@@ -69,9 +83,25 @@ def of_section(key: str, optim: Any, backend: str) -> Problems:
     if backend in WHOLE.get(name, ()):
         why = f"it looks at a weight as a whole, of which a process has a piece with strategy={backend}"
     if why is None:
-        return one_of(f"{key}.optimizer", name, [*usable, *own]) or _arguments(key, optim, backend)
+        wrong = one_of(f"{key}.optimizer", name, [*usable, *own]) or _arguments(key, optim, backend)
+        return wrong or _rate_of_muon(key, optim)
     message = f"this optimizer cannot train here: {why}"
     return [ConfigError(message, key=f"{key}.optimizer", got=name, allowed=usable, fix=f"Set {key}.optimizer=AdamW.")]
+
+
+def _low_bit(key: str, optim: Any, backend: str) -> Problems:
+    """Torchao's optimizers: where moments are laid out as the weights are, and with arguments that were tried."""
+    if backend not in ("plain", "fsdp2"):
+        message, fix = f"moments in few bits are not built yet with strategy={backend}", "Set strategy=fsdp2."
+        fix = f"{fix[:-1]}, or {key}.optimizer_impl={TORCH} {key}.optimizer=AdamW."
+        return [NotBuiltError(message, key=f"{key}.optimizer_impl", got=LOW_BIT, fix=fix)]
+    wrong = one_of(f"{key}.optimizer", optim.optimizer, OF_LOW_BIT)
+    for name in optim.override_optimizer_config or {}:
+        if name not in OPTIONS_OF_LOW_BIT:
+            full, fix = f"{key}.override_optimizer_config.{name}", suggest(name, OPTIONS_OF_LOW_BIT)
+            message = f"{optim.optimizer} takes no such argument here"
+            wrong.append(ConfigError(message, key=full, allowed=OPTIONS_OF_LOW_BIT, fix=fix))
+    return wrong
 
 
 def _elsewhere(key: str, optim: Any) -> Problems:
@@ -110,6 +140,14 @@ def _arguments(key: str, optim: Any, backend: str) -> Problems:
     return [
         ConfigError(f"{optim.optimizer} takes no such argument", key=full, allowed=allowed, fix=suggest(name, allowed))
     ]
+
+
+def _rate_of_muon(key: str, optim: Any) -> Problems:
+    given = optim.override_optimizer_config or {}
+    if optim.optimizer != "Muon" or "adjust_lr_fn" not in given:
+        return []
+    allowed = ("match_rms_adamw", "original")
+    return one_of(f"{key}.override_optimizer_config.adjust_lr_fn", given["adjust_lr_fn"], allowed)
 
 
 def classes() -> list[str]:

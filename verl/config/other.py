@@ -67,3 +67,14 @@ class SkipConfig(ConfigNode):
     """Parts of a step that are left out."""
 
     rollout: SkipRolloutConfig = section(SkipRolloutConfig)
+
+
+@dataclass(frozen=True)
+class TransferQueueConfig(ConfigNode):
+    """Where the columns of a batch are between the stages of a step."""
+
+    enable: bool = setting(
+        False,
+        "on Ray, columns stay in the object store of the node that made them, and the controller holds references; "
+        "false: they travel through the controller. Same numbers; a run of one process needs neither",
+    )

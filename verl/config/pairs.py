@@ -5,6 +5,8 @@ from __future__ import annotations
 from verl.config.checks import Problems, in_range
 from verl.config.pools import Pools
 from verl.config.root import PPOTrainerConfig, corrects_rollout, learns_from_pairs, uses_reference
+from verl.config.shared_rows import sequence_ranks
+from verl.config.validate_megatron import roles
 from verl.errors import ConfigError, NotBuiltError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -67,10 +69,13 @@ def _ranks(cfg: PPOTrainerConfig) -> Problems:
 def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
     actor, data = cfg.actor_rollout_ref.actor, cfg.data
     if actor.use_dynamic_bsz:
-        needed, key = 2 * (data.max_prompt_length + data.max_response_length), f"{_A}.ppo_max_token_len_per_gpu"
+        key, shared = f"{_A}.ppo_max_token_len_per_gpu", [sequence_ranks(role) for role in roles(cfg) if role.key == _A]
+        needed = -(-2 * (data.max_prompt_length + data.max_response_length) // max(1, *shared))
         if actor.ppo_max_token_len_per_gpu >= needed:
             return []
         message = "the two rows of a pair may have twice data.max_prompt_length + data.max_response_length tokens"
+        if max(1, *shared) > 1:
+            message += f", of which each of {shared[0]} processes has its share"
         got, fix = actor.ppo_max_token_len_per_gpu, f"Set {key}={needed}."
         return [ConfigError(message, key=key, got=got, allowed=f"{needed} or more", fix=fix)]
     problems: Problems = []

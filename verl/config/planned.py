@@ -15,6 +15,8 @@ INSTEAD: dict[str, str] = {
     "adapters that the sampler shards": "Set actor_rollout_ref.rollout.engine_kwargs.vllm.fully_sharded_loras=true.",
     "a context-parallel size by row length": "Set context_parallel_size, which all rows share: Megatron-Core gives "
     "rows groups of their own only in Transformer Engine's attention.",
+    "Megatron's settings of the Muon optimizer": "Set optimizer=Muon; override_optimizer_config takes momentum, nesterov, "
+    "ns_steps, ns_coefficients, eps and adjust_lr_fn.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
     "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",

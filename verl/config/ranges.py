@@ -9,7 +9,7 @@ from verl.config.optim import OptimizerConfig
 from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig, of_schedule, uses_critic
 from verl.config.sft import EACH_EPOCH, SFTTrainerConfig
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DTYPES = ("auto", "fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half")
@@ -190,10 +190,10 @@ def _actor(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _engine(key: str, engine: Any, trains: bool = True) -> Problems:
-    for name in ("dtype", "model_dtype") if trains else ():
-        if engine[name].removeprefix("torch.") in _HALF:
-            message, fix = "training in float16 needs loss scaling, which is not built yet", "Use bfloat16."
-            return [NotBuiltError(message, key=f"{key}.{name}", got=engine[name], fix=fix)]
+    if trains and engine.model_dtype.removeprefix("torch.") in _HALF:
+        fix = f"Keep them in fp32, and set {key}.dtype=float16 for products in float16."
+        message = "weights that are kept in float16 lose small updates"
+        return [ConfigError(message, key=f"{key}.model_dtype", got=engine.model_dtype, fix=fix)]
     problems = _dtype(f"{key}.dtype", engine.dtype) + _dtype(f"{key}.model_dtype", engine.model_dtype, "auto")
     problems += _at_least(key, engine, 1, "ulysses_sequence_parallel_size", "expert_parallel_size")
     return problems + _at_least(f"{key}.wrap_policy", engine.wrap_policy, 0, "min_num_params")

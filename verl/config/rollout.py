@@ -210,6 +210,11 @@ class RolloutConfig(ConfigNode):
         "a copy of the weights that were sent last in memory; 0: a lost replica ends the run",
         upstream=ABSENT,
     )
+    enable_vision: bool = setting(
+        False,
+        "say that the policy takes images: an error where model or sampler do not; without it images are taken as well",
+        upstream=ABSENT,
+    )
     temperature: float = setting(1.0, "sampling temperature; all log-probs are computed at this temperature")
     top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
     top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
@@ -362,10 +367,24 @@ class RolloutConfig(ConfigNode):
     )
     quantization: str | None = setting(
         None,
-        "fp8 or torchao",
+        "format in which the sampler keeps the weights of linear layers, rounded at each weight sync: fp8, int8 (hf), or "
+        "torchao (vllm); null: in dtype",
         planned="quantized rollout",
-        engines=("vllm", "sglang"),
-        choices=("fp8", "torchao"),
+        engines=("hf", "vllm", "sglang"),
+        choices=("fp8", "int8", "torchao"),
+    )
+    quantization_config_file: str | None = setting(
+        None,
+        "JSON file with the configuration of torchao for quantization=torchao",
+        planned="quantized rollout",
+        engines=("vllm",),
+        path=True,
+    )
+    quantization_tolerance: float = setting(
+        0.2,
+        "with quantization: largest mean difference, in nats, between log-probs of the sampler and of the trainer on a few "
+        "tokens after each weight sync; a larger one ends the run",
+        upstream=ABSENT,
     )
     standalone_gpu_memory_utilization: float | None = setting(
         None,

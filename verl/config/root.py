@@ -10,7 +10,7 @@ from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, section, setting
-from verl.config.other import RayConfig, SkipConfig
+from verl.config.other import RayConfig, SkipConfig, TransferQueueConfig
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import RewardConfig
 from verl.config.rollout import RolloutConfig
@@ -55,6 +55,7 @@ class PPOTrainerConfig(ConfigNode):
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)
     skip: SkipConfig = section(SkipConfig)
+    transfer_queue: TransferQueueConfig = section(TransferQueueConfig)
 
 
 def of_estimator(cfg: PPOTrainerConfig) -> EstimatorFacts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.checkpoint import COPY_CHECK, CheckpointContentsConfig
 from verl.config.engine import FSDPEngineConfig
+from verl.config.images import ImageDataConfig
 from verl.config.megatron import LIKE_ENGINE, MegatronEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
@@ -28,7 +29,7 @@ class SFTCustomClassConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class SFTDataConfig(ConfigNode):
+class SFTDataConfig(ImageDataConfig):
     """Conversations to learn from: a column of chat messages, or two columns."""
 
     train_batch_size: int = setting(256, "rows per optimizer step, over all processes")

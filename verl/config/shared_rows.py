@@ -33,7 +33,7 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     data, uneven = cfg.data, _started(role_of_supervised(cfg))
     if uneven or not data.use_dynamic_bsz:
         return uneven
-    key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
+    key, factor = "data.max_token_len_per_gpu", sequence_ranks(role_of_supervised(cfg))
     return _fits(key, data.max_token_len_per_gpu, data.max_length, "data.max_length", factor)
 
 
@@ -42,7 +42,7 @@ def pair_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     data, uneven = cfg.data, _started(role_of_supervised(cfg))
     if uneven or not data.use_dynamic_bsz:
         return uneven
-    key, factor = "data.max_token_len_per_gpu", _sequence_ranks(role_of_supervised(cfg))
+    key, factor = "data.max_token_len_per_gpu", sequence_ranks(role_of_supervised(cfg))
     return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
 
 
@@ -53,10 +53,10 @@ def parts_of(role: MegatronRole) -> int:
     return sizes_of(backend, role.others[1], role.sizes, role.processes, titan).data
 
 
-def _sequence_ranks(role: MegatronRole) -> int:
+def sequence_ranks(role: MegatronRole) -> int:
     """How many processes a row is shared among."""
     if role.section.strategy == "torchtitan":
-        return 1
+        return max(1, role.section.torchtitan.context_parallel_size)
     return max(1, role.sizes.context_parallel_size if role.is_megatron else role.others[1][_ULYSSES])
 
 
@@ -134,12 +134,12 @@ def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Prob
         problem
         for section, key, is_on, budget in passes
         if is_on and section in by_section
-        for problem in _fits(key, budget, needed, what, _sequence_ranks(by_section[section]))
+        for problem in _fits(key, budget, needed, what, sequence_ranks(by_section[section]))
     ]
     if model.enable and model.use_dynamic_bsz and "reward.reward_model" in by_section:
         longest = ("reward.reward_model.max_length", model.max_length) if model.max_length else (what, needed)
         key, budget = "reward.reward_model.forward_max_token_len_per_gpu", model.forward_max_token_len_per_gpu
-        problems += _fits(key, budget, longest[1], longest[0], _sequence_ranks(by_section["reward.reward_model"]))
+        problems += _fits(key, budget, longest[1], longest[0], sequence_ranks(by_section["reward.reward_model"]))
     return problems
 
 

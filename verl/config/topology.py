@@ -26,6 +26,7 @@ from verl.config.sampler_sizes import (
     spec_of,
     starts_no_engine,
 )
+from verl.config.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
 
@@ -259,8 +260,9 @@ def sizes_of(backend: str, fsdp: Any, megatron: Any, processes: int, torchtitan:
         fsdp, megatron, torchtitan: the section of the backends that shard by FSDP, and those of the others.
     """
     if backend == "torchtitan" and torchtitan is not None:
-        tensor = max(1, torchtitan.tensor_parallel_size)
-        return Sizes(max(1, processes // tensor), tensor)
+        tensor, context, pipeline = (max(1, torchtitan[name]) for name in TITAN_SIZES)
+        parts = max(1, processes // (tensor * context * pipeline))
+        return Sizes(parts, tensor, pipeline, sequence=context, expert=torchtitan.expert_parallel_size)
     if backend == "megatron":
         tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         context = max(1, megatron.context_parallel_size)

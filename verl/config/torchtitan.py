@@ -14,9 +14,10 @@ INSTALL = (
     "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 tyro==1.0.17 "
     "typeguard==4.6.0 docstring_parser==0.18.0 einops==0.8.2"
 )
-FAMILIES = {"llama": "llama3", "qwen3": "qwen3"}
+FAMILIES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 """Model type of transformers -> package of TorchTitan."""
-NOT_BUILT = ("pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
+SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+COPIES, EXPERTS = "data_parallel_replicate_size", "expert_parallel_size"
 _LIKE_OTHERS = "rows are packed and attention is computed as in every other engine"
 
 
@@ -54,9 +55,11 @@ class TorchTitanEngineConfig(ConfigNode):
         1, "size of a sharding group", no_effect="all processes that other sizes leave"
     )
     tensor_parallel_size: int = setting(1, "tensor-parallel size; must divide the attention and KV heads")
-    expert_parallel_size: int = setting(1, "expert-parallel size; only 1 so far")
-    pipeline_parallel_size: int = setting(1, "pipeline-parallel size; only 1 so far")
-    context_parallel_size: int = setting(1, "context-parallel size; only 1 so far")
+    expert_parallel_size: int = setting(1, "ranks that share the experts of a mixture, whole ones each")
+    pipeline_parallel_size: int = setting(1, "stages that the layers are divided into, run by 1F1B")
+    context_parallel_size: int = setting(
+        1, "ranks that share the tokens of packed rows; must divide the attention heads"
+    )
     attn_type: str = setting("flex", "attention kernel", choices=("sdpa", "flex", "varlen"), no_effect=_LIKE_OTHERS)
     spmd_backend: str = setting(
         "spmd_types",
@@ -111,10 +114,7 @@ LIKE_ENGINE = {
     )
 }
 """In supervised training what every engine has is set once, in the section around it."""
-LIKE_ACTOR = {
-    name: f"actor_rollout_ref.actor.torchtitan.{name}"
-    for name in ("data_parallel_replicate_size", "tensor_parallel_size", "dtype")
-}
+LIKE_ACTOR = {name: f"actor_rollout_ref.actor.torchtitan.{name}" for name in (COPIES, *SIZES, EXPERTS, "dtype")}
 """Of a role that shares processes with the actor."""
 
 

@@ -24,6 +24,7 @@ from verl.config import (
     optimizers,
     oversampling,
     partial_rollouts,
+    quantized_rollouts,
     queues,
     ranges,
     recipes,
@@ -94,7 +95,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
-            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
+            _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, vision.policy_problems, quantized_rollouts.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
             validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems, lending.problems, _plugins, _resume, _validation)  # fmt: skip
 
 
@@ -344,7 +345,8 @@ def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
 def _sft_names(cfg: SFTTrainerConfig) -> Problems:
     strategy = cfg.engine.strategy
     names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    return names + vision.problems("model.path", cfg.model.path, cfg.model.external_lib)
+    ulysses = cfg.engine.ulysses_sequence_parallel_size
+    return names + vision.problems("model.path", cfg.model.path, cfg.model.external_lib, strategy, ulysses)
 
 
 def _two_columns(cfg: SFTTrainerConfig) -> Problems:

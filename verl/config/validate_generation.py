@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config import sampler_sizes, vision
+from verl.config import quantized_rollouts, sampler_sizes, vision
 from verl.config.checks import Problems, bad_model_folder, collect, in_range, known_name, missing_files, missing_folder
 from verl.config.generation import GenerationConfig
 from verl.config.node import unrecorded
@@ -34,6 +34,7 @@ def _numbers(cfg: GenerationConfig) -> Problems:
     for name in ("prompt_length", "response_length"):
         problems += in_range(f"rollout.{name}", cfg.rollout[name], "1 or more", cfg.rollout[name] >= 1)
     problems += engine_limits("rollout", cfg.rollout) + engine_choices("rollout", cfg.rollout)
+    problems += quantized_rollouts.of_sampler("rollout", cfg.rollout)
     problems += in_range("rollout.top_k", cfg.rollout.top_k, "-1 for all tokens, or 1 or more", cfg.rollout.top_k >= -1)
     penalty = cfg.rollout.repetition_penalty
     problems += in_range("rollout.repetition_penalty", penalty, "above 0", penalty > 0)

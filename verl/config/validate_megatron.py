@@ -14,7 +14,7 @@ from typing import Any
 from verl import env
 from verl.config import megatron_fields
 from verl.config.checks import Problems, in_range, one_of
-from verl.config.config_json import experts_of, facts_of
+from verl.config.config_json import adapter_on_experts, experts_of, facts_of
 from verl.config.model import HFModelConfig
 from verl.config.node import ConfigNode, follows_another, was_typed
 from verl.config.pools import Pools
@@ -178,8 +178,8 @@ def _numbers(role: MegatronRole) -> Problems:
         problems += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
     dtype = role.sizes.dtype.removeprefix("torch.")
     if dtype in _HALF:
-        message = "training in float16 needs loss scaling, which is not built yet"
-        return [*problems, NotBuiltError(message, key=role.of("dtype"), got=dtype, fix="Use bfloat16.")]
+        message, fix = "training in float16 needs loss scaling, which this engine does not have", "Use bfloat16."
+        return [*problems, NotBuiltError(message, key=role.of("dtype"), got=dtype, fix=fix)]
     return problems + one_of(role.of("dtype"), dtype, _DTYPES)
 
 
@@ -238,11 +238,28 @@ def _model(role: MegatronRole) -> Problems:
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
-    if experts and role.adapter and role.model.lora_rank and role.model.target_modules == "all-linear":
-        message = "LoRA on the experts and routers of a mixture is not built yet on Megatron-Core"
-        targets = f"{role.model_key}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-        problems.append(NotBuiltError(message, key=role.adapter, fix=f"Set {targets}, or {role.key}.strategy=fsdp2."))
+    if experts and role.adapter:
+        problems += _adapter_of_mixture(role)
     return problems + _divides(role, _E, experts, "experts")
+
+
+def _adapter_of_mixture(role: MegatronRole) -> Problems:
+    """Experts that are whole on a process may have an adapter, routers may not, and all-linear names both."""
+    name, else_set = adapter_on_experts(role.model), f"or {role.key}.strategy=fsdp2."
+    if name is None:
+        return []
+    wanted = [] if name == "target_modules" else [str(each) for each in role.model.target_parameters]
+    if not wanted or any(each.rpartition(".")[2] not in ("gate_up_proj", "down_proj") for each in wanted):
+        message = "LoRA on the routers of a mixture, which all-linear includes, is not built yet on Megatron-Core"
+        targets = f"{role.model_key}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        experts = f"{role.model_key}.target_parameters=[mlp.experts.gate_up_proj,mlp.experts.down_proj]"
+        fix = f"Set {targets}, for experts beside it {experts}, {else_set}"
+        return [NotBuiltError(message, key=role.adapter, fix=fix)]
+    shared = role.sizes[_T] if role.sizes[_ET] is None else role.sizes[_ET]
+    if shared > 1:
+        message = f"LoRA on experts of which {shared} processes have a part each is not built yet"
+        return [NotBuiltError(message, key=role.adapter, fix=f"Set {role.of(_ET)}=1, {else_set}")]
+    return []
 
 
 def _context(role: MegatronRole, heads: Any) -> Problems:

@@ -1,4 +1,4 @@
-"""Models that see or hear: not built, and said before one is loaded."""
+"""Which models with an encoder are built, by what and how they are trained: said before one is loaded."""
 
 from __future__ import annotations
 
@@ -7,29 +7,111 @@ from typing import Any
 
 from verl import env
 from verl.config.checks import Problems, caught
-from verl.errors import NotBuiltError
+from verl.errors import ConfigError, NotBuiltError
 from verl.json_text import read_json
+from verl.metrics import notice
 
 TOWERS = {"vision_config": "images", "vision_tower": "images", "visual": "images", "audio_config": "sounds"}
 """What a config.json has of an encoder beside the language model."""
 TEXT_TOO = ("gemma3", "gemma3n", "gemma4")
 """Families that transformers loads as language models, encoder and all: text goes through them."""
+SEEN: dict[str, tuple[str, ...]] = {
+    "qwen2_vl": ("image", "video"),
+    "qwen2_5_vl": ("image", "video"),
+    "qwen3_vl": ("image", "video"),
+    "qwen3_vl_moe": ("image", "video"),
+    "glm4v": ("image",),
+}
+"""``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
+SEEING_SAMPLERS = ("hf",)
+SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
-def problems(key: str, path: str | None, external_lib: str | None) -> Problems:
-    """A vision-language model in a local folder, unless a module of the user's own may know how to load it as text."""
+def facts_of(path: str | None) -> dict[str, Any]:
+    """The config.json of a local folder; empty where there is none, which is told where the folder is looked at."""
     try:
         facts = read_json((Path(env.expand(path or "")) / "config.json").read_bytes())
     except (OSError, ValueError):
-        return []  # a hub name, or told where the folder is looked at
-    if not isinstance(facts, dict) or external_lib:
+        return {}  # a hub name, or no model
+    return facts if isinstance(facts, dict) else {}
+
+
+def problems(
+    key: str, path: str | None, external_lib: str | None, strategy: str = "auto", ulysses: int = 1
+) -> Problems:
+    """A model in a local folder that sees or hears, where that is not built.
+
+    Args:
+        external_lib: a module of the user's own may know how to load the model as text.
+        strategy, ulysses: the training backend, and how many processes share a sequence in it.
+    """
+    facts = facts_of(path)
+    if not facts or external_lib:
         return []
-    return caught(refuse, facts, key, path)
+    refused = caught(refuse, facts, key, path)
+    if refused or facts.get("model_type") not in SEEN:
+        return refused
+    return caught(refuse_engine, key, path, strategy) + caught(refuse_ulysses, ulysses)
+
+
+def policy_problems(cfg: Any) -> Problems:
+    """What a policy with images cannot be sampled or trained with, and images that a policy of text cannot take."""
+    policy = cfg.actor_rollout_ref
+    rollout, actor, model = policy.rollout, policy.actor, policy.model
+    facts = {} if model.external_lib else facts_of(model.path)
+    sees, key = facts.get("model_type") in SEEN, "actor_rollout_ref.rollout.enable_vision"
+    if rollout.enable_vision and facts and not sees:
+        return [ConfigError("the policy takes no images", key=key, got=True, fix="Leave it out, or change model.path.")]
+    if (rollout.enable_vision or sees) and rollout.name not in SEEING_SAMPLERS:
+        message = f"images are not built yet for the sampler {rollout.name!r}"
+        fix = f"Set rollout.name to {' or '.join(SEEING_SAMPLERS)}."
+        return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
+    problems: Problems = []
+    key = "actor_rollout_ref.actor.freeze_vision_tower"
+    if actor.freeze_vision_tower and facts and not sees:
+        notice(key, "has no effect: the policy has no vision tower")
+    if actor.freeze_vision_tower and model.lora_rank > 0:
+        fix = "Leave it out, and name the tower in model.exclude_modules, such as '.*visual.*'."
+        problems.append(ConfigError("an adapter trains no tower but its own factors there", key=key, got=True, fix=fix))
+    return problems
 
 
 def refuse(facts: dict[str, Any], key: str, path: str | None) -> None:
-    """Raise `NotBuiltError` for the config.json of a model that has an encoder beside the language model."""
-    tower = None if facts.get("model_type") in TEXT_TOO else next((name for name in TOWERS if facts.get(name)), None)
-    if tower is not None:
-        message = f"models that take {TOWERS[tower]} are not built yet, and this one does ({tower} in its config.json)"
-        raise NotBuiltError(message, key=key, got=path, fix="Set it to a language model.")
+    """Raise `NotBuiltError` for the config.json of a model with an encoder that is not built."""
+    if facts.get("model_type") in (*TEXT_TOO, *SEEN):
+        return
+    tower = next((name for name in TOWERS if facts.get(name)), None)
+    if tower is None:
+        return
+    if TOWERS[tower] == "sounds":
+        message = f"models that take sounds are not built yet, and this one does ({tower} in its config.json)"
+        raise NotBuiltError(message, key=key, got=path, fix="Set it to a language model, or to one that takes images.")
+    raise NotBuiltError(
+        f"models that take images are not built yet for the family {facts.get('model_type')!r}",
+        key=key,
+        got=path,
+        allowed=sorted(SEEN),
+        fix="Set it to a model of one of these families, or to a language model.",
+    )
+
+
+def refuse_engine(key: str, path: str | None, strategy: str) -> None:
+    """Raise `NotBuiltError` where a training backend has no towers."""
+    if strategy not in SEEING_ENGINES:
+        raise NotBuiltError(
+            f"models that take images are not built yet with strategy={strategy}",
+            key=key,
+            got=path,
+            fix="Set strategy=fsdp2.",
+        )
+
+
+def refuse_ulysses(size: int) -> None:
+    """Raise `NotBuiltError` where several processes would share the tokens of an image."""
+    if size > 1:
+        raise NotBuiltError(
+            "a model that takes images cannot share its sequences among processes yet",
+            key="ulysses_sequence_parallel_size",
+            got=size,
+            allowed=[1],
+        )

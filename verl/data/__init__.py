@@ -17,8 +17,9 @@ _HOMES = {
     "create_preference_datasets": "verl.data.build",
     "create_sft_dataset": "verl.data.build",
     "eos_token_ids": "verl.data.tokenizer",
-    "hf_processor": "verl.data.tokenizer",
     "hf_tokenizer": "verl.data.tokenizer",
+    "load_processor": "verl.data.vision.processor",
+    "processor_of": "verl.data.vision.processor",
     "tokenizer_of": "verl.data.tokenizer",
     "normalize_token_ids": "verl.data.tokenizer",
 }

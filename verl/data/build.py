@@ -44,7 +44,7 @@ def create_sft_dataset(
     return cls(parquet_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
 
 
-def create_preference_datasets(config: Any, tokenizer: Any) -> tuple[Any, Any]:
+def create_preference_datasets(config: Any, tokenizer: Any, processor: Any = None) -> tuple[Any, Any]:
     """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`."""
     cls = dataset_class(config, PreferenceDataset)
     datasets: list[Any] = []
@@ -54,7 +54,8 @@ def create_preference_datasets(config: Any, tokenizer: Any) -> tuple[Any, Any]:
             datasets.append(None)
             continue
         paths = check_files(files, f"data.{split}_files")
-        datasets.append(cls(parquet_files=paths, tokenizer=tokenizer, config=config, max_samples=most))
+        arguments = {"tokenizer": tokenizer, "config": config, "processor": processor, "max_samples": most}
+        datasets.append(cls(parquet_files=paths, **arguments))
     return datasets[0], datasets[1]
 
 

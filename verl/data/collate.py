@@ -25,24 +25,22 @@ def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: _column(name, [row[name] for row in data_list]) for name in columns}
 
 
-def sft_collate(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def sft_collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
     """Rows of 1-D tensors, padded on the right to the longest: ``input_ids`` with ``pad_token_id``, the rest with 0.
 
     Returns:
-        Tensors (B, L) under the names of the rows.
+        Tensors (B, L) under the names of the rows; what is no tensor (the images of a row) as object arrays (B,).
     """
     longest = max(len(row["input_ids"]) for row in rows)
-    return {
-        name: torch.stack(
-            [
-                torch.nn.functional.pad(
-                    row[name], (0, longest - len(row[name])), value=pad_token_id if name == "input_ids" else 0
-                )
-                for row in rows
-            ]
-        )
-        for name in rows[0]
-    }
+    batch: dict[str, Any] = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(first, torch.Tensor):
+            fill, pad = pad_token_id if name == "input_ids" else 0, torch.nn.functional.pad
+            batch[name] = torch.stack([pad(value, (0, longest - len(value)), value=fill) for value in values])
+        else:
+            batch[name] = _column(name, values)
+    return batch
 
 
 def _column(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:

@@ -6,7 +6,7 @@ Nothing here loads torch, so that a wrong column is told in the first seconds of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,14 @@ SHAREGPT = (
 FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def check_prompts(table: pa.Table, origin: Origin, config: Any) -> None:
-    """The columns of prompts: they are there, no prompt is null or empty, and no row has images.
+def check_prompts(table: pa.Table, origin: Origin, config: Any, sees: bool = True) -> None:
+    """The columns of prompts: they are there, no prompt is null or empty, and no row has media that nobody reads.
+
+    Args:
+        sees: whether the model takes images, as far as it is known.
 
     Raises:
-        DataError: with file, row and column. NotBuiltError: images, videos or sounds.
+        DataError: with file, row and column. NotBuiltError: videos or sounds.
     """
     first, columns = origin.files[0], table.column_names
     prompt = str(read(config, "prompt_key", "prompt"))
@@ -45,7 +48,7 @@ def check_prompts(table: pa.Table, origin: Origin, config: Any) -> None:
     source = str(read(config, "reward_fn_key", DATA_SOURCE))
     if source != DATA_SOURCE:
         require_column(source, columns, file=first, key="data.reward_fn_key")
-    refuse_media(table, origin, [str(read(config, f"{kind}_key", f"{kind}s")) for kind in ("image", "video", "audio")])
+    check_media(table, origin, config, sees)
     _check_prompt_column(table.column(prompt), prompt, origin)
 
 
@@ -71,28 +74,48 @@ def _check_prompt_column(prompts: pa.ChunkedArray, name: str, origin: Origin) ->
         raise DataError(f"column {name!r} is {what}{more}", key=origin.describe(int(rows[0])), fix=fix)
 
 
-def refuse_media(table: pa.Table, origin: Origin, named: Sequence[str] = ()) -> None:
-    """Refuse the first row with images, videos or sounds: a column that is named so, or of their type, and is filled.
+def check_media(table: pa.Table, origin: Origin, config: Any, sees: bool) -> None:
+    """Refuse the first row with images, videos or sounds that nobody would read.
+
+    Such a column has their type, or a name such as ``images``; it is read if ``data.image_key`` names it.
 
     Args:
-        named: further names of such columns.
+        sees: whether the model takes images.
+
+    Raises:
+        DataError: images for a model that reads only text, or in a column that is not read.
+        NotBuiltError: videos or sounds.
     """
+    image_key = str(read(config, "image_key", "images"))
+    refused = {str(read(config, f"{kind}_key", f"{kind}s")): kind for kind in ("video", "audio")}
     for column in table.column_names:
         values = table.column(column)
-        if pa.types.is_null(values.type) or not (column in (*MEDIA, *named) or _is_media(values.type)):
+        named = column in (*MEDIA, *refused, image_key)
+        if pa.types.is_null(values.type) or not (named or _is_media(values.type)) or (sees and column == image_key):
             continue
-        filled = pc.is_valid(values)
-        if is_list(values.type):
-            filled = pc.greater(pc.list_value_length(values), 0)
-        elif is_text(values.type):
-            filled = pc.greater(pc.utf8_length(values), 0)
-        rows = np.flatnonzero(pc.fill_null(filled, False).to_numpy())
-        if len(rows):
-            raise NotBuiltError(
-                f"rows with {column} cannot be used yet: models that see or hear are not built",
-                key=origin.describe(int(rows[0])),
-                fix=f"Drop the column {column!r}, or the rows in which it is filled.",
-            )
+        rows = np.flatnonzero(_filled(values))
+        if not len(rows):
+            continue
+        key = origin.describe(int(rows[0]))
+        if refused.get(column) or column.startswith(("video", "audio")):
+            kind = refused.get(column) or column
+            fix = f"Drop the column {column!r}, or the rows in which it is filled."
+            raise NotBuiltError(f"rows with {kind} cannot be used yet: only images are read", key=key, fix=fix)
+        if column == image_key:
+            fault = f"column {column!r} has images, and the model reads only text: it has no image processor"
+            raise DataError(fault, key=key, fix=f"Use a model that sees, or drop the column {column!r}.")
+        fault = f"column {column!r} has images and is not read"
+        raise DataError(fault, key=key, fix=f"Set data.image_key={column}, or drop the column.")
+
+
+def _filled(values: pa.ChunkedArray) -> np.ndarray:
+    """(rows,) bool: neither null nor empty."""
+    filled = pc.is_valid(values)
+    if is_list(values.type):
+        filled = pc.greater(pc.list_value_length(values), 0)
+    elif is_text(values.type):
+        filled = pc.greater(pc.utf8_length(values), 0)
+    return pc.fill_null(filled, False).to_numpy()
 
 
 def _is_media(kind: pa.DataType) -> bool:
@@ -115,22 +138,25 @@ def refuse_sharegpt(kind: pa.DataType, column: str, file: str) -> None:
 class ConversationColumns:
     """Where the conversations of a file stand: a column of messages, or a question and an answer column.
 
+    Args:
+        sees: whether the model takes images, as far as it is known.
+
     Raises:
-        DataError: no such columns, ShareGPT's messages. NotBuiltError: images, videos or sounds.
+        DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: videos or sounds.
     """
 
-    def __init__(self, table: pa.Table, origin: Origin, config: Any):
+    def __init__(self, table: pa.Table, origin: Origin, config: Any, sees: bool = True):
         self.messages_key = str(read(config, "messages_key", "messages"))
         self.pair = self._choose_pair(table.column_names, origin.files[0], config)
         self._fields = [list(read(config, f"{side}_dict_keys", ())) for side in ("prompt", "response")]
         for name in self.pair or [self.messages_key]:
             refuse_sharegpt(table.schema.field(name).type, name, origin.files[0])
-        refuse_media(table, origin)
+        check_media(table, origin, config, sees)
 
     def messages(self, row: Mapping[str, Any], place: str) -> list[Message]:
         """The conversation of a row; ``place`` names the row in messages."""
         if self.pair is None:
-            return as_messages(row[self.messages_key], lambda: f"{place}, column {self.messages_key!r}")
+            return as_messages(row[self.messages_key], lambda: f"{place}, column {self.messages_key!r}", images=True)
         question, answer = (
             _nested(row[column], path, f"{place}, column {column!r}") for column, path in zip(self.pair, self._fields)
         )
@@ -138,7 +164,7 @@ class ConversationColumns:
             fault = "the prompt is empty" if not question else f"the response is not text: {answer!r}"
             raise DataError(fault, key=place)
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        return as_messages([*asked, {"role": "assistant", "content": answer}], lambda: place)
+        return as_messages([*asked, {"role": "assistant", "content": answer}], lambda: place, images=True)
 
     def _choose_pair(self, columns: list[str], file: str, config: Any) -> tuple[str, str] | None:
         """The question and the answer column, or None for a column of messages."""
@@ -171,11 +197,14 @@ class ConversationColumns:
 class PairColumns:
     """Where the pairs of a file stand: a prompt, a better and a worse answer, and perhaps a margin.
 
+    Args:
+        sees: whether the model takes images, as far as it is known.
+
     Raises:
-        DataError: no such columns, ShareGPT's messages. NotBuiltError: images, videos or sounds.
+        DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: videos or sounds.
     """
 
-    def __init__(self, table: pa.Table, origin: Origin, config: Any):
+    def __init__(self, table: pa.Table, origin: Origin, config: Any, sees: bool = True):
         self.keys = pair_keys(config)
         columns, first = table.column_names, origin.files[0]
         for side in SIDES:
@@ -183,7 +212,7 @@ class PairColumns:
         for name in [self.keys[side] for side in ("prompt", *SIDES)]:
             if name in columns:
                 refuse_sharegpt(table.schema.field(name).type, name, first)
-        refuse_media(table, origin)
+        check_media(table, origin, config, sees)
 
     def conversation(self, row: Mapping[str, Any], place: str, side: str) -> list[Message]:
         """The prompt with one of its answers."""
@@ -198,7 +227,7 @@ class PairColumns:
                 fix = "Set data.prompt_key, or write whole conversations as chat messages."
                 raise DataError("an answer that is text needs a prompt", key=where, fix=fix)
             return [*before, {"role": "assistant", "content": answer}]
-        after = as_messages(answer, lambda: where)
+        after = as_messages(answer, lambda: where, images=True)
         turns = after if before and after[: len(before)] == before else [*before, *after]
         if not turns or turns[-1]["role"] != "assistant":
             raise DataError("the conversation does not end with a turn of the assistant", key=where)
@@ -219,7 +248,7 @@ class PairColumns:
         where = f"{place}, column {self.keys['prompt']!r}"
         if isinstance(prompt, str):
             return as_messages([{"role": "user", "content": prompt}], lambda: where)
-        return as_messages(prompt, lambda: where)
+        return as_messages(prompt, lambda: where, images=True)
 
 
 def pair_keys(config: Any) -> dict[str, str]:

@@ -70,7 +70,7 @@ def _present(files: Any, key: str) -> Iterator[str]:
 def _prompts(table: pa.Table, origin: Origin, data: Any) -> None:
     check_prompts(table, origin, data)
     name = str(read(data, "prompt_key", "prompt"))
-    as_messages(table.column(name)[0].as_py(), lambda: f"{origin.describe(0)}, column {name!r}")
+    as_messages(table.column(name)[0].as_py(), lambda: f"{origin.describe(0)}, column {name!r}", images=True)
 
 
 def _conversations(table: pa.Table, origin: Origin, data: Any) -> None:

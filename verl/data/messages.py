@@ -11,23 +11,33 @@ from typing import Any
 
 import numpy as np
 
-from verl.errors import DataError, NotBuiltError
+from verl.errors import DataError, NotBuiltError, suggest
 from verl.json_text import read_json
 from verl.metrics import notice
 
 Message = dict[str, Any]
 Where = Callable[[], str]
 """Names the row for a message: only called when something is wrong with it."""
+PART_TYPES = {"image": "image", "image_url": "image", "input_image": "image", "text": "text", "input_text": "text"}
+"""Types of parts as messages and OpenAI's clients write them, and what they are here."""
+IMAGE_NAMES = ("bytes", "image", "image_url", "url", "path")
+"""Where a part or a row's image has the image itself."""
+REFUSED_TYPES = ("video", "video_url", "audio", "input_audio", "audio_url")
 
 
-def as_messages(value: Any, where: Where) -> list[Message]:
+def as_messages(value: Any, where: Where, images: bool = False) -> list[Message]:
     """A conversation from a list of messages, a numpy array of them, their JSON text, or one plain string.
 
-    A plain string becomes one user message, with a notice. Contents that consist of text parts are joined.
+    A plain string becomes one user message, with a notice. Contents that consist of text parts are joined; one with an
+    image stays a list of parts, ``{"type": "text", "text": ...}`` and ``{"type": "image"}``, with the image, if the
+    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too).
+
+    Args:
+        images: whether parts may be images.
 
     Raises:
-        DataError: null, empty, or not messages with a role and a content.
-        NotBuiltError: a part that is an image, a video or audio.
+        DataError: null, empty, or not messages with a role and a content; a part of a type that there is not.
+        NotBuiltError: a part that is a video or a sound, or an image where none is taken.
     """
     if isinstance(value, str):
         value = _from_text(value, where)
@@ -37,7 +47,7 @@ def as_messages(value: Any, where: Where) -> list[Message]:
         raise DataError("not a conversation", key=where(), got=value, allowed="a list of {role, content}, or a string")
     if not value:
         raise DataError("the conversation is empty", key=where())
-    return [_message(message, number, where) for number, message in enumerate(value)]
+    return [_message(message, number, where, images) for number, message in enumerate(value)]
 
 
 def as_tools(value: Any, where: Where) -> list[dict[str, Any]] | None:
@@ -77,14 +87,14 @@ def _from_text(text: str, where: Where) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def _message(message: Any, number: int, where: Where) -> Message:
+def _message(message: Any, number: int, where: Where, images: bool) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"message {number} is not a {{role, content}}", key=where(), got=message)
     clean = prune(message)
     role = clean.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"message {number} has no role", key=where(), got=message)
-    clean["content"] = _content(clean.get("content"), role, number, where)
+    clean["content"] = _content(clean.get("content"), role, number, where, images)
     if "tool_calls" in clean:
         clean["tool_calls"] = [_with_parsed_arguments(call) for call in clean["tool_calls"]]
         if not clean["tool_calls"]:
@@ -92,17 +102,39 @@ def _message(message: Any, number: int, where: Where) -> Message:
     return clean
 
 
-def _content(content: Any, role: str, number: int, where: Where) -> str:
+def _content(content: Any, role: str, number: int, where: Where, images: bool) -> str | list[dict[str, Any]]:
     if content is None and role == "assistant":
         return ""  # only tool calls: templates print None as a word
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        kinds = {str(part.get("type", "text")) for part in content} - {"text"}
-        if kinds:
-            raise NotBuiltError(f"message {number} has parts of type {', '.join(sorted(kinds))}", key=where())
-        content = "".join(str(part.get("text", "")) for part in content)
+        parts = _parts(content, number, where)
+        if isinstance(parts, list) and not images:
+            raise NotBuiltError(f"message {number} has parts of type image", key=where(), allowed="text")
+        return parts
     if not isinstance(content, str):
         raise DataError(f"the content of message {number} ({role}) is not text", key=where(), got=content)
     return content
+
+
+def _parts(content: Sequence[Mapping[str, Any]], number: int, where: Where) -> str | list[dict[str, Any]]:
+    """A content that is a list of parts, in one form; a text where no part is an image."""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        written = str(part.get("type") or ("text" if "text" in part else "image" if "image" in part else ""))
+        if written in REFUSED_TYPES:
+            raise NotBuiltError(f"message {number} has parts of type {written}, which are not built yet", key=where())
+        if written not in PART_TYPES:
+            fault = f"message {number} has a part of a type that there is not"
+            fix = suggest(written, PART_TYPES)
+            raise DataError(fault, key=where(), got=written or dict(part), allowed=list(PART_TYPES), fix=fix)
+        if PART_TYPES[written] == "text":
+            parts.append({"type": "text", "text": str(part.get("text", ""))})
+        else:
+            kept = {name: value for name, value in part.items() if name != "type" and value is not None}
+            own = any(name in kept for name in IMAGE_NAMES)
+            parts.append({"type": "image", **({"image": kept} if own else kept)})
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -12,9 +12,9 @@ import torch
 from verl.data.collate import sft_collate
 from verl.data.columns import SIDES, PairColumns, pair_keys
 from verl.data.messages import Message
-from verl.data.overlong import count_tokens, measure
+from verl.data.overlong import measure
 from verl.data.settings import read
-from verl.data.sft_dataset import MultiTurnSFTDataset
+from verl.data.sft_dataset import EncodedRow, MultiTurnSFTDataset
 from verl.errors import DataError
 from verl.metrics import notice
 
@@ -46,13 +46,19 @@ class PreferenceDataset(MultiTurnSFTDataset):
         row = int(self._kept[int(item)])
         if row not in self._pairs:
             values = self.dataframe[row]
-            pair: dict[str, Any] = {side: self._tensors(*self._encode_side(values, row, side)) for side in SIDES}
+            sides = {side: self._encode_side(values, row, side) for side in SIDES}
+            pair: dict[str, Any] = {side: self._tensors(encoded) for side, encoded in sides.items()}
+            _share_images(pair)
             pair["margin"] = torch.tensor(self._pairs_of.margin(values, self.describe(row)))
             pair["index"] = torch.tensor(row)
+            size = sum(encoded.size for encoded in sides.values())
+            if self._room < size:
+                return pair
+            self._room -= size
             self._pairs[row] = pair
         return self._pairs[row]
 
-    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Tensors (2 n, L): chosen and rejected in turn, padded on the right to the longest; ``margin`` (2 n,)."""
         return preference_collate(rows, self._pad_token_id())
 
@@ -65,13 +71,13 @@ class PreferenceDataset(MultiTurnSFTDataset):
         self._check_rows(bool(read(self.config, "filter_invalid", False)))
 
     def _choose_columns(self, table: pa.Table) -> None:
-        self._pairs_of = PairColumns(table, self._origin, self.config)
+        self._pairs_of = PairColumns(table, self._origin, self.config, sees=self._media is not None)
 
     def _column_of_messages(self) -> None:
         """Each error names the column of its side."""
 
     def _conversation(self, row: dict[str, Any], item: int, side: str) -> list[Message]:
-        return self._pairs_of.conversation(row, self.describe(item), side)
+        return self._placed(self._pairs_of.conversation(row, self.describe(item), side), row, item)
 
     def _refuse_overlong(self) -> None:
         """`_check_rows` does it, for both sides of a pair."""
@@ -113,34 +119,38 @@ class PreferenceDataset(MultiTurnSFTDataset):
     def _pair_lengths(self, chunk: range) -> list[int]:
         """Tokens of the longer side of each pair; 0 where a pair is broken, which `_check_row` tells."""
         texts: list[str] = []
+        longer: list[int] = []
         for row in chunk:
             values = self.dataframe[row]
             try:
                 both = [self._conversation(values, row, side) for side in SIDES]
-                texts += [self._template.render(turns, **self._arguments(values, row)) for turns in both]
+                rendered = [self._template.render(turns, **self._arguments(values, row)) for turns in both]
+                counts = [self._image_tokens(turns, row) for turns in both]
             except DataError:
-                texts += ["", ""]
-        sizes = [len(text.encode()) for text in texts]
-        long = [n for n, size in enumerate(sizes) if size > self.max_length]
-        for n, size in zip(long, count_tokens([texts[n] for n in long], self.max_length, self._template.encode_many)):
-            sizes[n] = size
+                rendered, counts = ["", ""], [0, 0]
+            texts += rendered
+            longer += counts
+        sizes = self._sizes(texts, longer)
         return [max(sizes[2 * n : 2 * n + 2]) for n in range(len(chunk))]
 
-    def _encode_side(self, row: dict[str, Any], item: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_side(self, row: dict[str, Any], item: int, side: str) -> EncodedRow:
         try:
-            ids, mask = self._turns.encode(self._conversation(row, item, side), **self._arguments(row, item))
+            encoded = self._turned(self._conversation(row, item, side), self._arguments(row, item), item, last_run)
         except DataError as failure:
             raise self._at(failure, item, self._keys[side]) from failure
-        answer = last_run(mask)
-        if len(ids) > self.max_length:
-            if self.truncation == "error":
-                raise self._too_long(item, len(ids))
-            cut = slice(-self.max_length, None) if self.truncation == "left" else slice(0, self.max_length)
-            ids, answer = ids[cut], answer[cut]
-        if not any(answer):
+        if not encoded.mask.any():
             key = f"{self.describe(item)}, column {self._keys[side]!r}"
             raise DataError("the answer has no token left after truncation", key=key, fix="Raise data.max_length.")
-        return torch.tensor(ids, dtype=torch.int32), torch.tensor(answer, dtype=torch.bool)
+        return encoded
+
+
+def _share_images(pair: dict[str, Any]) -> None:
+    """Both answers hold the same object where they have the same images: it is kept and sent once."""
+    chosen, rejected = (pair[side].get("multi_modal_inputs") for side in SIDES)
+    if not chosen or not rejected or chosen.keys() != rejected.keys():
+        return
+    if all(torch.equal(chosen[name], rejected[name]) for name in chosen):
+        pair["rejected"]["multi_modal_inputs"] = chosen
 
 
 def last_run(mask: Sequence[int]) -> list[int]:
@@ -154,7 +164,7 @@ def last_run(mask: Sequence[int]) -> list[int]:
     return [int(start <= place < end) for place in range(len(mask))]
 
 
-def preference_collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def preference_collate(rows: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
     """Pairs to rows: 2 i is the chosen answer of pair i, 2 i + 1 the rejected one; `margin` and `index` for both."""
     batch = sft_collate([row[side] for row in rows for side in SIDES], pad_token_id)
     for name in ("margin", "index"):

@@ -24,6 +24,8 @@ from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
+from verl.data.vision.media import RowMedia, SeenRow, kept_places, refuse_images
+from verl.data.vision.parts import text_of
 from verl.errors import DataError
 from verl.metrics import log, notice
 from verl.tools.loading import load_tools
@@ -44,6 +46,11 @@ class RLHFDataset(Dataset):
     With tools (``tool_config_path``, ``function_tool_path``) a prompt is measured with their schemas; the loop that has
     the tools renders it so, ``raw_prompt_ids`` is without them.
 
+    With a processor, images (``image_key``, image parts of messages) stand where ``<image>`` does, ``raw_prompt_ids``
+    is as long as the model sees it, and every row has ``multi_modal_data`` ({images: list of PIL.Image, videos: []})
+    and, unless ``return_multi_modal_inputs=false``, ``multi_modal_inputs`` (what the processor makes of the row's
+    images: names to tensors; {} without images). The column of images is not in the row.
+
     Rows that ``filter_function`` does not keep are dropped first, then those of ``filter_overlong_prompts``; a notice
     counts each.
 
@@ -53,13 +60,13 @@ class RLHFDataset(Dataset):
         data_files: one path or several, of the kinds that `verl.storage.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
-        processor: of a vision model; columns with media are refused for now.
+        processor: of a model that takes images (`load_processor`); None: rows with images are refused.
         max_samples: keep so many rows (drawn by ``seed`` if ``shuffle``); -1 keeps all.
 
     Raises:
         DataError: what is wrong with the files, with file, row and column; no row left.
         ModelError: the tokenizer has no chat template.
-        NotBuiltError: a column with images, videos or audio that is not empty.
+        NotBuiltError: a column with videos or audio that is not empty.
     """
 
     def __init__(
@@ -80,6 +87,8 @@ class RLHFDataset(Dataset):
         self.return_raw_input_ids = bool(read(config, "return_raw_input_ids", False))
         self.return_full_prompt = bool(read(config, "return_full_prompt", False))
         self.need_tools_kwargs = bool(read(config, "need_tools_kwargs", False))
+        self.return_multi_modal_inputs = bool(read(config, "return_multi_modal_inputs", True))
+        self._media = RowMedia.of(processor, config)
         self._template = ChatTemplate(tokenizer, read_mapping(config, "apply_chat_template_kwargs"))
         self._template.check_generation()
         tools = load_tools(read(config, "tool_config_path"), read(config, "function_tool_path"))
@@ -94,20 +103,28 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[int(item)])
         messages = self.build_messages(row, int(item))
+        seen = self._see(messages, int(item))
+        messages = messages if seen is None else seen.messages
         text = self._render(messages, int(item))
         row.pop(self.prompt_key)
-        row["raw_prompt_ids"] = cut_tokens(text, self.max_prompt_length, self.truncation, self._template.encode_many)
+        row["raw_prompt_ids"] = self._ids(text, seen, int(item))
+        row.update(self._media_fields(row, seen))
         if self.return_raw_chat:
             row["raw_prompt"] = messages
         if self.return_full_prompt:
             row["full_prompts"] = without_marks([text])[0]
         if self.return_raw_input_ids:
-            row["raw_input_ids"] = self._template.encode_content("\n".join(m["content"] for m in messages))
+            row["raw_input_ids"] = self._template.encode_content("\n".join(text_of(m["content"]) for m in messages))
         return {**row, **self._reward_fields(row, int(item))}
 
     def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:
         """The conversation of a row, as plain message dicts; override it to make prompts from other columns."""
-        return as_messages(row[self.prompt_key], lambda: f"{self.describe(item)}, column {self.prompt_key!r}")
+
+        def where() -> str:
+            return f"{self.describe(item)}, column {self.prompt_key!r}"
+
+        messages = as_messages(row[self.prompt_key], where, images=True)
+        return messages if self._media is None else self._media.placed(messages, row, partial(self.describe, item))
 
     def describe(self, item: int) -> str:
         """The file and the row there of item ``item``, for messages; see also `source_of`."""
@@ -126,7 +143,7 @@ class RLHFDataset(Dataset):
             key="data.train_files",
             column_key="data.prompt_key",
         )
-        check_prompts(table, self._origin, self.config)
+        check_prompts(table, self._origin, self.config, sees=self._media is not None)
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), self.max_samples, shuffle=shuffle, seed=seed)
         self.dataframe = as_dataset(table if len(self._rows) == len(table) else table.take(self._rows))
@@ -185,8 +202,50 @@ class RLHFDataset(Dataset):
         columns = self.dataframe[chunk.start : chunk.stop]
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(chunk))]
         tools = {"tools": self._tools} if self._tools else {}
-        texts = [self._render(self.build_messages(row, item), item, **tools) for row, item in zip(rows, chunk)]
-        return count_tokens(texts, self.max_prompt_length, self._template.encode_many)
+        texts, longer = [], []
+        for row, item in zip(rows, chunk):
+            messages = self.build_messages(row, item)
+            texts.append(self._render(messages, item, **tools))
+            longer.append(self._image_tokens(messages, item))
+        counts = count_tokens(texts, self.max_prompt_length, self._template.encode_many)
+        return [count if count == MANY else count + more for count, more in zip(counts, longer)]
+
+    def _image_tokens(self, messages: list[Message], item: int) -> int:
+        """Tokens of the images of a row beyond their placeholders."""
+        if self._media is None:
+            refuse_images(messages, partial(self.describe, item))
+            return 0
+        return self._media.longer(messages, partial(self.describe, item))
+
+    def _see(self, messages: list[Message], item: int) -> SeenRow | None:
+        """The row with its images; None for a model that reads only text."""
+        if self._media is None:
+            refuse_images(messages, partial(self.describe, item))
+            return None
+        return self._media.see(messages, partial(self.describe, item))
+
+    def _ids(self, text: str, seen: SeenRow | None, item: int) -> list[int]:
+        """The ids of a prompt with its images, truncated; no image is cut."""
+        limit, how = self.max_prompt_length, self.truncation
+        if seen is None or not seen.images:
+            return cut_tokens(text, limit, how, self._template.encode_many)
+        assert self._media is not None
+        processor = self._media.processor
+        try:
+            ids = processor.expand(self._template.encode(text), seen.pieces)
+            kept = kept_places(ids, limit, how, processor.image_token_ids)
+        except DataError as failure:
+            raise DataError(failure.message, key=self.describe(item), fix=failure.fix) from failure
+        return [ids[place] for place in kept]
+
+    def _media_fields(self, row: dict[str, Any], seen: SeenRow | None) -> dict[str, Any]:
+        """What a model that sees and a sampler need of a row's images; the files that they came from leave the row."""
+        if seen is None or self._media is None:
+            return {}
+        for key in (self._media.image_key, self._media.video_key):
+            row.pop(key, None)
+        inputs = {"multi_modal_inputs": seen.inputs} if self.return_multi_modal_inputs else {}
+        return {"multi_modal_data": seen.data, **inputs}
 
     def _render(self, messages: list[Message], item: int, **arguments: Any) -> str:
         try:

@@ -5,7 +5,9 @@ Beside the column of messages, the older form with a question and an answer colu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,33 @@ from verl.data.collate import sft_collate
 from verl.data.columns import ConversationColumns, as_flag
 from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.messages import Message, as_tools
-from verl.data.overlong import MANY, PART, check_truncation, count_tokens, length_text, measure, truncate
+from verl.data.overlong import MANY, PART, check_truncation, count_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.turns import TurnFinder
+from verl.data.vision.media import RowMedia, kept_places, refuse_images
+from verl.data.vision.parts import text_of
+from verl.data.vision.processor import Inputs
 from verl.errors import ConfigError, DataError
 from verl.metrics import notice
 
+TrainedTurns = Callable[[Sequence[int]], list[int]]
 PAD_MODES = ("no_padding", "right")
 KEPT_TOKENS = 20_000_000
 """How many encoded tokens a dataset keeps in memory (5 bytes each)."""
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The ids (L,) of a row and its loss mask (L,), in small types; its images, where the model takes images."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    inputs: Inputs | None = None
+
+    @property
+    def size(self) -> int:
+        """What it takes in memory, in tokens of 5 bytes."""
+        return len(self.ids) + sum(tensor.nbytes for tensor in (self.inputs or {}).values()) // 5
 
 
 class MultiTurnSFTDataset(Dataset):
@@ -37,11 +57,14 @@ class MultiTurnSFTDataset(Dataset):
     around them; see `verl.data.turns`. ``data.pad_mode=right`` pads every row to ``max_length``; with ``no_padding``
     the rows keep their length and `collate` pads a batch to its longest row.
 
+    With a processor, images stand where ``<image>`` does, nothing is trained on them, and each row has
+    ``multi_modal_inputs``: what the processor makes of its images, names to tensors; {} without images.
+
     Args:
         parquet_files: one path or several, of the kinds that `verl.storage.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
-        processor: of a vision model; not used for text.
+        processor: of a model that takes images (`load_processor`); None: rows with images are refused.
         max_samples: keep so many rows (drawn by ``seed`` if ``shuffle``); -1 keeps all.
 
     Raises:
@@ -71,8 +94,9 @@ class MultiTurnSFTDataset(Dataset):
         keep = bool(read(config, "ignore_input_ids_mismatch", False))
         self._turns = TurnFinder(self._template, keep_produced=keep)
         # Encoding a row costs about as much as training on a short one: what fits is kept for the next epochs.
-        self._encoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._encoded: dict[int, EncodedRow] = {}
         self._room = KEPT_TOKENS
+        self._media = RowMedia.of(processor, config)
         self._load(parquet_files, max_samples)
         if bool(read(config, "filter_invalid", False)):
             self._leave_out_invalid()
@@ -87,36 +111,58 @@ class MultiTurnSFTDataset(Dataset):
         item = int(item)
         if item not in self._encoded:
             encoded = self._encode(item)
-            if self._room < len(encoded[0]):
-                return self._tensors(*encoded)
-            self._room -= len(encoded[0])
+            if self._room < encoded.size:
+                return self._tensors(encoded)
+            self._room -= encoded.size
             self._encoded[item] = encoded
-        return self._tensors(*self._encoded[item])
+        return self._tensors(self._encoded[item])
 
-    def _encode(self, item: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids and the loss mask of a row, truncated, in small types."""
+    def _encode(self, item: int) -> EncodedRow:
+        """A row, truncated."""
         row = self.dataframe[item]
         try:
             messages, arguments = self.build_messages(row, item), self._arguments(row, item)
             self._refuse_huge(messages, arguments, item)
-            ids, mask = self._turns.encode(messages, **arguments)
+            row = self._turned(messages, arguments, item)
         except DataError as failure:
             raise self._at(failure, item) from failure
-        if len(ids) > self.max_length and self.truncation == "error":
-            raise self._too_long(item, len(ids))  # turn by turn, a row may have more tokens than as a whole
-        how = self.truncation
-        ids, mask = truncate(ids, self.max_length, how), truncate(mask, self.max_length, how)
-        if not any(mask):
+        if not row.mask.any():
             notice("data.max_length", f"{self.describe(item)} has no assistant token left after truncation")
-        return torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool)
+        return row
 
-    def collate(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _turned(
+        self, messages: list[Message], arguments: dict[str, Any], item: int, trained: TrainedTurns = list
+    ) -> EncodedRow:
+        """A conversation as tokens, truncated; ``trained`` picks from the mask of all turns what is learned."""
+        inputs = None
+        if self._media is None:
+            refuse_images(messages, partial(self.describe, item))
+            ids, mask = self._turns.encode(messages, **arguments)
+        else:
+            seen = self._media.see(messages, partial(self.describe, item))
+            ids, mask = self._turns.encode(seen.messages, **arguments)
+            ids, mask = self._media.processor.expand_with(ids, seen.pieces, mask)
+            inputs = seen.inputs
+        mask = trained(mask)
+        if len(ids) > self.max_length:
+            if self.truncation == "error":
+                raise self._too_long(item, len(ids))  # turn by turn, a row may have more tokens than as a whole
+            image_ids = frozenset() if self._media is None else self._media.processor.image_token_ids
+            kept = kept_places(ids, self.max_length, self.truncation, image_ids)
+            ids, mask = [ids[place] for place in kept], [mask[place] for place in kept]
+        return EncodedRow(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool), inputs)
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A batch (B, L) of rows, padded on the right to the longest; the `collate_fn` of a loader of this dataset."""
         return sft_collate(rows, self._pad_token_id())
 
     def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:
         """The conversation of a row, as plain message dicts; override it to make conversations from other columns."""
-        return self._columns.messages(row, self.describe(item))
+        return self._placed(self._columns.messages(row, self.describe(item)), row, item)
+
+    def _placed(self, messages: list[Message], row: dict[str, Any], item: int) -> list[Message]:
+        """The messages with the images of the row's column in their places."""
+        return messages if self._media is None else self._media.placed(messages, row, partial(self.describe, item))
 
     def describe(self, item: int) -> str:
         """The file and the row there of item ``item``, for messages."""
@@ -136,7 +182,7 @@ class MultiTurnSFTDataset(Dataset):
         self.dataframe = whole if len(self._rows) == len(whole) else whole.select(self._rows)
 
     def _choose_columns(self, table: pa.Table) -> None:
-        self._columns = ConversationColumns(table, self._origin, self.config)
+        self._columns = ConversationColumns(table, self._origin, self.config, sees=self._media is not None)
 
     def _arguments(self, row: dict[str, Any], item: int) -> dict[str, Any]:
         """The template arguments of a row: its tools, and whether it thinks, where either is given."""
@@ -178,7 +224,7 @@ class MultiTurnSFTDataset(Dataset):
 
     def _refuse_huge(self, messages: list[Message], arguments: dict[str, Any], item: int) -> None:
         """A row of megabytes is refused before its turns are found, which tokenises all of it."""
-        if self.truncation != "error" or sum(len(message["content"]) for message in messages) <= PART:
+        if self.truncation != "error" or sum(len(text_of(message["content"])) for message in messages) <= PART:
             return
         text = self._template.render(messages, **arguments)
         if count_tokens([text], self.max_length, self._template.encode_many) == [MANY]:
@@ -186,17 +232,27 @@ class MultiTurnSFTDataset(Dataset):
 
     def _lengths(self, chunk: range) -> list[int]:
         """Tokens of each row. A token stands for at least one byte, so a row of few bytes need not be tokenised."""
-        texts = []
+        texts, longer = [], []
         for item in chunk:
             row = self.dataframe[item]
             try:
-                texts.append(self._template.render(self.build_messages(row, item), **self._arguments(row, item)))
+                messages = self.build_messages(row, item)
+                texts.append(self._template.render(messages, **self._arguments(row, item)))
+                longer.append(self._image_tokens(messages, item))
             except DataError as failure:
                 raise self._at(failure, item) from failure
-        sizes = [len(text.encode()) for text in texts]
+        return self._sizes(texts, longer)
+
+    def _image_tokens(self, messages: list[Message], item: int) -> int:
+        """Tokens of the images of a conversation beyond their placeholders."""
+        return 0 if self._media is None else self._media.longer(messages, partial(self.describe, item))
+
+    def _sizes(self, texts: list[str], longer: list[int]) -> list[int]:
+        """Tokens of each text with its images, at most; exactly where they may be more than allowed."""
+        sizes = [len(text.encode()) + more for text, more in zip(texts, longer)]
         long = [n for n, size in enumerate(sizes) if size > self.max_length]
         for n, size in zip(long, count_tokens([texts[n] for n in long], self.max_length, self._template.encode_many)):
-            sizes[n] = size
+            sizes[n] = size if size == MANY else size + longer[n]
         return sizes
 
     def _too_long(self, item: int, length: int, count: int = 1, longest: int = 0) -> DataError:
@@ -210,18 +266,19 @@ class MultiTurnSFTDataset(Dataset):
             fix=f"Set {larger}data.truncation to left or right.",
         )
 
-    def _tensors(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        row = {
-            "input_ids": ids.long(),
-            "attention_mask": torch.ones(len(ids), dtype=torch.int64),
-            "position_ids": torch.arange(len(ids)),
-            "loss_mask": mask.long(),
+    def _tensors(self, row: EncodedRow) -> dict[str, Any]:
+        length = len(row.ids)
+        tensors = {
+            "input_ids": row.ids.long(),
+            "attention_mask": torch.ones(length, dtype=torch.int64),
+            "position_ids": torch.arange(length),
+            "loss_mask": row.mask.long(),
         }
-        if self.pad_mode == "no_padding" or len(ids) == self.max_length:
-            return row
-        room = (0, self.max_length - len(ids))
-        fill = {"input_ids": self._pad_token_id()}
-        return {name: torch.nn.functional.pad(value, room, value=fill.get(name, 0)) for name, value in row.items()}
+        if self.pad_mode == "right" and length < self.max_length:
+            room, fill = (0, self.max_length - length), {"input_ids": self._pad_token_id()}
+            pad = torch.nn.functional.pad
+            tensors = {name: pad(value, room, value=fill.get(name, 0)) for name, value in tensors.items()}
+        return tensors if row.inputs is None else {**tensors, "multi_modal_inputs": row.inputs}
 
     def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id

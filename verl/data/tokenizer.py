@@ -1,4 +1,4 @@
-"""Tokenizers and processors from a model folder or a hub name, made fit for training; and which ids end a turn."""
+"""Tokenizers from a model folder or a hub name, made fit for training; and which ids end a turn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hf_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    source = _source(name_or_path, key)
+    source = source_of(name_or_path, key)
     kwargs.setdefault("trust_remote_code", False)  # unset, transformers would ask at the keyboard and wait
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **kwargs)
@@ -53,7 +53,7 @@ def hf_tokenizer(
         if "trust_remote_code" in str(failure):
             fix = "It runs code of its own: read it, then set trust_remote_code=true in the model's section."
         raise ModelError(
-            f"no tokenizer could be loaded from {where}: {_brief(failure)}",
+            f"no tokenizer could be loaded from {where}: {brief(failure)}",
             key=key,
             got=str(name_or_path),
             fix=fix,
@@ -77,27 +77,6 @@ def tokenizer_of(model: Any) -> Any:
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
-
-
-def hf_processor(name_or_path: str | Path, *, key: str = "name_or_path", **kwargs: Any) -> Any | None:
-    """The image and video processor of a model, or None for a model that reads only text."""
-    source = _source(name_or_path, key)
-    folder = Path(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
-        return None
-    from transformers import AutoProcessor, PreTrainedTokenizerBase
-
-    kwargs.setdefault("trust_remote_code", False)
-    try:
-        processor = AutoProcessor.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError, KeyError) as failure:
-        raise ModelError(
-            f"its processor could not be loaded: {_brief(failure)}",
-            key=key,
-            got=str(name_or_path),
-        ) from failure
-    # For a text model the library hands back the tokenizer itself.
-    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
 def normalize_token_ids(tokenized_output: Any) -> list[int]:
@@ -136,7 +115,7 @@ def eos_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
     return tuple(dict.fromkeys(int(i) for i in (*own, *listed)))
 
 
-def _source(name_or_path: str | Path, key: str) -> str:
+def source_of(name_or_path: str | Path, key: str) -> str:
     """The folder or hub name to load from; a folder without tokenizer files is refused here, with their names."""
     text = expand(str(name_or_path).removeprefix("file://"))
     if is_remote(text):
@@ -170,7 +149,8 @@ def _check_folder(folder: Path, key: str) -> None:
     )
 
 
-def _brief(failure: BaseException) -> str:
+def brief(failure: BaseException) -> str:
+    """The kind of a failure with its first line."""
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0][:300]}"
 

@@ -13,7 +13,7 @@ from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import HFWriter
 from verl.checkpoint.tensors import write_tensors
 from verl.engines.rows import MicroBatch
-from verl.models import lora
+from verl.models import lora, nf4
 from verl.protocol import DataProto
 
 
@@ -58,6 +58,7 @@ def adapter_writer(model: Any, base: str, tokenizer: Any) -> HFWriter:
     def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> dict[str, FileRecord]:
         folder.mkdir(parents=True, exist_ok=True)
         lora.write_config(model, folder, base)
+        nf4.write_record(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if weights is None:

@@ -26,6 +26,7 @@ from verl.models import attention
 from verl.models.fused_head import FusedHead, fusable
 from verl.models.head import output_head, select_positions
 from verl.models.router_replay import COLUMN, RouterReplay
+from verl.models.vision import family_of, placing
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
 
@@ -44,6 +45,7 @@ class TokenForward:
     def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype, passes: PassSettings | None = None):
         self.model, self.kind, self.device, self.dtype = model, kind, device, dtype
         self.head = output_head(model, kind)
+        self.family = family_of(getattr(model, "config", None))
         self.passes = self._possible(passes or PassSettings())
         self.fused = self._fused_head(self.passes.fused_head) if kind == "causal_lm" else None
         self.reference: Any = None
@@ -162,13 +164,15 @@ class TokenForward:
         if self.routing is not None:
             self.routing.replay(micro.recorded_experts())
         plan = {} if micro.attention is None else {"attention_plan": micro.attention}
-        return self.model(
-            input_ids=micro.input_ids,
-            attention_mask=None,
-            position_ids=micro.position_ids,
-            use_cache=False,
-            **plan,
-        )
+        with placing(self.model, micro.vision) as pictures:
+            return self.model(
+                input_ids=micro.input_ids,
+                attention_mask=None,
+                position_ids=micro.position_ids,
+                use_cache=False,
+                **pictures,
+                **plan,
+            )
 
     def check(self, outputs: Sequence[str], temperature: float) -> None:
         """Raise as `__call__` does, without a forward pass."""

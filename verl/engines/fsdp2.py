@@ -18,8 +18,10 @@ from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import first_row, gather, scatter
 from verl.engines import sharding
 from verl.engines.base import Engine
+from verl.engines.muon import build_muon, builds_muon
 from verl.engines.sharded_engine import ShardedEngine
 from verl.engines.sharded_optimizer import build_sharded_optimizer
+from verl.errors import ConfigError
 from verl.models.lora import has_adapter
 from verl.models.stored import StoredWeights
 from verl.models.weights import named_tensors
@@ -68,6 +70,15 @@ class FSDP2Engine(ShardedEngine):
         return f"{own} of {whole} bytes of weights; a forward pass gathers them in {gathered} steps"
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
+        if builds_muon(optim):
+            if self.layout.offload and self.device != "cpu":
+                raise ConfigError(
+                    "Muon gathers matrices on the accelerator, and offload_policy keeps them on the host",
+                    key="offload_policy",
+                    got=True,
+                    fix="Set offload_policy=false, or optimizer=AdamW.",
+                )
+            return build_muon(self.model, self.kind, optim)
         return build_sharded_optimizer(parameters, optim, self.layout)
 
     # ---- passes ------------------------------------------------------------------------------------------------

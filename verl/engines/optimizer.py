@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.checkpoint.state import StateSection
+from verl.engines.low_bit import narrowed, widened
 from verl.errors import CheckpointError, ConfigError, suggest
 from verl.registry import load_object
 
@@ -57,7 +58,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> tuple[dic
     for parameter, entries in optimizer.state.items():
         for key, entry in entries.items():
             if isinstance(entry, Tensor):
-                tensors[f"{names[parameter]}/{key}"] = entry
+                tensors[f"{names[parameter]}/{key}"] = widened(entry)
             else:
                 values.setdefault(names[parameter], {})[key] = entry
     configured = inspect.signature(type(optimizer)).parameters
@@ -97,7 +98,8 @@ def load_optimizer_state(
         name, _, key = full_name.rpartition("/")
         parameter = by_name[name]
         device = state_device(key, parameter, optimizer)
-        optimizer.state[parameter][key] = place(saved, full_name, parameter, device)
+        placed = place(saved, full_name, parameter, device)
+        optimizer.state[parameter][key] = narrowed(optimizer, parameter, key, placed)
     for name, entries in scalars["values"].items():
         optimizer.state[by_name[name]].update(entries)
     take_group_options(optimizer, scalars)

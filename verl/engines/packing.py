@@ -42,6 +42,8 @@ def families(rows: AlignedRows, members: Iterable[int], share: bool) -> list[Pro
         prompt = tokens[row, : rows.prompts[row]].tobytes()
         if experts is not None:  # what is computed once has one choice of experts
             prompt += experts[row, : rows.prompts[row]].tobytes()
+        if rows.seen is not None:
+            prompt += rows.seen.digest(row, rows.prompts[row])
         by_prompt.setdefault(prompt, []).append(row)
     result = []
     for group in by_prompt.values():
@@ -149,10 +151,11 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
     own_of = {member: starts[n] for n, (member, _, _) in enumerate(pieces) if n >= len(shared)}
     index = torch.tensor(members, dtype=torch.long)
     row, t = rows.mask[index].nonzero(as_tuple=True)
+    seen = rows.seen
     return MicroBatch(
         index=index,
         input_ids=torch.cat([rows.tokens[r, start:end] for r, start, end in pieces])[None].to(device),
-        position_ids=segments.position_ids,
+        position_ids=segments.position_ids if seen is None else seen.with_axes(segments.position_ids, pieces),
         positions=_places_in_row(rows.before[index][row, t], row, members, prompt_of, own_of).to(device),
         labels=rows.responses[index][row, t].to(device),
         places=(row * rows.mask.shape[1] + t).to(device),
@@ -160,6 +163,7 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
         attention=PackedPlan(segments),
         token_of=_tokens_of(rows, members, prompt_of, own_of) if rows.routes else None,
         experts=None if rows.experts is None else rows.experts[index, : max(rows.lengths[r] for r in members)],
+        vision=None if seen is None else seen.inputs(pieces, starts, device),
     )
 
 
@@ -202,7 +206,7 @@ def padded(micro: MicroBatch, multiple: int) -> MicroBatch:
     return replace(
         micro,
         input_ids=ids,
-        position_ids=segments.position_ids,
+        position_ids=F.pad(micro.position_ids, (0, missing)),
         attention=PackedPlan(segments),
         padding=micro.padding + missing,
     )

@@ -8,10 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.saving import WeightsToWrite
 from verl.engines.settings import tell_sharding_settings
 from verl.engines.torch_engine import TorchEngine
+from verl.errors import ModelError
+from verl.metrics import notice
 from verl.models import export_weights, load_weights
 from verl.models.compiled import wants_compiling
+from verl.models.loading import HOLLOW
+from verl.models.nf4 import is_quantized, quantize
+from verl.models.stored import fill_quantized, stored_weights
 
 
 class PlainEngine(TorchEngine):
@@ -30,6 +36,7 @@ class PlainEngine(TorchEngine):
         grad_clip: largest gradient norm.
         total_training_steps: length of the learning-rate schedule.
         seed: of a new value head; None takes the one of the ``fsdp_config`` section.
+        freeze_vision_tower: train everything but the tower of a model that sees.
 
     Raises:
         ModelError: the path is not a usable model.
@@ -43,7 +50,27 @@ class PlainEngine(TorchEngine):
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
         tell_sharding_settings(engine)
-        return self._load(model, engine, seed).to(self.device)
+        if model.lora_base_quantization is None:
+            return self._load(model, engine, seed).to(self.device)
+        return self._load_quantized(model, engine, seed).to(self.device)
+
+    def _load_quantized(self, model: Any, engine: Any, seed: int) -> Any:
+        """The model with linear layers in 4 bits; only one layer's weight is there unrounded at a time."""
+        built = self._load(model, engine, seed, HOLLOW)
+        try:
+            with stored_weights(model.path, built) as stored:
+                fill_quantized(built, stored)
+        except ModelError as error:
+            notice(f"model {model.path}", f"it is loaded as a whole before it is rounded to 4 bits: {error}")
+            built = self._load(model, engine, seed)
+            quantize(built)
+        return built
+
+    def _merged_weights(self) -> WeightsToWrite:
+        if not is_quantized(self.model):
+            return super()._merged_weights()
+        weights = dict(self.export_weights())
+        return WeightsToWrite(weights, fresh=frozenset(weights))
 
     def _fill(self, given: dict[str, Tensor]) -> None:
         load_weights(self.model, given)

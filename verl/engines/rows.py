@@ -9,15 +9,19 @@ longest row; b rows of a micro-batch, l its longest, N its positions with ``resp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from verl.errors import DataError, NotBuiltError
+from verl.engines.seen_rows import COLUMN as PICTURES
+from verl.engines.seen_rows import SeenRows, has_pictures
+from verl.errors import DataError, ModelError
 from verl.models.attention import AttentionPlan
 from verl.models.router_replay import COLUMN, NO_RECORD
+from verl.models.vision import VisionFamily, VisionInputs
 from verl.protocol import DataProto
 
 
@@ -27,7 +31,8 @@ class MicroBatch:
 
     Args:
         index: (b,) rows of the batch.
-        input_ids, position_ids: (b, l), padding behind the tokens; or (1, tokens) of a packed row.
+        input_ids, position_ids: (b, l), padding behind the tokens; or (1, tokens) of a packed row. Positions of a model
+            that sees are (1 + axes, b, l) in a batch with pictures: those of the text, then the rotary ones.
         positions: (N,) positions in the flattened tokens whose hidden state predicts a response token.
         labels: (N,) the predicted tokens.
         places: (N,) their places in the flattened (b * T).
@@ -38,6 +43,7 @@ class MicroBatch:
         token_of: (b, l) where each token of the rows lies in the flattened tokens, -1 where it is none of them; only
             where experts are recorded or replayed.
         experts: (b, l, layers, top_k) those to replay, of each token of the rows.
+        vision: the pictures that lie in it.
     """
 
     index: Tensor
@@ -52,12 +58,28 @@ class MicroBatch:
     padding: int = 0
     token_of: Tensor | None = None
     experts: Tensor | None = None
+    vision: VisionInputs | None = None
 
     @classmethod
     def filler(cls, device: str) -> MicroBatch:
         """One padding token and no row: what a rank computes that has no rows left while others still have some."""
         none, one = torch.zeros(0, dtype=torch.long, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
         return cls(none.cpu(), one, one, none, none, none, num_responses=1)
+
+    def lengthened(self, multiple: int) -> MicroBatch:
+        """Padded rows, longer until their length is a multiple of it; the tokens at the end are nobody's."""
+        length = self.input_ids.shape[1]
+        missing = -length % multiple
+        if not missing:
+            return self
+        row, column = self.positions // length, self.positions % length
+        ids = F.pad(self.input_ids, (0, missing))
+        return replace(
+            self,
+            input_ids=ids,
+            position_ids=torch.arange(length + missing, device=ids.device).expand_as(ids),
+            positions=row * (length + missing) + column,
+        )
 
     def scatter(self, values: Tensor) -> Tensor:
         """(N,) -> (b, T), zero elsewhere; gradients flow."""
@@ -95,6 +117,7 @@ class AlignedRows:
         prompts: per row how many tokens its prompt has.
         routes: experts are recorded or replayed, so micro-batches say where each token of a row is.
         experts: (B, L, layers, top_k) the recorded experts, if the batch has any.
+        seen: the pictures in the rows, if the batch has any.
     """
 
     tokens: Tensor
@@ -105,11 +128,15 @@ class AlignedRows:
     prompts: list[int]
     routes: bool = False
     experts: Tensor | None = None
+    seen: SeenRows | None = None
 
     @classmethod
-    def of(cls, batch: DataProto, routes: bool = False) -> AlignedRows:
-        """From the standard fields of a batch; with ``routes`` also its recorded experts."""
-        _refuse_vision(batch)
+    def of(cls, batch: DataProto, routes: bool = False, family: VisionFamily | None = None) -> AlignedRows:
+        """From the standard fields of a batch; with ``routes`` also its recorded experts.
+
+        Args:
+            family: of a model that sees.
+        """
         tensors: Any = batch.batch
         input_ids, attended = tensors["input_ids"].cpu(), tensors["attention_mask"].cpu().bool()
         responses, mask = tensors["responses"].cpu(), tensors["response_mask"].cpu().bool()
@@ -130,7 +157,12 @@ class AlignedRows:
             recorded = tensors[COLUMN].cpu()
             experts = recorded.new_full((*tokens.shape, *recorded.shape[2:]), NO_RECORD)
             experts[rows, places[rows, columns]] = recorded[rows, columns]
-        return cls(tokens, before, responses, mask, needed, prompts, routes, experts)
+        seen = None
+        if has_pictures(batch.non_tensor_batch):
+            if family is None:
+                raise ModelError("this model takes no images, and the batch has some", key=PICTURES)
+            seen = SeenRows.of(batch.non_tensor_batch[PICTURES], tokens, attended.sum(-1).tolist(), family)
+        return cls(tokens, before, responses, mask, needed, prompts, routes, experts, seen)
 
     def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
         """The given rows, trimmed to the longest of them, on the device; a filler where there are none."""
@@ -141,6 +173,11 @@ class AlignedRows:
         row, t = self.mask[index].nonzero(as_tuple=True)
         before = self.before[index]
         position_ids = torch.arange(length).expand(len(rows), length)
+        vision = None
+        if self.seen is not None:
+            position_ids = self.seen.with_axes_of_rows(position_ids, index)
+            starts = [number * length for number in range(len(rows))]
+            vision = self.seen.inputs([(row, 0, self.lengths[row]) for row in rows], starts, device)
         num_responses = self.mask.shape[1]
         return MicroBatch(
             index=index,
@@ -152,17 +189,18 @@ class AlignedRows:
             num_responses=num_responses,
             token_of=torch.arange(len(rows) * length).view(len(rows), length) if self.routes else None,
             experts=None if self.experts is None else self.experts[index, :length],
+            vision=vision,
         )
-
-
-def _refuse_vision(batch: DataProto) -> None:
-    if "multi_modal_inputs" in batch.non_tensor_batch:
-        raise NotBuiltError("training on image or video inputs is not built yet")
 
 
 def _check_positions(position_ids: Tensor, places: Tensor, attended: Tensor) -> None:
     if position_ids.dim() != 2:
-        raise NotBuiltError("positions with several axes are not built yet", got=tuple(position_ids.shape))
+        raise DataError(
+            "position_ids count tokens, one number each: a model that sees gets its axes here",
+            key="position_ids",
+            got=tuple(position_ids.shape),
+            allowed="(rows, tokens)",
+        )
     wrong = ((position_ids != places) & attended).any(-1).nonzero().flatten().tolist()
     if wrong:
         raise DataError("position_ids must count the attended tokens from 0", key=f"row {wrong[0]}")

@@ -7,7 +7,7 @@ results back. So whoever calls an engine need not know. Only attention and the e
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.errors import ConfigError, NotBuiltError
 from verl.models.attention import PackedPlan
+from verl.models.attention.mixers import mixes_by_sequence
 from verl.models.router_replay import COLUMN
 from verl.protocol import SHARED_ROWS, DataProto
 from verl.protocol.codec import tensor_bytes, tensor_from_bytes
@@ -47,13 +48,13 @@ def sequence_peers(ranks: Ranks, size: int) -> Ranks:
     return Ranks(ranks.rank % size, size, groups[ranks.rank // size])
 
 
-def check_heads(config: Any, size: int) -> None:
+def check_heads(config: Any, size: int, key: str = KEY) -> None:
     """Raise `ConfigError` where the query heads of a model cannot be split evenly over ``size`` ranks."""
     heads = config.get_text_config().num_attention_heads
     if heads % size:
         raise ConfigError(
             f"the model's {heads} attention heads cannot be shared evenly by {size} processes",
-            key=KEY,
+            key=key,
             got=size,
             allowed=[d for d in range(1, heads + 1) if heads % d == 0],
         )
@@ -62,18 +63,31 @@ def check_heads(config: Any, size: int) -> None:
 class SequenceForward(TokenForward):
     """A forward pass of which this rank computes its part of the tokens; its results are those of all tokens."""
 
+    key: ClassVar[str] = KEY
+    """The setting behind it, for messages."""
+
     def __init__(self, peers: Ranks, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.peers = peers
-        if not self.passes.packed:
+        if peers.size > 1 and not self.passes.packed:
             raise ConfigError(
                 "sequence parallelism needs packed rows, which are off or which this model does not allow",
-                key=KEY,
+                key=self.key,
                 got=peers.size,
                 fix="Set use_remove_padding=true in the model's section, or the size to 1.",
             )
+        if mixes_by_sequence(self.model):
+            raise NotBuiltError(
+                f"{type(self.model).__name__} has layers that carry a state from token to token, "
+                "which processes cannot share yet",
+                key=KEY,
+                got=peers.size,
+                fix="Leave it out: every process then computes rows of its own.",
+            )
 
     def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:
+        if self.peers.size == 1:
+            return super().__call__(micro, outputs, temperature)
         parts = super().__call__(part_of(micro, self.peers), outputs, temperature)
         chosen = parts.pop(COLUMN, None)
         whole = {name: summed(values, self.peers) for name, values in parts.items()}

@@ -76,13 +76,20 @@ def recompute_activations(setting: bool | None, device: str) -> bool:
     return device != "cpu" if setting is None else setting
 
 
-def check_settings(engine: Any, trains: bool, device: str) -> None:
+def check_settings(engine: Any, trains: bool, device: str, scales_loss: bool = True) -> None:
     """Refuse a dtype that this version cannot train in; switch torch to deterministic kernels where asked for."""
-    if trains and compute_dtype(engine.dtype, device) == torch.float16:
+    if trains and not scales_loss and compute_dtype(engine.dtype, device) == torch.float16:
         raise NotBuiltError(
-            "training in float16 needs loss scaling, which is not built yet",
+            "training in float16 needs loss scaling, which this engine does not have",
             key=key_of(engine, "dtype"),
-            fix="Use bfloat16.",
+            fix="Use bfloat16, or strategy=fsdp2.",
+        )
+    if trains and scales_loss and torch_dtype(engine.model_dtype) == torch.float16:
+        raise ConfigError(
+            "weights that are kept in float16 lose small updates",
+            key=key_of(engine, "model_dtype"),
+            got=engine.model_dtype,
+            fix=f"Keep them in fp32, and set {key_of(engine, 'dtype')}=float16 for products in float16.",
         )
     if engine.full_determinism:
         torch.use_deterministic_algorithms(True, warn_only=True)

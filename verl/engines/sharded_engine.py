@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from verl import distributed
 from verl.checkpoint.state import StateSection
+from verl.config import vision
 from verl.config.node import key_of
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import mirror
-from verl.engines import sharding
+from verl.engines import sequence_parallel, sharding
 from verl.engines.base import DataRank
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
@@ -33,6 +34,7 @@ from verl.models import count_parameters, lora
 from verl.models.loading import HOLLOW
 from verl.models.router_replay import COLUMN
 from verl.models.stored import StoredWeights, stored_weights
+from verl.models.vision import family_of
 from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
 
@@ -61,6 +63,8 @@ class ShardedEngine(TorchEngine):
 
     cuts: dict[str, AxisSharding]
     """How weights are sharded over peers, by name, as far as any are."""
+    sequence_key: ClassVar[str] = sequence_parallel.KEY
+    """The setting that says how many ranks share the tokens of a row, for messages."""
 
     # ---- what a backend provides -------------------------------------------------------------------------------
 
@@ -105,7 +109,9 @@ class ShardedEngine(TorchEngine):
         (cut, self.blueprint, known), _ = self.ranks.together(
             lambda: ([load(device) for device in ("meta", "meta", HOLLOW)], None)
         )
-        check_heads(cut.config, self.num_sequence_ranks)
+        check_heads(cut.config, self.num_sequence_ranks, self.sequence_key)
+        if family_of(cut.config) is not None:
+            vision.refuse_ulysses(self.num_sequence_ranks)  # of a hub name the settings could not tell
         if self.experts is not None:
             refuse_adapted_tensors(cut)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, ones
 from torch.optim import Optimizer
 
 from verl.distributed.shards import by_mesh
+from verl.engines.low_bit import uncompiled_on_host
 from verl.engines.optimizer import build_optimizer
 from verl.engines.sharding import ShardingLayout
 from verl.errors import ConfigError
@@ -90,7 +91,8 @@ def _failure(optim: Any, layout: ShardingLayout, dims: list[int], fused: bool) -
         for probe in probes:
             probe.grad = torch.ones_like(probe)
         try:
-            optimizer.step()
+            with uncompiled_on_host(optimizer):
+                optimizer.step()
         except (NotImplementedError, RuntimeError, TypeError) as error:
             return str(error).strip().splitlines()[0]
     for probe in probes:

@@ -13,7 +13,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,10 +38,14 @@ from verl.engines import memory
 from verl.engines.activations import host_activations
 from verl.engines.adapters import adapter_writer
 from verl.engines.base import Engine, HFWriter
+from verl.engines.blank_pictures import Blanks
 from verl.engines.forward import TokenForward
+from verl.engines.loss_scale import LossScale
 from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
-from verl.engines.optimizer import build_optimizer, copied, load_optimizer_state, optimizer_state
-from verl.engines.packing import computed_tokens, pack, padded, plan_packed, plan_packed_together
+from verl.engines.muon import build_for_model
+from verl.engines.optimizer import copied, load_optimizer_state, optimizer_state
+from verl.engines.packing import plan_packed, plan_packed_together
+from verl.engines.rank_work import RankWork
 from verl.engines.recorded_experts import RecordedExperts, check_experts
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
@@ -50,7 +54,7 @@ from verl.engines.settings import PassSettings, check_settings, compute_dtype, r
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet, notice
-from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora
+from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora, nf4
 from verl.models.compiled import compile_layers
 from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
@@ -59,6 +63,7 @@ from verl.models.lora import LoraSettings
 from verl.models.router_replay import COLUMN
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
+from verl.models.vision import family_of, freeze_tower
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
 from verl.protocol.sharding import ShardSpec
@@ -67,49 +72,14 @@ T = TypeVar("T")
 LOADERS = {"causal_lm": load_causal_lm, "value": load_value_model}
 
 
-@dataclass(frozen=True)
-class RankWork:
-    """This rank's rows, cut into as many micro-batches as the rank with the most has.
-
-    Args:
-        plan: rows per micro-batch; an empty list is a filler.
-        num_responses: T of the widest batch of any rank.
-        passes: whether a micro-batch is packed, and prompts are shared in it.
-    """
-
-    rows: AlignedRows
-    plan: list[list[int]]
-    num_responses: int
-    passes: PassSettings
-
-    def micro_batches(self, device: str) -> Iterator[MicroBatch]:
-        for index in self.plan:
-            if self.passes.packed:
-                yield padded(pack(self.rows, index, device, self.passes.share_prompts), self.passes.multiple)
-            else:
-                yield self.rows.micro_batch(index, device)
-
-    def waste(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> MetricSet:
-        """Shares of tokens: computed ones that are padding, needed ones that a shared prompt saved. Collective."""
-        lengths = self.rows.lengths
-        needed = sum(lengths)
-        if self.passes.packed:
-            computed = computed_tokens(self.rows, self.plan, self.passes.share_prompts, self.passes.multiple)
-        else:
-            computed = sum(len(part) * max(lengths[row] for row in part) for part in self.plan if part)
-        all_needed, all_computed = sum_over_ranks(torch.tensor([needed, computed], dtype=torch.float64)).tolist()
-        metrics = MetricSet()
-        metrics.add("padding_waste", max(0.0, 1.0 - all_needed / all_computed) if all_computed else 0.0)
-        metrics.add("prompt_sharing", max(0.0, 1.0 - all_computed / all_needed) if all_needed else 0.0)
-        return metrics
-
-
 class TorchEngine(Engine):
     """See the backends for the arguments."""
 
     ranks: Ranks
     num_peers: int = 1
     """Ranks that hold the same rows as this one, itself included."""
+    scales_loss: bool = True
+    """Whether it trains in float16."""
     model: Any
     architecture: str
 
@@ -125,9 +95,11 @@ class TorchEngine(Engine):
         device: str = "cpu",
         seed: int | None = None,
         passes: PassSettings | None = None,
+        freeze_vision_tower: bool = False,
     ):
         self._introduce(model, engine, kind, grad_clip, device)
-        check_settings(engine, trains=optim is not None, device=device)
+        self.freezes_tower = freeze_vision_tower
+        check_settings(engine, trains=optim is not None, device=device, scales_loss=self.scales_loss)
         self.ranks = self._join()
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.blueprint = getattr(self, "blueprint", self.model)
@@ -160,6 +132,7 @@ class TorchEngine(Engine):
             if engine[name] and device == "cpu":
                 notice(key_of(engine, name), "has no effect on a CPU: host memory is where everything is")
         self.dtype = compute_dtype(engine.dtype, device)
+        self.loss_scale = LossScale(self.dtype if self.scales_loss else torch.float32)
 
     # ---- what a backend provides -------------------------------------------------------------------------------
 
@@ -187,7 +160,7 @@ class TorchEngine(Engine):
         return False
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
-        return build_optimizer(parameters, optim, self.device)
+        return build_for_model(self.model, self.kind, parameters, optim, self.device)
 
     def _box(self, tensor: Tensor, name: str) -> tuple[ShardSpec, Tensor]:
         """This rank's box of a weight, or of something that is laid out like the weight of this name."""
@@ -304,8 +277,10 @@ class TorchEngine(Engine):
         if work.rows.experts is not None and self.forward.routing is not None:
             metrics.merge(self.forward.routing.differing.metrics(self.ranks.sum))
         metrics.merge(self.routers.metrics(self.ranks.sum)).merge(work.waste(self.ranks.sum))
-        report = clip_and_step(self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm)
-        if report.skipped_nonfinite:
+        report = clip_and_step(
+            self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm, self.loss_scale
+        )
+        if report.skipped_nonfinite or report.skipped_overflow:
             tell_broken_rows(batch, broken)
         total, metrics = self._merged(total, metrics)
         return metrics.merge(report.metrics(total))
@@ -335,7 +310,7 @@ class TorchEngine(Engine):
                     metrics.merge(measured)
                 else:
                     loss = torch.stack([values.sum() for values in outputs.values()]).sum()  # zero, with a graph
-                loss.backward()
+                self.loss_scale.times(loss).backward()
             value = float(loss.detach())
             total += value
             if not math.isfinite(value):
@@ -347,7 +322,9 @@ class TorchEngine(Engine):
         if not len(micro.index) or getattr(self.forward, "fused", None) is None:
             return micro
         slopes = known_slopes(loss_fn, tensors[micro.index].to(self.device), norm)
-        return micro if slopes is None else replace(micro, slopes=slopes.flatten().index_select(0, micro.places))
+        if slopes is None:
+            return micro
+        return replace(micro, slopes=self.loss_scale.times(slopes.flatten().index_select(0, micro.places)))
 
     def compare_with(self, reference: Any) -> None:
         super().compare_with(reference)
@@ -397,19 +374,22 @@ class TorchEngine(Engine):
 
         def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
             self.forward.check(outputs, temperature)
-            rows = AlignedRows.of(batch, routes=self.forward.routing is not None)
+            rows = AlignedRows.of(batch, self.forward.routing is not None, self.forward.family)
             if self.forward.routing is not None:
                 check_experts(rows.experts, self.forward.routing)
             plan = self._plan(
                 rows, micro_batch_size, self._budget(rows, micro_batch_size, max_tokens, together), together
             )
             facts = {"call": [call, list(outputs), temperature], "cut": [len(plan), rows.mask.shape[1]]}
+            facts["kinds"] = [] if rows.seen is None else rows.seen.kinds
             return (rows, plan), facts
 
         (rows, plan), facts = self.ranks.together(cut)
         self.ranks.agree("what to compute", [fact["call"] for fact in facts])
         count, num_responses = (max(fact["cut"][i] for fact in facts) for i in range(2))
-        return RankWork(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes)
+        kinds = {kind for fact in facts for kind in fact["kinds"]} if self.ranks.size > 1 else ()
+        blanks = Blanks(self.forward.family, tuple(sorted(kinds)))
+        return RankWork(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes, blanks)
 
     def _plan(
         self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None, together: int
@@ -508,14 +488,15 @@ class TorchEngine(Engine):
 
     def state(self) -> EngineState:
         scalars: dict[str, Any] = {
-            "model": {"architecture": self.architecture},
-            "extra": {"scheduler_step": self.scheduler.last_epoch if self.scheduler is not None else 0},
+            "model": {"architecture": self.architecture, **nf4.record_of(self.model)},
+            "extra": {"scheduler_step": 0 if self.scheduler is None else self.scheduler.last_epoch},
         }
         state = self._as_state(self._state_weights(), scalars)
         tensors, shards = dict(state.tensors), {}
         tensors |= prefixed("extra", rng_state(self.device, self.ranks))
         if self.optimizer is not None:
             boxes, scalars["optimizer"] = self._optimizer_boxes()
+            scalars["extra"] |= self.loss_scale.state()
             for name, (spec, tensor) in written_once(boxes, self.ranks).items():
                 tensors[f"optimizer/{name}"], shards[f"optimizer/{name}"] = tensor, spec
         return replace(state, tensors=tensors, shards=shards)
@@ -528,6 +509,7 @@ class TorchEngine(Engine):
             self._load_optimizer_state(state.section("optimizer"), state.scalars["optimizer"])
         if "extra" in state.scalars:
             self._set_schedule(int(state.scalars["extra"]["scheduler_step"]))
+            self.loss_scale.load(state.scalars["extra"])
             set_rng_state(state.section("extra"), self.device, self.ranks)
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
@@ -552,6 +534,9 @@ class TorchEngine(Engine):
         if tiled:
             tile_mlps(loaded, num_tiles)
         adapter = LoraSettings.of(model)
+        family = family_of(loaded.config)
+        if self.freezes_tower and family is not None:
+            freeze_tower(loaded, family)
         if adapter is not None:
             lora.add_adapter(loaded, adapter, seed, also=value_head(loaded) if self.kind == "value" else None)
         if recompute_activations(model.enable_gradient_checkpointing, self.device):
@@ -567,6 +552,7 @@ class TorchEngine(Engine):
         saved = state.scalars["model"]["architecture"]
         if saved != self.architecture:
             raise CheckpointError("the checkpoint holds another architecture", got=saved, allowed=self.architecture)
+        nf4.check_record(state.scalars["model"], self.model)
         try:
             self._take_saved(state.section("model"))
         except ModelError as error:
@@ -583,4 +569,5 @@ class TorchEngine(Engine):
         self.scheduler.last_epoch = step
         rates = [base * factor(step) for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)]
         for group, rate in zip(self.optimizer.param_groups, rates):
-            group["lr"] = rate
+            # torchao's optimizers keep theirs in a tensor.
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,12 @@ _OF_A_FILE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeErr
 """What transformers and torch raise at a file that is not what its name says."""
 _NOT_CONFIG = ("attn_implementation", "model_config")  # taken by our own loader, not attributes of the configuration
 
+
+# Where they are installed, transformers and peft import these two in every process; they warn of kernels that nobody
+# asked for, and of how torchao registers its types with torch.
+for _package in ("torchao", "bitsandbytes"):
+    logging.getLogger(_package).setLevel(logging.ERROR)
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
 
 _TRUST = "set trust_remote_code=true in the model's section"
 

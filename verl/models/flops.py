@@ -4,6 +4,7 @@ Convention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B): a multiply-add
 forward passes and recomputation is not credited; attention is counted over the full square of the context, causality is
 NOT credited, a sliding window is; the embedding look-up is free and the language-model head counts on every token, also
 where this library skips it. Per token: 6 * (active matmul parameters) + 12 * layers * heads * head_dim * context.
+Of a model that sees the language model is counted, on all its tokens, and the tower is not.
 Families whose configuration has the usual names are counted exactly; for others the parameter count stands in.
 """
 
@@ -14,7 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 DENSE_FAMILIES = frozenset(
-    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
+    (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3_vl_text",
+    )
 )
 MOE_FAMILIES = frozenset(("mixtral", "qwen2_moe", "qwen3_moe"))
 LATENT_FAMILIES = frozenset(("deepseek_v2", "deepseek_v3"))

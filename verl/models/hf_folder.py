@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.utils import cached_file
 
 from verl.errors import ModelError
 from verl.models import folder as model_folder
@@ -25,6 +26,8 @@ MAX_SHARD_BYTES = 5 << 30
 ShardWriter = Callable[[Path, dict[str, torch.Tensor]], object]
 """Writes tensors into one safetensors file."""
 _CODE = "*.py"  # modelling code of a remote-code model
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How the processor of a model that sees is configured; training changes nothing of it."""
 
 
 def _save_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -49,7 +52,8 @@ def save(
         config: the model's ``PretrainedConfig``; it is not changed.
         weights: (Hugging Face name, tensor on any device) pairs; None writes everything but the weights.
         architecture: class name for ``config.json``, so that ``AutoModelFor...`` finds it.
-        source: folder the model came from; its modelling code is copied where there is any.
+        source: folder or hub name the model came from; its modelling code and the files of its processor are copied
+            where there are any.
         max_shard_bytes: a file grows no larger, except for a single tensor.
         write_shard: called for one file after the other, in the order of their final names.
 
@@ -76,7 +80,19 @@ def save(
     if source is not None and Path(source).is_dir():
         for code in Path(source).glob(_CODE):
             shutil.copy2(code, target / code.name)
+    if source is not None and hasattr(config, "vision_config"):
+        _copy_processor(str(source), target)
     return target
+
+
+def _copy_processor(source: str, target: Path) -> None:
+    for name in _PROCESSOR:
+        file = cached_file(
+            source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if file is not None and Path(file).parent.resolve() != target.resolve():
+            shutil.copyfile(file, target / name)
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+)
 
 from verl.device import torch_dtype
 from verl.errors import ModelError
@@ -22,6 +27,8 @@ from verl.models import folder
 from verl.models.config import load_model_config, quiet_transformers, readable_errors
 from verl.models.hollow import hollow
 from verl.models.slices import SlicedFolder
+from verl.models.vision import family_of
+from verl.models.vision.value import value_class
 
 HEAD_NAMES = ("score", "classifier")
 """What token-classification models call their head."""
@@ -135,6 +142,7 @@ def _load(
     )
     for name, value in (settings or {}).items():
         setattr(config, name, value)
+    auto = _seeing(auto, config)
     where = folder.resolve(path)
     folder.check(where)
     converted = _converted_weights(where, device)
@@ -156,12 +164,20 @@ def _load(
     return model, info
 
 
+def _seeing(auto: Any, config: Any) -> Any:
+    """What loads a model of this kind, where its configuration has a tower."""
+    if family_of(config) is None:
+        return auto
+    return AutoModelForImageTextToText if auto is AutoModelForCausalLM else value_class(config)
+
+
 def _source(
     auto: Any, config: Any, where: str, converted: dict[str, Tensor] | None, trust_remote_code: bool
 ) -> Callable[..., Any]:
     """transformers' loader, told where the weights come from; given ones it takes by a class of its own alone."""
     if converted is None:
-        return partial(auto.from_pretrained, where, trust_remote_code=trust_remote_code)
+        options = {"trust_remote_code": trust_remote_code} if hasattr(auto, "_model_mapping") else {}
+        return partial(auto.from_pretrained, where, **options)
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=trust_remote_code)
     return partial(type(model).from_pretrained, None, state_dict=converted)

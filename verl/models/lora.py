@@ -8,6 +8,7 @@ saved, except what is trained besides (a new value head).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from verl.json_text import read_json
 
 NAME = "default"
 PREFIX = "base_model.model."
+_LAYERS = re.compile(r"^.*\.\d+\.")
+"""What stands in front of a name within its layer."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -35,6 +38,7 @@ class LoraSettings:
         target_modules: ``all-linear``, or names (or the ends of names) of linear modules.
         exclude_modules: names that get none.
         adapter_path: folder of an adapter to go on from; its own settings count then.
+        target_parameters: names (or the ends of names) of weights outside linear modules: stacked experts, routers.
     """
 
     rank: int
@@ -42,6 +46,7 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | tuple[str, ...] | None = None
     adapter_path: str | None = None
+    target_parameters: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, model: Any) -> LoraSettings | None:
@@ -55,6 +60,7 @@ class LoraSettings:
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
             adapter_path=model.lora_adapter_path,
+            target_parameters=None if model.target_parameters is None else tuple(model.target_parameters),
         )
         return settings if settings.rank or settings.adapter_path else None
 
@@ -160,6 +166,13 @@ def adapted_tensors(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
 
 
+def stacked_factors(model: nn.Module) -> list[nn.Parameter]:
+    """Factors of stacked weights, which are those of all experts in one matrix."""
+    layers: list[Any] = [model.get_submodule(name) for name in adapted_tensors(model)]
+    both = [(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight) for layer in layers if layer.num_experts > 1]
+    return [factor for pair in both for factor in pair]
+
+
 def disk_name(name: str) -> str:
     """As peft calls it in an adapter's file."""
     return PREFIX + name.replace(f".{NAME}.", ".") if f".{NAME}." in name else PREFIX + name
@@ -183,17 +196,47 @@ def merged(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         model: only its modules' settings count; it may be without values.
         tensors: name in memory -> whole tensor; a module's own and its two factors come together.
     """
+    first = f".lora_A.{NAME}.weight"
+    owners = [name.removesuffix(first) for name in tensors if name.endswith(first)]
+    changed = {adapted_weight(model, owner): owner for owner in owners}
     weights: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".lora_" in name:
             continue
-        owner, base, kind = name.rpartition(".base_layer.")
-        if base and kind == "weight":
-            layer = model.get_submodule(owner)
-            product = tensors[f"{owner}.lora_B.{NAME}.weight"] @ tensors[f"{owner}.lora_A.{NAME}.weight"]
-            tensor = tensor + (layer.scaling[NAME] * (product.t() if layer.fan_in_fan_out else product)).to(tensor)
-        weights[f"{owner}.{kind}" if base else name] = tensor
+        plain = name.replace(".base_layer", "")
+        owner = changed.get(plain)
+        if owner is not None:
+            factors = (tensors[f"{owner}.lora_{which}.{NAME}.weight"] for which in "AB")
+            tensor = _with_product(model.get_submodule(owner), tensor, *factors)
+        weights[plain] = tensor
     return weights
+
+
+def adapted_weight(model: Any, owner: str) -> str:
+    """The weight that a module with an adapter changes, as the model without one calls it.
+
+    Adapters on several weights of one module are wrapped around each other, each in the ``base_layer`` of the next.
+    """
+    kind = getattr(model.get_submodule(owner), "parameter_name", "weight")
+    return f"{owner.replace('.base_layer', '')}.{kind}"
+
+
+def _with_product(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """A weight and the scaled product of its two factors; those of stacked weights lie in one matrix, as peft has them.
+
+    Args:
+        weight: (out, in); (E, out, in) or (E, in, out) where it is stacked.
+        first: (r, in), or (E r, in) expert by expert.
+        second: (out, r), or (out, r E) with the experts of one number of the r side by side.
+    """
+    scale = layer.scaling[NAME]
+    if weight.dim() < 3:
+        product = second @ first
+        return weight + (scale * (product.t() if layer.fan_in_fan_out else product)).to(weight)
+    left = second.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+    product = left @ first.unflatten(0, (len(weight), -1))
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # (E, in, out), as transformers marks it
+    return weight + (scale * (product.transpose(1, 2) if is_transposed else product)).to(weight)
 
 
 @contextlib.contextmanager
@@ -223,24 +266,34 @@ def _peft_config(settings: LoraSettings) -> Any:
         lora_dropout=0.0,
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=excluded if isinstance(excluded, str) else _as_list(excluded) or None,
+        target_parameters=None if settings.target_parameters is None else list(settings.target_parameters),
         bias="none",
     )
 
 
 def _check_names(model: nn.Module, config: Any) -> None:
-    """Every name must match a linear module: one that matches none is a typing error, not a wish."""
+    """Every name must match a linear module, or a weight: one that matches none is a typing error, not a wish."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    ends = sorted({name.rpartition(".")[2] for name in linear})
-    for key, names in (("target_modules", config.target_modules), ("exclude_modules", config.exclude_modules)):
-        for wanted in [] if isinstance(names, str) else _as_list(names):
-            if not any(name == wanted or name.endswith(f".{wanted}") for name in linear):
-                raise ConfigError(
-                    f"no linear module of {type(model).__name__} has this name",
-                    key=key,
-                    got=wanted,
-                    allowed=ends,
-                    fix=suggest(wanted, ends),
-                )
+    _check_ends(model, "target_modules", config.target_modules, linear, "linear module")
+    _check_ends(model, "exclude_modules", config.exclude_modules, linear, "linear module")
+    others = [name for name, p in model.named_parameters() if p.dim() > 1 and name.rpartition(".")[0] not in linear]
+    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    stacked = [name for name in others if name not in embeddings]
+    _check_ends(model, "target_parameters", config.target_parameters, stacked, "weight outside linear modules")
+
+
+def _check_ends(model: nn.Module, key: str, names: Any, known: list[str], kind: str) -> None:
+    """Raise `ConfigError` where a name is the end of none of the known ones."""
+    ends = sorted({name.rpartition(".")[2] if kind == "linear module" else _LAYERS.sub("", name) for name in known})
+    for wanted in [] if isinstance(names, str) else _as_list(names):
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
+            raise ConfigError(
+                f"no {kind} of {type(model).__name__} has this name",
+                key=key,
+                got=wanted,
+                allowed=ends,
+                fix=suggest(wanted, ends),
+            )
 
 
 def _load(model: Any, weights: Mapping[str, Tensor], path: str) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from verl.errors import ConfigError, ModelError, suggest
 
 WHOLE, ROWS, COLUMNS, QKV, GATED, VOCABULARY = "whole", "rows", "columns", "qkv", "gated", "vocabulary"
+HALVES = "halves"
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Slot:
         ours: its name there.
         theirs: the Hugging Face weights it is made of.
         form: how tensor parallelism cuts it. whole: not at all; rows, columns: along the first or second axis; qkv: the
-            heads of query, key and value of one KV group lie together; gated: this rank's rows of the first,
-            then those of the second; vocabulary: rows, filled up to a multiple of the ranks.
+            heads of query, key and value of one KV group lie together; gated: this rank's rows of the first, then
+            those of the second; halves: the same of one Hugging Face weight that holds both; vocabulary: rows, filled
+            up to a multiple of the ranks.
         partial: each tensor-parallel rank sees only its heads, so its gradient is a part of the whole.
         optional: some models of the family lack it.
         fixed: a float32 buffer that is not trained.
@@ -74,6 +76,11 @@ _NORMS_BEHIND = (
     Slot(f"{_MEGATRON}pre_mlp_layernorm.weight", (f"{_HF}pre_feedforward_layernorm.weight",)),
     Slot(f"{_MEGATRON}mlp.norm_behind.weight", (f"{_HF}post_feedforward_layernorm.weight",)),
 )
+_GLM_NORMS = (
+    *_ATTENTION,
+    Slot(f"{_MEGATRON}self_attention.norm_behind.weight", (f"{_HF}post_self_attn_layernorm.weight",)),
+    Slot(f"{_MEGATRON}mlp.norm_behind.weight", (f"{_HF}post_mlp_layernorm.weight",)),
+)
 _QKV_BIAS = (
     Slot(f"{_MEGATRON}self_attention.linear_qkv.bias", tuple(f"{_HF}self_attn.{n}_proj.bias" for n in "qkv"), QKV),
 )
@@ -85,6 +92,7 @@ _MLP = (
     Slot(f"{_MEGATRON}mlp.linear_fc1.weight", (f"{_HF}mlp.gate_proj.weight", f"{_HF}mlp.up_proj.weight"), GATED),
     Slot(f"{_MEGATRON}mlp.linear_fc2.weight", (f"{_HF}mlp.down_proj.weight",), COLUMNS),
 )
+_HALVED_MLP = (Slot(f"{_MEGATRON}mlp.linear_fc1.weight", (f"{_HF}mlp.gate_up_proj.weight",), HALVES), _MLP[1])
 _OURS, _THEIRS = f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.", f"{_HF}mlp.experts.{{expert}}."
 _EXPERTS = (
     Slot(f"{_MEGATRON}mlp.router.weight", (f"{_HF}mlp.gate.weight",)),
@@ -248,6 +256,11 @@ def _deepseek(config: Any) -> dict[str, Any]:
     }
 
 
+def _glm(config: Any) -> dict[str, Any]:
+    """Attention of which a part is rotated, pair by pair; see `norms_behind`."""
+    return {**_dense(config), "add_qkv_bias": bool(config.attention_bias), "rotary_interleaved": True}
+
+
 def _glm_mixture(config: Any) -> dict[str, Any]:
     """Attention over heads, of which a part is rotated, and DeepSeek-V3's experts."""
     return {
@@ -311,6 +324,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family((*_ATTENTION, *_MLP), _gemma),
     "gemma2": Family((*_NORMS_BEHIND, *_MLP), _gemma2),
     "gemma3_text": Family((*_NORMS_BEHIND, *_QK_NORM, *_MLP), _gemma3),
+    "glm4": Family((*_GLM_NORMS, *(replace(slot, optional=True) for slot in _QKV_BIAS), *_HALVED_MLP), _glm),
     "glm4_moe": Family(
         (*_ATTENTION, *(replace(slot, optional=True) for slot in (*_QKV_BIAS, *_QK_NORM)), *_MLP),
         _glm_mixture,
@@ -319,12 +333,11 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family((*_LATENT_ATTENTION, *_MLP), _deepseek, mixture=(*_EXPERTS, *_SHARED_EXPERTS)),
 }
 
-_LAYERS = "Megatron-Core's local layers have no"
 REFUSED: Mapping[str, str] = {
-    "glm4": f"{_LAYERS} norms behind attention and MLP, and its file holds gate and up as one weight",
     "gpt_oss": "its file holds all experts of a layer as one weight with the gate interleaved, and "
     "packed attention has no sinks",
-    "qwen3_next": f"{_LAYERS} linear attention",
+    "qwen3_next": "Megatron-Core's linear attention (a gated delta net) needs the package flash-linear-attention and "
+    "Transformer Engine, and takes no packed rows",
 }
 """Families that have no table, and why."""
 
@@ -386,7 +399,7 @@ def qkv_part(tensor: Tensor, part: int, groups: int, settings: Mapping[str, Any]
     return tensor.unflatten(0, (groups, -1)).narrow(1, start, size).flatten(0, 1)
 
 
-_PARTLY_ROTATED = ("glm4_moe",)
+_PARTLY_ROTATED = ("glm4", "glm4_moe")
 """Families of which transformers reads ``partial_rotary_factor``."""
 
 
@@ -400,7 +413,7 @@ def embedding_scale(config: Any) -> float:
 
 def norms_behind(config: Any) -> bool:
     """Whether what attention and MLP say is normalised before it is added to the residual."""
-    return config.model_type in _LATER_GEMMAS
+    return config.model_type in ("glm4", *_LATER_GEMMAS)
 
 
 def soft_caps(config: Any) -> tuple[float | None, float | None]:

@@ -24,7 +24,7 @@ from verl import env
 from verl.errors import ModelError
 from verl.json_text import read_json
 from verl.models import folder as model_folder
-from verl.models import hf_folder, lora
+from verl.models import hf_folder, lora, nf4
 from verl.models.config import load_model_config, quiet_transformers
 from verl.models.loading import load_causal_lm
 from verl.models.slices import SlicedFolder
@@ -227,6 +227,8 @@ def _merge_adapter(folder: Path, target: Path, trust_remote_code: bool) -> Path:
     stored = load_model_config(base, trust_remote_code=trust_remote_code).dtype
     model: Any = load_causal_lm(base, dtype=stored or torch.float32, trust_remote_code=trust_remote_code)
     lora.add_adapter(model, lora.LoraSettings(rank=0, adapter_path=str(folder)), seed=0)
+    if nf4.recorded(folder) is not None:
+        nf4.quantize(model)
     return hf_folder.save(
         target,
         config=model.config,

@@ -18,6 +18,7 @@ from torch import Tensor
 from verl.errors import ModelError
 from verl.models import folder as model_folder
 from verl.models.hollow import new_tensors
+from verl.models.nf4 import quantize
 from verl.models.slices import SlicedFolder
 from verl.models.weights import WeightPlace, named_tensors, places_on_disk
 
@@ -180,6 +181,24 @@ def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
         if blocks is None:
             raise ModelError("weights of the files are no parts of those in memory", got=type(model).__name__)
         yield StoredWeights(folder, {name: t.shape for name, t in (tensors | new).items()}, blocks, new)
+
+
+@torch.no_grad()
+def fill_quantized(model: Any, stored: StoredWeights) -> None:
+    """Give a hollow model its values, linear layers in 4 bits (`verl.models.nf4`), one weight at a time.
+
+    Raises:
+        ModelError: what is stored lacks a weight.
+    """
+
+    def read(name: str) -> Tensor:
+        return stored.box(name, [(0, length) for length in stored.shape(name)])
+
+    known = set(new_tensors(model))
+    quantize(model, read)
+    for name, tensor in named_tensors(model).items():
+        if name not in known:
+            tensor.data = read(name).to(tensor.dtype)
 
 
 def _blocks(

@@ -19,6 +19,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl.errors import ModelError, suggest
 from verl.models import lora
 from verl.models.config import quiet_transformers
+from verl.models.nf4 import is_quantized, quantized_layers
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer in a name."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -44,9 +48,26 @@ def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights under Hugging Face names, detached, in the order of the model.
 
     Tied embeddings appear once, under the name of the input embedding: whoever receives them ties them itself, as the
-    configuration says. The tensors share the model's memory where the family stores them as they are on disk.
+    configuration says. The tensors share the model's memory where the family stores them as they are on disk. Weights
+    in 4 bits are restored, one layer of the model at a time.
     """
+    if is_quantized(model):
+        yield from _restored(model)
+        return
     yield from names_on_disk(model, {name: tensor.detach() for name, tensor in named_tensors(model).items()}).items()
+
+
+def _restored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `export_weights`, of a model with weights in 4 bits."""
+    layers = dict(quantized_layers(model))
+    units: dict[str, dict[str, torch.Tensor | None]] = {}
+    for name, tensor in [*named_tensors(model).items(), *dict.fromkeys(layers).items()]:
+        number = _LAYER.search(name)
+        units.setdefault(name[: number.end()] if number else "", {})[name] = tensor
+    for unit in units.values():
+        weights = {name: layers[name].restored() if t is None else t.detach() for name, t in unit.items()}
+        yield from names_on_disk(model, weights).items()
+        del weights  # before the next layer is restored
 
 
 @torch.no_grad()
@@ -104,7 +125,7 @@ def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     """
     groups: dict[str, dict[str, torch.Size]] = {}
     for name, tensor in tensors.items():
-        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        number = _LAYER.search(name)
         groups.setdefault(name[: number.end()] if number else "", {})[name] = tensor.shape
     found: dict[str, WeightPlace] = {}
     known: dict[Any, dict[str, WeightPlace] | None] = {}
@@ -191,8 +212,9 @@ def names_in_memory(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Number of parameters; tied ones count once, those in 4 bits as the numbers that they stand for."""
+    in_4_bits = sum(layer.in_features * layer.out_features for _, layer in quantized_layers(model))
+    return in_4_bits + sum(parameter.numel() for parameter in model.parameters())
 
 
 def _converted(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

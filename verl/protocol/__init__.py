@@ -4,7 +4,7 @@ from verl.protocol.batch import DataProto, DataProtoItem
 from verl.protocol.columns import union_numpy_dict, union_tensor_dict
 from verl.protocol.equality import deep_equal
 from verl.protocol.fields import Field, declare_field, declared_field, declared_fields
-from verl.protocol.future import DataProtoFuture, is_reference, register_reference, resolve
+from verl.protocol.future import DataProtoFuture
 from verl.protocol.gather import all_gather_data_proto
 from verl.protocol.padding import (
     collate_fn,
@@ -13,6 +13,7 @@ from verl.protocol.padding import (
     unfold_batch_dim,
     unpad_dataproto,
 )
+from verl.protocol.references import is_reference, register_reference, resolve
 from verl.protocol.settings import SHARED_ROWS, DataProtoConfig
 from verl.protocol.sharding import ShardSpec
 

@@ -2,7 +2,7 @@
 
 Three parts: ``batch`` (tensors, one row per sample), ``non_tensor_batch`` (numpy arrays, usually of objects, one entry
 per sample) and ``meta_info`` (anything, about the batch as a whole). Selecting, slicing and chunking share memory with
-the original; what copies says so.
+the original; what copies says so. A tensor may be a `LazyColumn`, whose entries lie elsewhere until they are read.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from verl.protocol.columns import (
 )
 from verl.protocol.fields import missing_key_error
 from verl.protocol.joining import join_arrays, join_meta_info, join_tensordicts
+from verl.protocol.lazy import LazyColumn, fetched_tensors
 from verl.protocol.settings import AUTO_PADDING_KEY, DataProtoConfig
 
 
@@ -422,6 +423,19 @@ class DataProto:
         return self
 
     # ---- travelling --------------------------------------------------------------------------------------------
+
+    @property
+    def has_lazy_columns(self) -> bool:
+        """Whether entries of some column lie elsewhere."""
+        return self.batch is not None and any(isinstance(value, LazyColumn) for value in self.batch.values())
+
+    def fetched(self) -> DataProto:
+        """The batch with every column here, in ordinary tensors; itself where it has them already."""
+        if self.batch is None or not self.has_lazy_columns:
+            return self
+        columns = fetched_tensors(dict(self.batch.items()))
+        batch = TensorDict(columns, batch_size=self.batch.batch_size, device=self.batch.device)
+        return self._with_rows(batch, self.non_tensor_batch)
 
     def __copy__(self) -> DataProto:
         return type(self)(

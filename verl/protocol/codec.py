@@ -3,6 +3,9 @@
 Plain JSON values stay readable JSON. What JSON cannot hold becomes a tagged object ``{"$": [tag, ...]}`` that
 points into blobs of raw bytes: numbers in arrays and tensors, bytes, images. Nothing in it names code, so reading it
 cannot run any. Types are kept exactly: True stays a bool, a tuple a tuple, ``np.float32(1)`` a numpy scalar.
+
+Tensors, dicts of tensors and images that several values share, as the samples of a prompt share its images, are written
+once and are one object again when read.
 """
 
 from __future__ import annotations
@@ -106,6 +109,7 @@ class Encoder:
         self.images = images
         self._small = bytearray()
         self._large: list[np.ndarray] = []
+        self._shared: dict[int, tuple[Any, Any]] = {}  # by identity; the object is kept, or its id could come again
         self._by_type: dict[type, Callable[[Any], Any]] = {
             bool: _same,
             int: _same,
@@ -174,6 +178,14 @@ class Encoder:
         return self._items(values)
 
     def _dict(self, values: dict[Any, Any]) -> Any:
+        if values and all(type(value) is torch.Tensor for value in values.values()):
+            return self._once(values, self._numbered)
+        return self._entries(values)
+
+    def _numbered(self, values: dict[Any, Any]) -> Any:
+        return {TAG: ["tensors", len(self._shared), self._entries(values)]}
+
+    def _entries(self, values: dict[Any, Any]) -> Any:
         plain = TAG not in values and all(type(key) is str for key in values)
         encoded, key = {}, None
         try:
@@ -185,7 +197,17 @@ class Encoder:
             return encoded
         return {TAG: ["dict", [[self.encode(key), value] for key, value in encoded.items()]]}
 
+    def _once(self, value: Any, encode: Callable[[Any], Any]) -> Any:
+        """The encoding of an object that may come again, whose bytes are stored when it first comes."""
+        known = self._shared.get(id(value))
+        if known is None:
+            known = self._shared[id(value)] = (value, encode(value))
+        return known[1]
+
     def _tensor(self, tensor: torch.Tensor) -> Any:
+        return self._once(tensor, self._tensor_bytes)
+
+    def _tensor_bytes(self, tensor: torch.Tensor) -> Any:
         code = DTYPE_CODES.get(tensor.dtype)
         if code is None or tensor.layout != torch.strided or tensor.is_quantized:
             raise Refused(f"tensors of {tensor.dtype}, {tensor.layout} cannot be written")
@@ -202,6 +224,9 @@ class Encoder:
         return {TAG: ["array", *self._raw_array(array)]}
 
     def _image(self, image: Any) -> Any:
+        return self._once(image, self._pixels)
+
+    def _pixels(self, image: Any) -> Any:
         allowed = PNG_MODES if self.images == "png" else RAW_MODES
         if image.mode not in allowed:
             raise Refused(f"images of mode {image.mode!r} cannot be written (convert('RGB') first)")
@@ -218,6 +243,7 @@ class Decoder:
 
     def __init__(self, blobs: Sequence[np.ndarray]):
         self._blobs = blobs
+        self._shared: dict[str, Any] = {}
         self._by_tag: dict[str, Callable[..., Any]] = {
             "float": float,
             "tuple": tuple,
@@ -229,9 +255,10 @@ class Decoder:
             "array": self._array,
             "scalar": lambda dtype, shape, at: self._array(dtype, [], at)[()],
             "objects": _objects,
-            "tensor": lambda code, shape, at: tensor_from_bytes(self._own(at), DTYPES[code], shape),
-            "png": self._png,
-            "image": self._image,
+            "tensors": lambda number, values: self._shared.setdefault(f"tensors {number}", values),
+            "tensor": self._once(lambda code, shape, at: tensor_from_bytes(self._own(at), DTYPES[code], shape)),
+            "png": self._once(self._png),
+            "image": self._once(self._image),
         }
 
     def decode(self, text: bytes | str) -> Any:
@@ -247,6 +274,17 @@ class Decoder:
         if tag not in self._by_tag:
             raise DataError("unknown kind of value in batch data", got=tag, fix="Was it written by a newer version?")
         return self._by_tag[tag](*rest)
+
+    def _once(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Reads a value that several share when it first comes; equal references are one object."""
+
+        def shared(*parts: Any) -> Any:
+            key = f"{id(read)} {parts}"
+            if key not in self._shared:
+                self._shared[key] = read(*parts)
+            return self._shared[key]
+
+        return shared
 
     def _raw(self, at: Sequence[int]) -> np.ndarray:
         number, start, length = at

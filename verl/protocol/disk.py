@@ -21,6 +21,7 @@ from verl.env import expand
 from verl.errors import DataError
 from verl.json_text import read_json
 from verl.protocol.codec import DTYPE_CODES, Decoder, Encoder, Refused, tensor_bytes
+from verl.protocol.lazy import fetched_tensors
 from verl.protocol.parts import BatchKind, BatchParts
 
 FORMAT, VERSION = "verl.DataProto", "1"
@@ -96,7 +97,7 @@ Entry = tuple[str, list[int], np.ndarray]
 def _entries(data: BatchParts) -> dict[str, Entry]:
     """Name -> dtype code, shape, bytes; wide types first, so that everything stays aligned."""
     entries: dict[str, Entry] = {}
-    for key, value in data.batch.items() if data.batch is not None else ():
+    for key, value in fetched_tensors({} if data.batch is None else dict(data.batch.items())).items():
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype not in DTYPE_CODES:
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise DataError("this column cannot be written to a file", key=f"batch[{key!r}]", got=str(kind))

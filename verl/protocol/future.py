@@ -1,45 +1,17 @@
 """Batches that are still being computed: what a non-blocking call returns and the next call takes.
 
-What a reference is depends on the runtime (a `concurrent.futures.Future` in one process, an object reference on a
-cluster), so a runtime registers how its references are fetched; this file knows none of them.
+It knows no runtime: what a reference is, `verl.protocol.references` is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verl.errors import WorkerError
 from verl.protocol.batch import DataProto
-
-FetchAll = Callable[[list[Any]], list[Any]]
-_FETCHERS: dict[type, FetchAll] = {}
-
-
-def register_reference(kind: type, fetch_all: FetchAll) -> None:
-    """Teach `resolve` a runtime's reference type; ``fetch_all`` waits for a list of them and gives their values."""
-    _FETCHERS[kind] = fetch_all
-
-
-def is_reference(value: Any) -> bool:
-    return isinstance(value, tuple(_FETCHERS))
-
-
-def resolve(references: Sequence[Any]) -> list[Any]:
-    """The values behind references of one runtime, in order; the first failed call raises its own exception."""
-    for kind, fetch_all in _FETCHERS.items():
-        if references and all(isinstance(reference, kind) for reference in references):
-            return fetch_all(list(references))
-    if not references:
-        return []
-    raise WorkerError(
-        "these are not references to results of worker calls",
-        got=sorted({type(reference).__name__ for reference in references}),
-        allowed=sorted(kind.__name__ for kind in _FETCHERS),
-    )
+from verl.protocol.references import resolve
 
 
 @dataclass
@@ -80,6 +52,3 @@ def _part(whole: Any, before: Callable[[Any], Any] | None, chunks: int, index: i
     if before is not None:
         whole = before(whole)
     return whole.chunk(chunks)[index]
-
-
-register_reference(Future, lambda futures: [future.result() for future in futures])

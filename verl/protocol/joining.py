@@ -19,6 +19,8 @@ from verl.errors import BatchError
 from verl.protocol.codec import tensor_bytes
 from verl.protocol.equality import deep_equal
 from verl.protocol.fields import PAD_TOKEN_KEY, Field, PaddingValue, declared_field, missing_key_error
+from verl.protocol.lazy import LazyColumn, fetched, join_lazy, pad_lazy
+from verl.protocol.stored import pad_axis
 
 LARGE_BYTES = 1 << 20
 """From this size on the preallocated copy beats ``torch.cat``."""
@@ -136,7 +138,8 @@ def _join_column(key: str, parts: list[Any], widths: list[_Widths], meta_info: M
             got=[tuple(part.shape) for part in parts],
             fix=f"Declare it: verl.protocol.declare_field({key!r}, dtype, ('B', 'T'), producer, padding_value).",
         )
-    return cat_rows(parts)
+    lazy = join_lazy(parts)
+    return cat_rows([fetched(part) for part in parts]) if lazy is None else lazy
 
 
 def _time_axis_exists(field: Field, parts: list[torch.Tensor]) -> bool:
@@ -183,13 +186,10 @@ def _padded(
 def _pad(part: torch.Tensor, axis: int, count: int, value: PaddingValue, left: bool) -> torch.Tensor:
     if count == 0:
         return part
-    shape = list(part.shape)
-    shape[axis] = count
-    if value == "edge" and part.shape[axis]:
-        padding = part.narrow(axis, 0 if left else part.shape[axis] - 1, 1).expand(shape)
-    else:
-        padding = part.new_full(shape, 0 if isinstance(value, str) else value)
-    return torch.cat([padding, part] if left else [part, padding], dim=axis)
+    padded = pad_lazy(part, axis, count, value, left) if isinstance(part, LazyColumn) else None
+    if padded is not None:
+        return padded
+    return pad_axis(fetched(part), axis, *((count, 0) if left else (0, count)), value)
 
 
 def _common_keys(keys: list[list[str]], what: str) -> list[str]:

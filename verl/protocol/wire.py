@@ -2,8 +2,9 @@
 
 On a transport that understands out-of-band buffers (pickle protocol 5, as Ray's object store does) every tensor,
 array and encoded object column is one or more flat numpy arrays, which numpy passes on without a copy. A row slice is
-sent as its rows only, never with the whole storage behind it. What arrives lies on the CPU and may be read-only memory:
-a worker that wants to write into a tensor clones it first.
+sent as its rows only, never with the whole storage behind it. Of a column that lies elsewhere (`LazyColumn`) its plan
+is sent, with the references that the rows need. What arrives lies on the CPU and may be read-only memory: a worker that
+wants to write into a tensor clones it first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from verl.protocol.codec import DTYPE_CODES, DTYPES, Decoder, Encoder, Refused, tensor_bytes, tensor_from_bytes
+from verl.protocol.lazy import LazyColumn
 from verl.protocol.parts import BatchKind, BatchParts
 
 Packed = tuple[Any, ...]
@@ -50,6 +52,8 @@ def _unpack_tensors(packed: Packed) -> TensorDict:
 def _pack_tensor(value: Any) -> Packed:
     if isinstance(value, TensorDictBase):
         return "nested", _pack_tensors(value)
+    if isinstance(value, LazyColumn):
+        return "lazy", value.plan
     if type(value) is torch.Tensor and value.layout == torch.strided and value.dtype in DTYPE_CODES:
         return "plain", DTYPE_CODES[value.dtype], tuple(value.shape), tensor_bytes(value)
     return "as it is", value  # jagged and other special tensors know how to reduce themselves
@@ -59,6 +63,8 @@ def _unpack_tensor(packed: Packed) -> Any:
     form, *rest = packed
     if form == "nested":
         return _unpack_tensors(rest[0])
+    if form == "lazy":
+        return LazyColumn(rest[0])
     if form == "plain":
         code, shape, raw = rest
         return tensor_from_bytes(raw, DTYPES[code], shape)

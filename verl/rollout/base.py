@@ -7,9 +7,11 @@ which order requests finish, may change when an answer arrives but never which t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+
+from torch import Tensor
 
 from verl.config.node import key_of
 from verl.errors import RolloutError
@@ -94,7 +96,11 @@ class Request:
         sampling: how to draw.
         uid: second part of the key of the random numbers: the prompt's identity, the same for its n samples.
         sample_index: third part: which of the n samples of ``uid`` this is.
-        images, videos: inputs of multimodal models; the `hf` sampler refuses them.
+        images, videos: pictures (``PIL.Image``) and clips, in the order of their placeholders, for samplers that run a
+            processor of their own (vLLM, SGLang, servers); None for text.
+        multi_modal_inputs: the same as the model's processor made them for this prompt alone (``pixel_values``,
+            ``image_grid_thw``, ...), for samplers that call the model itself (`hf`). ``token_ids`` holds as many
+            placeholders as the images have features. Requests for one prompt share the object.
         generated_prefix: response tokens from an earlier, interrupted attempt. They are continued exactly as if there
             had been no interruption, and are not part of the completion.
         priority: the smaller goes first among waiting requests; equal ones in order of arrival.
@@ -109,11 +115,17 @@ class Request:
     sampling: SamplingParams
     uid: str = ""
     sample_index: int = 0
-    images: Any = None
-    videos: Any = None
+    images: Sequence[Any] | None = None
+    videos: Sequence[Any] | None = None
+    multi_modal_inputs: Mapping[str, Tensor] | None = None
     generated_prefix: tuple[int, ...] = ()
     priority: int = 0
     session: str = ""
+
+    @property
+    def sees(self) -> bool:
+        """Whether the prompt has images or videos."""
+        return bool(self.images or self.videos or self.multi_modal_inputs)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class GatedSampler(Sampler):
         return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        if request.images is not None or request.videos is not None:
+        if request.sees:
             raise NotBuiltError(f"the sampler {self.name} takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if request.id in self._in_flight:

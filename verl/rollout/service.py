@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.errors import RolloutError, WorkerError, suggest
 from verl.metrics import notice
@@ -26,6 +26,7 @@ from verl.rollout.resume import continued, joined
 from verl.rollout.waiting import Queue
 from verl.weight_sync import WeightChunk, deliver
 
+T = TypeVar("T")
 REMEMBERED = 100_000
 """Conversations and prompts whose replica is remembered."""
 SLACK = 8
@@ -541,7 +542,16 @@ class SamplerService(Sampler):
                 return replica
         return None
 
-    async def _all(self, call: Callable[[Sampler], Any]) -> None:
+    async def ask_each(self, requests: Sequence[Request]) -> dict[str, list[Completion]]:
+        """Name of each replica that is not lost -> its own answers to these requests, which nobody else has."""
+
+        async def answers(sampler: Sampler) -> list[Completion]:
+            return await asyncio.gather(*(sampler.generate(request) for request in requests))
+
+        return await self._all(answers)
+
+    async def _all(self, call: Callable[[Sampler], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """Name of each replica that is not lost, before and after -> its answer."""
         chosen = [replica for replica in self.replicas if not replica.is_lost]
         answers = await asyncio.gather(*(call(replica.sampler) for replica in chosen), return_exceptions=True)
         for replica, error in zip(chosen, answers):
@@ -549,6 +559,7 @@ class SamplerService(Sampler):
                 self._lose(replica, error)
             elif isinstance(error, BaseException):
                 raise error
+        return {one.name: answer for one, answer in zip(chosen, answers) if not isinstance(answer, BaseException)}
 
     async def _try(self, samplers: Iterable[Sampler], call: Callable[[Sampler], Any]) -> None:
         """Call lost replicas, and ignore what goes wrong."""

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def build(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.preference import DPOLoss
-    from verl.data import create_preference_datasets
+    from verl.data import create_preference_datasets, processor_of
     from verl.trainer.pairs import DPOTrainer
 
     dpo = config.dpo
-    train, val = create_preference_datasets(config.data, tokenizer)
+    processor = processor_of(config.model, tokenizer, config.data.mm_processor_kwargs)
+    train, val = create_preference_datasets(config.data, tokenizer, processor)
     loss = DPOLoss(dpo.beta, dpo.loss_type, dpo.label_smoothing, dpo.length_normalised, dpo.reference_free)
     return DPOTrainer(config, tokenizer, train, val, train.collate, loss, ctx)
 

@@ -24,9 +24,9 @@ class TaskRunner:
 
     def run(self, config: PPOTrainerConfig) -> None:
         """The whole run, with this process as its controller."""
-        from verl.data import hf_processor, hf_tokenizer, tokenizer_of
+        from verl.data import hf_tokenizer, processor_of, tokenizer_of
 
-        model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.path"
+        model = config.actor_rollout_ref.model
         own, trusted = config.data.tokenizer, model.trust_remote_code or config.data.trust_remote_code
         if own:
             template = model.custom_chat_template
@@ -35,7 +35,7 @@ class TaskRunner:
             )
         else:
             tokenizer = tokenizer_of(replace(model, trust_remote_code=trusted))
-        processor = hf_processor(model.path, key=key, trust_remote_code=model.trust_remote_code)
+        processor = processor_of(model, tokenizer, config.data.mm_processor_kwargs)
         trainer = self.make_trainer(config, tokenizer, processor)
         trainer.init_workers()
         trainer.fit()

@@ -53,6 +53,7 @@ def actor(config: PPOTrainerConfig) -> ModelRole:
         rows_per_step=c.ppo_mini_batch_size * c.rollout_n,
         share_prompts=c.use_prefix_grouper,
         router_replay=c.router_replay.mode,
+        freeze_vision_tower=c.freeze_vision_tower,
         has_tokenizer=True,
         profiler=c.profiler,
     )
@@ -73,6 +74,7 @@ def reference(config: PPOTrainerConfig) -> ModelRole:
         limits=limits(c, "log_prob_", dynamic="log_prob_use_dynamic_bsz"),
         temperature=policy.rollout.temperature,
         share_prompts=policy.actor.use_prefix_grouper,
+        router_replay=c.router_replay.mode,
         reference_of="actor",
         has_tokenizer=True,
         profiler=c.profiler,

@@ -16,7 +16,7 @@ from verl.errors import CheckpointError
 from verl.metrics import MetricSet
 from verl.models.lora import LoraSettings
 from verl.protocol import DataProto
-from verl.trainer.supervised import SupervisedTrainer
+from verl.trainer.supervised import SupervisedTrainer, images_of
 from verl.workers.part import ModelPart, base_of, local_model
 from verl.workers.reward_model import with_end_column
 
@@ -29,7 +29,7 @@ class PairTrainer(SupervisedTrainer):
 
     together = 2
 
-    def make_batch(self, rows: dict[str, Tensor]) -> DataProto:
+    def make_batch(self, rows: dict[str, Any]) -> DataProto:
         batch = self.arrange(split_at_answers(rows))
         cast(Any, batch.batch)[MARGIN] = rows[MARGIN]
         cast(Any, batch.batch)[INDEX] = rows[INDEX]
@@ -99,6 +99,8 @@ class DPOTrainer(PairTrainer):
         if LoraSettings.of(model) is not None and own is None:
             return ModelPart(base_of(self.engine), infer_limits=self.limits)
         whole = replace(model, path=own or model.path, lora_rank=0, lora_adapter_path=None)
+        if own is not None:
+            whole = replace(whole, lora_base_quantization=None)  # the base of the policy is in 4 bits, not this model
         key = "model.path" if own is None else "dpo.ref_model_path"
         return ModelPart(self.make_engine(local_model(whole, key)), infer_limits=self.limits)
 
@@ -145,7 +147,7 @@ class DPOTrainer(PairTrainer):
         return torch.tensor(self.ctx.sum(*sums.flatten().tolist())).view(-1, 2)
 
 
-def split_at_answers(rows: dict[str, Tensor]) -> DataProto:
+def split_at_answers(rows: dict[str, Any]) -> DataProto:
     """Rows (B, L) of pairs, padded on the right, as prompts and responses: a pair's rows have their prompt in common.
 
     The common prefix of a pair's rows, up to the first token of an answer, is padded on the left to (B, P); the rest
@@ -169,7 +171,8 @@ def split_at_answers(rows: dict[str, Tensor]) -> DataProto:
             "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
             "responses": both_sides["ids"][:, left:],
             "response_mask": both_sides["on"][:, left:],
-        }
+        },
+        non_tensors=images_of(rows),
     )
 
 

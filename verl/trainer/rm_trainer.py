@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def build(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.preference import RewardModelLoss
-    from verl.data import create_preference_datasets
+    from verl.data import create_preference_datasets, processor_of
     from verl.trainer.pairs import RMTrainer
 
-    train, val = create_preference_datasets(config.data, tokenizer)
+    processor = processor_of(config.model, tokenizer, config.data.mm_processor_kwargs)
+    train, val = create_preference_datasets(config.data, tokenizer, processor)
     return RMTrainer(config, tokenizer, train, val, train.collate, RewardModelLoss(config.rm.centering), ctx)
 
 

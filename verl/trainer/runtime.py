@@ -61,6 +61,8 @@ def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
     notice("topology", str(topology))
     if topology.runtime == "local":
         on = device.resolve_device(config.trainer.device)
+        if config.transfer_queue.enable:
+            notice("transfer_queue.enable", "has no effect in a run of one process, where no column travels")
         refuse_without_cuda(roles(config), on, external_lib)
         yield Place("local", on)
         return
@@ -124,6 +126,7 @@ def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
             ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
             profile_steps=config.global_profiler.steps,
             worker_nsight_options=worker_nsight_options(config),
+            by_reference=config.transfer_queue.enable,
         ),
         pool_class=partial(cluster.RayResourcePool, use_gpu=on_device),
         devices_per_node=devices_per_node(started.device),

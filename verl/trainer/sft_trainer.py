@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 def build(config: SFTTrainerConfig, tokenizer: Any, ctx: Any) -> SupervisedTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.losses import SFTLoss
-    from verl.data import create_sft_dataset, sft_collate
+    from verl.data import create_sft_dataset, processor_of, sft_collate
     from verl.trainer.supervised import SupervisedTrainer
 
     data = config.data
-    train = create_sft_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
+    processor = processor_of(config.model, tokenizer, data.mm_processor_kwargs)
+    train = create_sft_dataset(data.train_files, data, tokenizer, processor, max_samples=data.train_max_samples)
     val = None
     if data.val_files:
-        val = create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
+        val = create_sft_dataset(data.val_files, data, tokenizer, processor, max_samples=data.val_max_samples)
     collate = partial(sft_collate, pad_token_id=tokenizer.pad_token_id)
     return SupervisedTrainer(config, tokenizer, train, val, collate, SFTLoss(), ctx)
 

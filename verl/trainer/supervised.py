@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl import device as devices
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import (
@@ -49,7 +47,8 @@ class SupervisedTrainer:
         config: the typed configuration of a supervised run.
         tokenizer: written into the exported folder.
         train_dataset, val_dataset: rows that ``collate`` turns into a batch; ``val_dataset`` may be None.
-        collate: rows -> tensors ``input_ids``, ``attention_mask``, ``position_ids``, ``loss_mask``, each (B, L).
+        collate: rows -> tensors ``input_ids``, ``attention_mask``, ``position_ids``, ``loss_mask``, each (B, L); for
+            models that take images also ``multi_modal_inputs`` (B,).
         loss_fn: what is minimised.
         ctx: this rank's view of a run on several; None is a run on one.
     """
@@ -222,7 +221,7 @@ class SupervisedTrainer:
             for rows in self.train_loader:
                 yield self.make_batch(rows)
 
-    def make_batch(self, rows: dict[str, torch.Tensor]) -> DataProto:
+    def make_batch(self, rows: dict[str, Any]) -> DataProto:
         """What the collated rows of a dataset are for the engine."""
         return supervised_batch(rows)
 
@@ -300,7 +299,7 @@ class SupervisedTrainer:
             notice("trainer.resume_mode", f"continues from {reader.folder}")
 
 
-def supervised_batch(rows: dict[str, torch.Tensor]) -> DataProto:
+def supervised_batch(rows: dict[str, Any]) -> DataProto:
     """Rows of a supervised dataset as the engines take them: every token but the first is a 'response' token.
 
     Shapes: ``input_ids`` (B, L) gives ``responses`` and ``response_mask`` (B, L - 1).
@@ -312,5 +311,11 @@ def supervised_batch(rows: dict[str, torch.Tensor]) -> DataProto:
             "position_ids": rows["position_ids"],
             "responses": rows["input_ids"][:, 1:],
             "response_mask": rows["loss_mask"][:, 1:],
-        }
+        },
+        non_tensors=images_of(rows),
     )
+
+
+def images_of(rows: dict[str, Any]) -> dict[str, Any]:
+    """The column (B,) with what each row's images are for the model, where the model takes images."""
+    return {name: rows[name] for name in ("multi_modal_inputs",) if name in rows}

@@ -6,7 +6,7 @@ turns out to be wrong leaves half-new weights behind: the receiver must then ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -21,14 +21,20 @@ class WeightInventory:
 
     Args:
         targets: name -> the tensor that arriving values are for. Aliases of one tensor may all be listed.
+        takers: name -> what takes the name and the value of a weight in place of a copy, where it is kept in another
+            form; its target is a tensor without memory (``meta``), of the value's shape.
     """
 
-    def __init__(self, targets: Mapping[str, torch.Tensor]):
-        self._targets = dict(targets)
+    def __init__(
+        self,
+        targets: Mapping[str, torch.Tensor],
+        takers: Mapping[str, Callable[[str, torch.Tensor], None]] | None = None,
+    ):
+        self._targets, self._takers = dict(targets), dict(takers or {})
         groups: dict[tuple[int, int], str] = {}
         # One owner per storage: whichever alias arrives first fills it, a second must hold the same values.
         self._owner = {
-            name: groups.setdefault((t.data_ptr(), t.numel()) if t.numel() else (id(t), 0), name)
+            name: groups.setdefault((t.data_ptr(), t.numel()) if t.numel() and not t.is_meta else (id(t), 0), name)
             for name, t in self._targets.items()
         }
 
@@ -83,7 +89,10 @@ class WeightInventory:
             if owner in arrived:
                 self._check_tied(name, target, value)
                 continue
-            copy_into(name, target, value)
+            if name in self._takers:
+                self._takers[name](name, value)
+            else:
+                copy_into(name, target, value)
             arrived.add(owner)
 
     def _check_tied(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:

@@ -36,6 +36,11 @@ class ActorRolloutRefWorker(ModelWorker):
         """As `SamplingWorker.publish` of this process."""
         self.colocated("rollout").publish(version, sent)
 
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def probe(self, version: int) -> DataProto:
+        """As `SamplingWorker.probe` of this process."""
+        return self.colocated("rollout").probe(version)
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def infer(self, batch: DataProto, options: InferOptions) -> DataProto:
         with self.asked(options):

@@ -10,7 +10,7 @@ from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.runner import RowRunner, RunnerLostError, place_of_row
 from verl.config import ActorRolloutRefConfig, DataConfig
-from verl.data import tokenizer_of
+from verl.data import processor_of, tokenizer_of
 from verl.errors import WorkerError, portable
 from verl.models.config import import_external
 from verl.rollout.hosted import RemoteSampler
@@ -35,7 +35,9 @@ class RolloutWorker:
         import_external(config.model.external_lib)  # no model is loaded here, and it may register loops and parsers
         model = local_model(config.model, "actor_rollout_ref.model.path")
         sampler = RemoteSampler(service, generate="serve")
-        self._runner = RowRunner(config.rollout, sampler, tokenizer_of(model), data_config=data)
+        tokenizer = tokenizer_of(model)
+        processor = processor_of(model, tokenizer, data and data.mm_processor_kwargs)
+        self._runner = RowRunner(config.rollout, sampler, tokenizer, processor, data_config=data)
         self._stop = Stop()
 
     async def run_row(

@@ -79,6 +79,7 @@ class ModelRole:
         router_replay: what the experts of a mixture are replayed from: disabled, R2 or R3.
         reference_of: the role whose reference this model is; if both share a process, an adapter's base is not loaded
             twice, and its exact KL is measured against this model.
+        freeze_vision_tower: everything but the tower of a model that sees is trained.
         has_tokenizer: its folder in a checkpoint gets the tokenizer.
         profiler: which calls are recorded; None: none.
         pool: the role's name in ``trainer.resource_pools``.
@@ -106,6 +107,7 @@ class ModelRole:
     share_prompts: bool = True
     router_replay: str = "disabled"
     reference_of: str = ""
+    freeze_vision_tower: bool = False
     has_tokenizer: bool = False
     profiler: ProfilerConfig | None = None
     pool: str = ""
@@ -182,6 +184,7 @@ class ModelWorker(ProfiledWorker):
             else schedule_steps(role.optim, context),
             device=context.device,
             seed=context.seed,
+            **({"freeze_vision_tower": True} if role.freeze_vision_tower else {}),
             **layout(
                 strategy,
                 role.model,

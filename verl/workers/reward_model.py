@@ -11,6 +11,7 @@ from verl.config import HFModelConfig
 from verl.config.reward_model import headless
 from verl.data import hf_tokenizer
 from verl.data.rewriting import Rewriter, same_encoding
+from verl.engines.seen_rows import COLUMN as PICTURES
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.protocol import DataProto
@@ -138,5 +139,6 @@ def with_end_column(data: DataProto) -> DataProto:
             "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
             "responses": ids[:, -wide:],
             "response_mask": asked,
-        }
+        },
+        non_tensors={name: data.non_tensor_batch[name] for name in (PICTURES,) if name in data.non_tensor_batch},
     )

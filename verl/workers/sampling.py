@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.agent_loop import AgentLoopManager
 from verl.config import ActorRolloutRefConfig, DataConfig, PPOTrainerConfig, ProfilerConfig
-from verl.data import tokenizer_of
+from verl.data import processor_of, tokenizer_of
 from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
@@ -19,6 +19,7 @@ from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
+from verl.workers import probing
 from verl.workers.loops import RemoteRunner
 from verl.workers.part import WorkerContext, local_model, memory_of
 from verl.workers.profiling import profiled
@@ -117,6 +118,7 @@ class SamplingWorker(ReplicaWorker):
         self.set_dispatch_collect("rollout", 0, self.rank == 0)  # a class of the user's may sample with this mesh
         if self.rank == 0:
             self.tokenizer = tokenizer_of(self.model)
+            self.processor = processor_of(self.model, self.tokenizer, self.data and self.data.mm_processor_kwargs)
             self._serve()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
@@ -217,6 +219,7 @@ class SamplingWorker(ReplicaWorker):
             rollout,
             self.service,
             self.tokenizer,
+            self.processor,
             data_config=self.data,
             score_row=None if early is None else early.score,
         )
@@ -231,12 +234,20 @@ class SamplingWorker(ReplicaWorker):
         self._run(self.service.publish(version, sent.failed))
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def probe(self, version: int) -> DataProto:
+        """A few tokens that each replica draws with the weights of ``version``, as a batch with the column ``replica``.
+
+        Its metrics say how much memory the weights of the largest replica take, where samplers count it.
+        """
+        return self._run(self._awake(self._probed(version)))
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     @profiled
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
         before, resent = self.service.replica_stats(), self.service.stats()["resent"]
         with memory_of("generate", self.context.device) as memory:
-            made = self._run(self._sampled(prompts))
+            made = self._run(self._awake(self.agent_loops.generate(prompts)))
         sent = {"perf/weights_sent_mb": Metric(self.bytes_sent / 1e6, "max")}
         shared = balance(before, self.service.replica_stats(), self.service.stats()["resent"] - resent)
         made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent, **shared}
@@ -267,10 +278,21 @@ class SamplingWorker(ReplicaWorker):
         """Return once each of these requests has drawn so many tokens; they follow spans."""
         await self.service.until_drawn(counts)
 
-    async def _sampled(self, prompts: DataProto) -> DataProto:
+    async def _probed(self, version: int) -> DataProto:
+        requests = probing.requests_of(self.config.rollout, len(self.tokenizer), version)
+        answers = await self.service.ask_each(requests)
+        # What a replica elsewhere counts is known as of the last query.
+        await asyncio.gather(*(one.sampler.confirm(version) for one in self.service.replicas if one.name in answers))
+        made = probing.batch_of(requests, answers, self.tokenizer.pad_token_id or 0)
+        sizes = [stats.get("weight_bytes", 0.0) for stats in self.service.replica_stats().values()]
+        made.meta_info["metrics"] = {"rollout/weights_mb": Metric(max(sizes) / 1e6, "max")} if any(sizes) else {}
+        return made
+
+    async def _awake(self, work: Coroutine[Any, Any, DataProto]) -> DataProto:
+        """The result of work for which the replicas are woken up."""
         await self.service.wake()
         try:
-            return await self.agent_loops.generate(prompts)
+            return await work
         finally:
             if self._frees_cache():
                 await self.service.sleep(level=1)

@@ -18,6 +18,11 @@ def test_a_head_size_without_a_kernel_is_refused_before_the_engine_starts(tmp_pa
         VLLMSampler({"model": str(tiny_model_dir(tmp_path)), "enforce_eager": True})
 
 
+def test_fp8_without_a_kernel_is_refused_before_the_engine_starts(folder):
+    with pytest.raises(RolloutError, match=r"no FP8 kernels.*torchao"):
+        VLLMSampler({"model": str(folder), "quantization": "fp8", "dtype": "bfloat16", "enforce_eager": True})
+
+
 def test_a_context_longer_than_the_models_is_refused_with_the_engines_reason(folder):
     with pytest.raises(RolloutError, match=r"did not start.*max_model_len"):
         VLLMSampler({"model": str(folder), "enforce_eager": True, "max_model_len": 100000})

@@ -123,6 +123,16 @@ def test_an_adapter_that_is_not_the_sampler_s_is_refused(path, engine, spoil, sa
         sample(sampler, WANTED[:1])
 
 
+@pytest.mark.parametrize("given", [{}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}])
+def test_an_adapter_on_experts_goes_alone_to_transformers_and_merged_to_others(tmp_path, given):
+    metrics.reset_notices()
+    mixture = tiny_model_dir(tmp_path / "mixture", "qwen3_moe", num_experts=4, moe_intermediate_size=16)
+    model = HFModelConfig(path=str(mixture), lora_rank=4, **given)
+    assert separate_adapter(ROLLOUT, model) == lora.LoraSettings.of(model)
+    assert separate_adapter(dataclasses.replace(ROLLOUT, name="vllm"), model) is None
+    assert "it lies on experts" in metrics.notices()["actor_rollout_ref.model.lora.merge"]
+
+
 @pytest.mark.parametrize(
     ("rollout", "model", "said"),
     [

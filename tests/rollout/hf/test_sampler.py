@@ -20,7 +20,7 @@ from tests.rollout.builders import (
     tiny_model,
 )
 from verl.config import HFModelConfig, RolloutConfig
-from verl.errors import ConfigError, NotBuiltError, RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf.pool_runner import PoolRunner
 from verl.rollout.hf.sampler import HFSampler
@@ -326,7 +326,8 @@ def test_bad_requests_are_refused_and_others_are_unaffected(model):
         return await asyncio.gather(*map(sampler.generate, [*bad, good]), return_exceptions=True)
 
     found = asyncio.run(run())
-    assert [type(x) for x in found[:4]] == [RolloutError, RolloutError, RolloutError, NotBuiltError]
+    assert [type(x) for x in found[:4]] == [RolloutError] * 4
+    assert "takes no images, and the request has some" in str(found[3])
     assert len(found[4].token_ids) > 0
     with pytest.raises(RolloutError, match=r"max_model_len.*longer than the model's context.*1 to 256"):
         HFSampler(model, max_model_len=257)

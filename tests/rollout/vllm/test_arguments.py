@@ -50,6 +50,19 @@ def test_the_sections_become_engine_arguments():
     assert made("cuda")["dtype"] == "bfloat16" and made("cuda")["enforce_eager"] is False
 
 
+def test_the_file_of_torchao_is_where_vllm_looks_for_it_and_an_adapter_is_rounded_with_the_base():
+    found = made("cuda", name="vllm", quantization="torchao", quantization_config_file="ao.json")
+    assert found["quantization"] == "torchao" and found["hf_overrides"] == {"quantization_config_file": "ao.json"}
+    assert made("cuda", name="vllm", quantization="fp8")["quantization"] == "fp8" and "hf_overrides" not in made()
+    node, model = section(name="vllm", quantization="fp8")
+    adapted = arguments.from_config(node, dataclasses.replace(model, lora_rank=12), "cuda", ModelFacts(head_dim=64))
+    assert "enable_lora" not in adapted
+    with pytest.raises(RolloutError, match=r"quantization: vLLM on CPU has no FP8 kernels.*rollout\.name=hf"):
+        arguments.check_quantization({"quantization": "fp8"}, on_cpu=True)
+    arguments.check_quantization({"quantization": "fp8"}, on_cpu=False)
+    arguments.check_quantization({"quantization": "torchao"}, on_cpu=True)
+
+
 def test_an_adapter_gets_room_of_the_next_rank_that_vllm_has_and_a_base_to_be_added_to():
     node, model = section(name="vllm")
     found = arguments.from_config(node, dataclasses.replace(model, lora_rank=12), "cuda", ModelFacts(head_dim=64))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiny_model_dir
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
 from verl.models.megatron_conversion import convert
@@ -89,3 +90,45 @@ def test_an_adapter_trains_and_samples_on_both_ranks_as_in_one_process(train: Ca
     assert [[s["output"] for s in step] for step in both.samples] == [
         [s["output"] for s in step] for step in alone.samples
     ]
+
+
+A, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MIXTURE_GRPO = (
+    "actor_rollout_ref.model.path=mixture",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    f"{A}.use_kl_loss=true",
+    f"{A}.use_prefix_grouper=false",  # Megatron-Core's layers compute, and count, a prompt once for each of its rows.
+    f"{A}.optim.lr=1e-3",
+    f"{A}.optim.lr_warmup_steps=0",
+    f"{ROLLOUT}.dtype=bfloat16",
+)
+SHARED = (
+    *MEGATRON[:2],
+    TWO,
+    f"{A}.megatron.context_parallel_size=2",
+    f"{A}.megatron.expert_model_parallel_size=2",
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(task: Path) -> None:
+    tiny_model_dir(task / "mixture", "qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+
+
+@pytest.mark.usefixtures("mixture")
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_grpo_replays_experts_that_two_ranks_share_as_one_process_does(train: Callable[..., Run], mode: str):
+    """Reference and updates take the experts of a bf16 sampler (R3) or of the pass over old log-probs (R2)."""
+    replay = (f"{A}.router_replay.mode={mode}", f"actor_rollout_ref.ref.router_replay.mode={mode}")
+    record = (f"{ROLLOUT}.enable_rollout_routing_replay=true",) if mode == "R3" else ()
+    settings = (*MIXTURE_GRPO, *replay, *record)
+    alone = train(f"{mode}_alone", 1, "trainer.runtime=local", *settings)
+    both = train(f"{mode}_shared", 1, *SHARED, *settings)
+    assert [[s["output"] for s in step] for step in both.samples] == [
+        [s["output"] for s in step] for step in alone.samples
+    ]
+    (mine,), (other,) = both.steps, alone.steps
+    for name in ("actor/loss", "actor/kl_loss", "actor/grad_norm", "moe/replay_differs"):
+        assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+    assert 0 < mine["moe/replay_differs"] < 0.5 and mine["actor/grad_norm"] > 0

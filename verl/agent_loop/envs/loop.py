@@ -97,6 +97,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         settings, extra = self.shared.settings, kwargs.get("extra_info")
         extra = extra if isinstance(extra, Mapping) else {}
         # A parquet column gives every row all names, null where a row has none.
+        self.server_manager.seen.refuse("environments")
         made_with = {**settings.environment_kwargs, **prune(extra.get("environment_kwargs") or {})}
         environment = Environment(self.shared.make, made_with, settings.step_timeout)
         episode = _Episode(AgentData(kwargs))

@@ -53,6 +53,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        self.server_manager.seen.refuse("agents of users")
         conversation = self._conversation(sampling_params)
         start = time.perf_counter()
         async with shared_endpoint().open(conversation) as base_url:

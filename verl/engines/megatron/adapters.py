@@ -7,6 +7,7 @@ each. Only the r numbers per token between two factors travel between tensor-par
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verl.engines.megatron.parallel import has_transformer_engine, import_megatron
+from verl.engines.megatron.parallel import SECTION, has_transformer_engine, import_megatron
+from verl.engines.megatron.stacks import part_name, part_of_stack
 from verl.engines.megatron.weights import Bound, Read, Template, WeightTable
 from verl.errors import NotBuiltError
 from verl.models import lora
 from verl.models.hollow import replace_parameters
 from verl.models.lora import LoraSettings
-from verl.models.megatron import COLUMNS, QKV, ROWS, VALUE_HEAD, WHOLE, Slot, filled
+from verl.models.megatron import COLUMNS, GATED, HALVES, QKV, ROWS, VALUE_HEAD, WHOLE, Slot, filled
 from verl.weight_sync.resharding.model import LAST, LAYER
 
 KEY = "lora_rank"
@@ -57,13 +59,16 @@ class LayerAdapter(nn.Module):
         rows: rows that each Hugging Face weight has in it on this rank.
         factors: number of a Hugging Face weight -> its adapter; some may have none.
         groups: KV groups of this rank, where the form is ``qkv``.
+        complete: whether this rank has all of the layer, and tokens that nobody shares: an expert.
     """
 
-    def __init__(self, layer: Any, form: str, rows: list[int], factors: dict[str, Factors], groups: int):
+    def __init__(
+        self, layer: Any, form: str, rows: list[int], factors: dict[str, Factors], groups: int, complete: bool = False
+    ):
         super().__init__()
-        self.form, self.rows, self.groups = form, rows, groups
+        self.form, self.rows, self.groups, self.complete = form, rows, groups, complete
         self.factors, self.is_on = nn.ModuleDict(factors), True
-        self.shared = bool(layer.sequence_parallel)
+        self.shared = bool(layer.sequence_parallel) and not complete
         for part in factors.values():
             # Each rank sees its part of the tokens there, so the gradients of the parts are summed.
             part.A.sequence_parallel = self.shared and form != COLUMNS  # type: ignore[attr-defined]
@@ -87,6 +92,8 @@ class LayerAdapter(nn.Module):
 
     def _between(self, inner: Tensor) -> Tensor:
         """What the first factors found, as the second ones need it: summed, or of all tokens."""
+        if self.complete:
+            return inner
         mappings = import_megatron("tensor_parallel.mappings")
         if self.form == COLUMNS:
             if self.shared:
@@ -141,10 +148,12 @@ class Adapters:
         tensors = dict(blueprint.named_parameters())
         values = {disk: tensors[name].detach() for name, disk in names.items()}
         self.names = {disk: name for name, disk in names.items()}
-        self.factors: dict[str, Factors] = {}
-        self.layers = list(self._attach(blueprint, values, base, chunks))
+        stacks = _stacks(blueprint, base.sizes.expert_tensor)
+        self.factors: dict[str, tuple[Factors, int]] = {}
+        values = _by_expert(values, stacks, int(base.settings.get("num_moe_experts") or 0))
+        self.layers = list(self._attach(blueprint, values, stacks, base, chunks))
         shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
-        self.table = base.beside(list(_templates(base, shapes)), shapes, chunks)
+        self.table = base.beside(list(_templates(base, shapes, stacks)), shapes, chunks)
         self.table.fill(lambda name, axis, low, high: values[name].narrow(axis, low, high - low))
         for stage in chunks:
             if getattr(stage, "pre_process", False):  # what is computed again needs an input with a gradient
@@ -153,8 +162,11 @@ class Adapters:
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """This rank's part of a Hugging Face weight with its adapter's product added."""
-        factors = self.factors.get(name)
-        return weight if factors is None else (weight.float() + factors.product()).to(weight.dtype)
+        if name not in self.factors:
+            return weight
+        factors, number = self.factors[name]
+        product = factors.product().unflatten(0, (-1, weight.shape[:-1].numel()))[number]
+        return (weight.float() + product.view(weight.shape)).to(weight.dtype)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -168,34 +180,95 @@ class Adapters:
                 layer.is_on = True
 
     def _attach(
-        self, blueprint: Any, values: Mapping[str, Tensor], base: WeightTable, chunks: list[nn.Module]
+        self,
+        blueprint: Any,
+        values: Mapping[str, Tensor],
+        stacks: Mapping[str, str],
+        base: WeightTable,
+        chunks: list[nn.Module],
     ) -> Iterator[LayerAdapter]:
         owners = {p: module for chunk in chunks for module in chunk.modules() for p in module._parameters.values()}
         for bound in base.trained:
             bound.parameter.requires_grad_(lora.PREFIX + bound.slot.theirs[0] in values)
+            if bound.expert:
+                yield from self._on_expert(blueprint, values, stacks, owners[bound.parameter], bound)
+                continue
             adapted = {str(n): name for n, name in enumerate(bound.slot.theirs) if _disk(name, 0) in values}
             if not adapted:
                 continue
             if bound.slot.form == WHOLE:  # a router, or latent attention's projection down
                 message = f"an adapter on {bound.slot.theirs[0]} is not built yet on Megatron-Core models"
                 raise NotBuiltError(message, key=KEY, fix="Set strategy=fsdp2.")
-            parts = {name: base.piece(name, lambda parameter: parameter) for name in bound.slot.theirs}
+            pieces = {name: base.piece(name, lambda parameter: parameter) for name in bound.slot.theirs}
+            parts = {name: piece.flatten(0, -2) for name, piece in pieces.items()}
             for name in adapted.values():
                 (rows, columns), rank = parts[name].shape, values[_disk(name, 0)].shape[0]
                 scale = blueprint.get_submodule(name.removesuffix(".weight")).scaling[lora.NAME]
-                self.factors[name] = Factors(rows, columns, rank, scale, bound.parameter.detach())
-            mine = {number: self.factors[name] for number, name in adapted.items()}
-            yield _put(owners[bound.parameter], bound, [len(part) for part in parts.values()], mine, base)
+                self.factors[name] = Factors(rows, columns, rank, scale, bound.parameter.detach()), 0
+            mine = {number: self.factors[name][0] for number, name in adapted.items()}
+            layer = owners[bound.parameter]
+            rows_of = [len(part) for part in parts.values()]
+            yield _put(layer, LayerAdapter(layer, bound.slot.form, rows_of, mine, base.groups_here))
+
+    def _on_expert(
+        self, blueprint: Any, values: Mapping[str, Tensor], stacks: Mapping[str, str], layer: Any, bound: Bound
+    ) -> Iterator[LayerAdapter]:
+        """One pair of factors for gate and up, which Hugging Face has in one weight, or one for down."""
+        layer_number, expert = (int(number) for number in _NUMBERS.findall(bound.slot.ours))
+        owner = stacks.get(_stack(bound.slot.form, layer_number))
+        if owner is None:
+            return
+        rank = values[part_name(lora.PREFIX + owner + _FACTORS[0], expert)].shape[0]
+        (rows, columns), scale = bound.parameter.shape, blueprint.get_submodule(owner).scaling[lora.NAME]
+        factors = Factors(rows, columns, rank, scale, bound.parameter.detach())
+        self.factors |= {name: (factors, number) for number, name in enumerate(bound.slot.theirs)}
+        yield _put(layer, LayerAdapter(layer, bound.slot.form, [rows], {"0": factors}, 1, complete=True))
 
 
-def _put(layer: Any, bound: Bound, rows: list[int], factors: dict[str, Factors], base: WeightTable) -> LayerAdapter:
-    adapter = LayerAdapter(layer, bound.slot.form, rows, factors, base.groups_here)
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+_STACKS = {GATED: "gate_up_proj", COLUMNS: "down_proj"}
+
+
+def _stack(form: str, layer: int | str) -> str:
+    """The weight in which transformers keeps those of a layer's experts."""
+    return f"model.layers.{layer}.mlp.experts.{_STACKS[form]}"
+
+
+def _stacks(blueprint: Any, ranks: int) -> dict[str, str]:
+    """Stacked weight of experts -> the module of peft that adapts it.
+
+    Args:
+        ranks: that share an expert.
+    """
+    stacks = {lora.adapted_weight(blueprint, owner): owner for owner in lora.adapted_tensors(blueprint)}
+    odd = [name for name in stacks if not name.endswith(tuple(f".mlp.experts.{kind}" for kind in _STACKS.values()))]
+    if odd:
+        message = f"an adapter on {odd[0]} is not built yet on Megatron-Core models"
+        raise NotBuiltError(message, key=KEY, fix="Name target_modules and target_parameters without it.")
+    if stacks and ranks > 1:
+        message = f"an adapter on experts of which {ranks} processes have a part each is not built yet"
+        raise NotBuiltError(message, key=KEY, fix=f"Set {SECTION}.expert_tensor_parallel_size=1.")
+    return stacks
+
+
+def _by_expert(values: Mapping[str, Tensor], stacks: Mapping[str, str], count: int) -> dict[str, Tensor]:
+    """The first values of factors, those of experts apart."""
+    files = {lora.PREFIX + owner + factor for owner in stacks.values() for factor in _FACTORS}
+    apart = {name: value for name, value in values.items() if name not in files}
+    for name in files:
+        apart |= {part_name(name, n): part_of_stack(name, values[name], n, count) for n in range(count)}
+    return apart
+
+
+def _put(layer: Any, adapter: LayerAdapter) -> LayerAdapter:
     layer.add_module("adapter", adapter)
     layer.register_forward_hook(adapter.add)
     return adapter
 
 
-def _templates(base: WeightTable, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Template]:
+def _templates(
+    base: WeightTable, shapes: Mapping[str, tuple[int, ...]], stacks: Mapping[str, str]
+) -> Iterator[Template]:
     """One slot per factor, and those of a new head, which is trained as a whole."""
     yield from (
         (Slot(slot.ours, (lora.PREFIX + slot.theirs[0],)), LAST, ())
@@ -205,7 +278,10 @@ def _templates(base: WeightTable, shapes: Mapping[str, tuple[int, ...]]) -> Iter
     for slot, place, where in base.templates:
         if place != LAYER:
             continue
-        forms = (COLUMNS, WHOLE) if slot.form == COLUMNS else (WHOLE, ROWS)
+        if "{expert}" in slot.ours:
+            yield from _of_experts(slot, where, stacks)
+            continue
+        forms = {COLUMNS: (COLUMNS, WHOLE), HALVES: (WHOLE, HALVES)}.get(slot.form, (WHOLE, ROWS))
         for number, name in enumerate(slot.theirs):
             for factor, form in enumerate(forms):
                 ours = slot.ours.removesuffix("weight") + f"adapter.factors.{number}.{'AB'[factor]}"
@@ -213,6 +289,22 @@ def _templates(base: WeightTable, shapes: Mapping[str, tuple[int, ...]]) -> Iter
                 layers = tuple(layer for layer in where if filled(adapted, layer, 0).theirs[0] in shapes)
                 if layers:
                     yield adapted, LAYER, layers
+
+
+def _of_experts(slot: Slot, where: tuple[int, ...], stacks: Mapping[str, str]) -> Iterator[Template]:
+    """The two factors of a weight of experts, in the layers whose experts have an adapter."""
+    layers = tuple(layer for layer in where if _stack(slot.form, layer) in stacks)
+    if not layers:
+        return
+    first = stacks[_stack(slot.form, layers[0])]
+    owner = first.replace(f"model.layers.{layers[0]}.", "model.layers.{layer}.", 1)
+    if any(stacks[_stack(slot.form, layer)] != owner.format(layer=layer) for layer in layers):
+        message = "an adapter on other experts' weights in some layers than in others is not built yet on Megatron-Core"
+        raise NotBuiltError(message, key=KEY, fix="Adapt the same weights in all layers, or set strategy=fsdp2.")
+    for factor, form in enumerate((COLUMNS, WHOLE) if slot.form == COLUMNS else (WHOLE, HALVES)):
+        ours = slot.ours.removesuffix("weight") + f"adapter.factors.0.{'AB'[factor]}"
+        name = part_name(lora.PREFIX + owner + _FACTORS[factor], "{expert}")
+        yield Slot(ours, (name,), form), LAYER, layers
 
 
 def _disk(name: str, factor: int) -> str:
@@ -242,9 +334,6 @@ def _hollow(blueprint: Any, head: nn.Module | None, read: Read) -> None:
 
 def _check(blueprint: Any) -> None:
     """An adapter to go on from may be of a kind that is not two factors alone."""
-    if any(".experts." in name for name in lora.adapter_names(blueprint).values()):
-        message = "an adapter on experts is not built yet on Megatron-Core models"
-        raise NotBuiltError(message, key=KEY, fix="Name target_modules without them, or set strategy=fsdp2.")
     odd = sorted(n for n in lora.adapter_names(blueprint).values() if ".lora_" in n and not n.endswith(_FACTORS))
     dropout = blueprint.peft_config[lora.NAME].lora_dropout
     if odd or dropout:

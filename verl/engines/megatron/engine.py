@@ -30,13 +30,14 @@ from verl.engines.megatron.optimizer import ShardedState, optimizer_section
 from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, silence_megatron
 from verl.engines.megatron.replay import StageReplay
 from verl.engines.megatron.routers import RouterLoss, StageRouters
-from verl.engines.megatron.weights import Read, WeightTable, check_given, model_templates, part_of
+from verl.engines.megatron.weights import Read, WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
+from verl.engines.rank_work import RankWork
 from verl.engines.recorded_experts import own_experts
 from verl.engines.rows import MicroBatch
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import rows_of_peers
-from verl.engines.torch_engine import LOADERS, RankWork, TorchEngine
+from verl.engines.torch_engine import LOADERS, TorchEngine
 from verl.errors import ConfigError
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters
@@ -50,7 +51,7 @@ from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
 from verl.protocol.sharding import ShardSpec
-from verl.weight_sync.resharding import Layout, ModelWeights, Plan, Resharder, make_plan
+from verl.weight_sync.resharding import Layout, Resharder, make_plan
 
 Piece = Callable[[str], Tensor]
 """Name of a whole tensor -> this rank's part of it."""
@@ -86,6 +87,7 @@ class MegatronEngine(TorchEngine):
     """
 
     aligns_rows = False
+    scales_loss = False
 
     @classmethod
     def section(cls, fsdp: Any, megatron: Any, torchtitan: Any = None) -> Any:
@@ -330,13 +332,13 @@ class MegatronEngine(TorchEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.export_weights`, gathered layer by layer from the ranks that hold parts; an adapter is merged."""
         self.onload(optimizer=False)
-        yield from self._gathered(self._weight, self.dtype, self._everywhere(self.table.model))
+        yield from self._gathered(self.table, self._weight)
         self.offload(params=self.idle["params"], optimizer=False)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         assert self.adapters is not None, "all weights of this model are trained"
         self.onload(optimizer=False)
-        yield from self._gathered(self._trained, self.dtype, self._everywhere(self.trainable.model))
+        yield from self._gathered(self.trainable, self._trained)
         self.offload(params=self.idle["params"], optimizer=False)
 
     def without_adapter(self) -> AbstractContextManager[None]:
@@ -352,13 +354,11 @@ class MegatronEngine(TorchEngine):
         """This rank's part of a weight that is trained."""
         return self.trainable.piece(name, lambda parameter: parameter)
 
-    def _gathered(self, piece: Piece, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Tensor]]:
-        resharder = Resharder(plan, self.ranks.rank, dtype=dtype, dtypes=self.table.dtypes, device=self.device)
-        for name, tensor in resharder.run(piece):
-            yield name, tensor.detach()
-
-    def _everywhere(self, model: ModelWeights) -> Plan:
-        return make_plan(model, self.sizes.layout, Layout(data=self.ranks.size))
+    def _gathered(self, table: WeightTable, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """All weights of a table, complete on every rank."""
+        plan = make_plan(table.model, self.sizes.layout, Layout(data=self.ranks.size))
+        resharder = Resharder(plan, self.ranks.rank, dtype=self.dtype, dtypes=table.dtypes, device=self.device)
+        yield from table.on_disk((name, tensor.detach()) for name, tensor in resharder.run(piece))
 
     def _weight_boxes(self) -> dict[str, tuple[ShardSpec, Tensor]]:
         return self._boxes(self.table, self._weight)
@@ -372,12 +372,13 @@ class MegatronEngine(TorchEngine):
         }
 
     def _merged_weights(self) -> WeightsToWrite:
-        return weights_to_write(self._weight_boxes(), self.ranks, dict)
+        return weights_to_write(self._weight_boxes(), self.ranks, self.table.as_on_disk)
 
     def _state_weights(self) -> WeightsToWrite:
         if self.adapters is None:
             return self._merged_weights()
-        return weights_to_write(self._boxes(self.trainable, self._trained), self.ranks, dict, in_one_file=True)
+        boxes = self._boxes(self.trainable, self._trained)
+        return weights_to_write(boxes, self.ranks, self.trainable.as_on_disk, in_one_file=True)
 
     def _boxes(self, table: WeightTable, piece: Piece) -> dict[str, tuple[ShardSpec, Tensor]]:
         """This rank's parts, under Hugging Face names and in the dtype in which they are exported."""
@@ -388,23 +389,22 @@ class MegatronEngine(TorchEngine):
 
     def _fill(self, given: dict[str, Tensor]) -> None:
         def check() -> tuple[None, None]:
-            check_given(self.trainable.shapes, given)
+            check_given(self.trainable.disk_shapes, given)
             return None, None
 
         self.ranks.together(check)
         bound = {name: b for b in self.trainable.bound for name in b.slot.theirs}
         parts: dict[str, dict[str, Tensor]] = {}
         self.onload(optimizer=False)
-        for name in self.trainable.shapes:
-            values = self._whole(given[name])
-            if name not in bound:
-                continue
-            b = bound[name]
-            have = parts.setdefault(b.slot.ours, {})
-            have[name] = values
-            if len(have) == len(b.slot.theirs):
-                ready = parts.pop(b.slot.ours)
-                self._put(b, lambda name, axis, low, high: ready[name].narrow(axis, low, high - low))  # noqa: B023
+        for name in self.trainable.disk_shapes:
+            own = self.trainable.parts(name, self._whole(given[name]))
+            for part, values in ((part, values) for part, values in own.items() if part in bound):
+                b = bound[part]
+                have = parts.setdefault(b.slot.ours, {})
+                have[part] = values
+                if len(have) == len(b.slot.theirs):
+                    ready = parts.pop(b.slot.ours)
+                    self._put(b, lambda name, axis, low, high: ready[name].narrow(axis, low, high - low))  # noqa: B023
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
@@ -416,13 +416,13 @@ class MegatronEngine(TorchEngine):
         """Read this rank's parts of a checkpoint's weights."""
 
         def check() -> tuple[None, None]:
-            check_given(self.trainable.shapes, saved.blank())
+            check_given(self.trainable.disk_shapes, saved.blank())
             return None, None
 
         self.ranks.together(check)
         self.onload(optimizer=False)
         for bound in self.trainable.bound:
-            self._put(bound, partial(part_of, saved))
+            self._put(bound, partial(self.trainable.read_saved, saved))
 
     @torch.no_grad()
     def _put(self, bound: Any, read: Read) -> None:

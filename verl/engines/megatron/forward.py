@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from verl.distributed.ulysses import summed
 from verl.distributed.vocabulary import STATISTICS, statistics_from_parts
@@ -61,7 +60,10 @@ class StageForward:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
         masks: whether routers are told which tokens are padding.
         routing: None: experts are neither recorded nor replayed.
+        family: of models that see, which have no stages.
     """
+
+    family = None
 
     def __init__(
         self,
@@ -119,11 +121,11 @@ class StageForward:
     def run(self, stage: Any, part: Part) -> Tensor:
         """Hidden states of a stage; of the last one what its head gives at the chosen positions, (1, N, v)."""
         micro = part.micro
-        ids, positions, chosen = micro.input_ids, micro.position_ids, micro.positions
+        longer = micro if part.real is not None else micro.lengthened(self._shared_by)
+        ids, positions, chosen = longer.input_ids, longer.position_ids, longer.positions
         if part.real is not None:
             real = part.real[:, None]
         else:
-            ids, positions, chosen = self._even(ids, positions, chosen)
             real = _read_tokens(chosen, ids.shape) & (len(micro.index) > 0)
         self.real = (self._own(real) if stage.config.sequence_parallel else real).flatten()
         options: dict[str, Any] = {"padding_mask": self._padding(stage, real)} if self.masks else {}
@@ -163,16 +165,6 @@ class StageForward:
             mine = every
         chosen = mine.transpose(0, 1)[:, : micro.input_ids.shape[1]]
         return micro.experts_by_row(chosen.flatten(0, 1))
-
-    def _even(self, ids: Tensor, positions: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Padded rows, longer until each tensor-parallel rank takes as many tokens."""
-        missing = -ids.shape[1] % self._shared_by
-        if not missing:
-            return ids, positions, chosen
-        row, column = chosen // ids.shape[1], chosen % ids.shape[1]
-        chosen = row * (ids.shape[1] + missing) + column
-        ids = F.pad(ids, (0, missing))
-        return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), chosen
 
     def _own(self, tokens: Tensor) -> Tensor:
         """(l, b) -> the part of the l that this tensor-parallel rank has."""

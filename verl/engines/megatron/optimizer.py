@@ -17,8 +17,10 @@ from verl.checkpoint.state import EngineState, StateSection
 from verl.config.optimizers import for_megatron
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
+from verl.engines.megatron.matrices import build_muon
 from verl.engines.megatron.parallel import ParallelGroups
-from verl.engines.megatron.weights import Bound, WeightTable, part_of
+from verl.engines.megatron.weights import Bound, WeightTable, part_of, part_of_halves
+from verl.engines.muon import builds_muon
 from verl.engines.optimizer import (
     check_class,
     known,
@@ -27,6 +29,7 @@ from verl.engines.optimizer import (
     take_group_options,
 )
 from verl.engines.sharded_optimizer import build_flat_optimizer
+from verl.models.megatron import HALVES
 from verl.protocol.sharding import ShardSpec
 
 __all__ = ["EngineState", "ShardedState"]
@@ -41,7 +44,7 @@ class ShardedState:
         shares: whether data-parallel ranks share the state.
 
     Raises:
-        ConfigError: an optimizer that looks at a weight as a whole (Adafactor, Muon), of which a rank has a part.
+        ConfigError: an optimizer that looks at a weight as a whole (Adafactor), of which a rank has a part.
     """
 
     def __init__(
@@ -51,10 +54,11 @@ class ShardedState:
         self.owner = dict(_owners(table.trained, groups, shares))
         mine = [b for b in table.trained if self._is_mine(b)]
         self.parameters = [gradients.masters[b.parameter] for b in mine]
-        # A rank that owns no weight still has learning rates and a state to report.
-        self.optimizer = build_flat_optimizer(
-            self.parameters or [nn.Parameter(torch.zeros(0))], for_megatron(optim), device
-        )
+        optim = for_megatron(optim)
+        if builds_muon(optim):
+            self.optimizer: Optimizer = build_muon(table, mine, gradients.masters, optim)
+        else:  # a rank that owns no weight still has learning rates and a state to report
+            self.optimizer = build_flat_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
         self.optimizer.register_step_post_hook(self._after_step)
 
     def _is_mine(self, bound: Bound) -> bool:
@@ -118,7 +122,8 @@ class ShardedState:
             value = saved[first].clone()
         else:
             value = torch.zeros_like(master)
-            self.table.put(bound, value, lambda name, *span: part_of(saved, full(name), *span))
+            read = part_of_halves if bound.slot.form == HALVES else part_of
+            self.table.put(bound, value, lambda name, *span: read(saved, full(name), *span))
         self.optimizer.state.setdefault(master, {})[key] = value.to(device)
 
 

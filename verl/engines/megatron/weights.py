@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from verl.checkpoint.state import StateSection
 from verl.engines.megatron.parallel import MegatronSizes, ParallelGroups
+from verl.engines.megatron.stacks import Collected, of_part, part_name, part_of_stack, stacked_shapes
 from verl.errors import ModelError, suggest
 from verl.metrics import notice
 from verl.models.megatron import (
@@ -23,6 +24,7 @@ from verl.models.megatron import (
     EMBEDDING,
     FINAL_NORM,
     GATED,
+    HALVES,
     OUTPUT,
     QKV,
     ROWS,
@@ -130,7 +132,11 @@ class WeightTable:
 
     def put(self, bound: Bound, target: Tensor, read: Read) -> None:
         """Copy the parts that make up one weight, or a tensor of its shape, into ``target``."""
-        parts = [read(name, *self._span(bound, weight)) for name, weight in zip(bound.slot.theirs, bound.weights)]
+        parts = [
+            read(name, *span)
+            for name, weight in zip(bound.slot.theirs, bound.weights)
+            for span in self._spans(bound, weight)
+        ]
         value = fused(bound.slot.form, parts, self.groups_here)
         if bound.slot.form == VOCABULARY:
             target[value.shape[0] :].zero_()  # rows that only fill up the last rank
@@ -155,7 +161,7 @@ class WeightTable:
     # ---- out ---------------------------------------------------------------------------------------------------
 
     def piece(self, name: str, tensor_of: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """This rank's part of a Hugging Face weight, or of something of its shape.
+        """This rank's part of a Hugging Face weight, or of something of its shape; halves as (2, rows, ...).
 
         Args:
             tensor_of: parameter -> the tensor of its shape that is meant, as the parameter itself.
@@ -166,6 +172,8 @@ class WeightTable:
             return qkv_part(tensor, number, self.groups_here, self.settings)
         if bound.slot.form == GATED:
             return tensor.chunk(2)[number]
+        if bound.slot.form == HALVES:
+            return tensor.unflatten(0, (2, -1))
         if bound.slot.form == VOCABULARY:
             _, low, high = self._span(bound, bound.weights[0])
             return tensor[: high - low]
@@ -175,7 +183,45 @@ class WeightTable:
         """This rank's part of a Hugging Face weight, or of something of its shape, with its place in it."""
         bound, number = self._by_name[name]
         axis, low, _ = self._span(bound, bound.weights[number])
+        if bound.slot.form == HALVES and piece.shape == bound.weights[number].shape:
+            piece = piece.flatten(0, 1)  # nothing is cut, so it is saved as every engine has it
+            return ShardSpec.of(piece), piece
         return ShardSpec.along(piece, bound.weights[number].shape, axis, low), piece
+
+    @property
+    def disk_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight in Hugging Face files, or in an adapter's."""
+        return stacked_shapes(self.shapes, self._experts)
+
+    def on_disk(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Complete weights as they are in files: halves one behind the other, experts' factors stacked."""
+        collected = Collected(self._experts)
+        for name, tensor in tensors:
+            yield from collected.add(name, tensor.reshape(self.shapes[name]))
+
+    def as_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same of all at once."""
+        return dict(self.on_disk(tensors.items()))
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A weight of a file under the names of the table."""
+        if name in self.shapes:
+            return {name: tensor}
+        numbers = range(self._experts)
+        return {part_name(name, n): part_of_stack(name, tensor, n, self._experts) for n in numbers}
+
+    def read_saved(self, saved: StateSection, name: str, axis: int, low: int, high: int) -> Tensor:
+        """A `Read` from the weights of a state."""
+        part = of_part(name)
+        if part is None:
+            return part_of(saved, name, axis, low, high)
+        stack, expert = part
+        whole = saved.box(stack, [(0, length) for length in saved.shape(stack)])
+        return part_of_stack(stack, whole, expert, self._experts).narrow(axis, low, high - low)
+
+    @property
+    def _experts(self) -> int:
+        return int(self.settings.get("num_moe_experts") or 0)
 
     def dtypes_here(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
         """Hugging Face names of this rank's weights, and in which dtype each is exported."""
@@ -191,12 +237,14 @@ class WeightTable:
 
     def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:
         experts = int(self.settings["num_moe_experts"]) if "{expert}" in slot.theirs[0] else 0
-        cut = {COLUMNS: 1, ROWS: 0, QKV: 0, GATED: 0, VOCABULARY: 0}.get(slot.form)
+        cut = {COLUMNS: 1, ROWS: 0, QKV: 0, GATED: 0, HALVES: 1, VOCABULARY: 0}.get(slot.form)
         weights = []
         for name, first in zip(slot.theirs, filled(slot, where[0] if where else 0, 0).theirs):
             if first not in self.shapes:
                 raise ModelError(f"the model has no weight {first}", fix=suggest(first, self.shapes))
             shape = self.shapes[first]
+            if slot.form == HALVES:
+                shape = (2, shape[0] // 2, *shape[1:])
             only = where if place == LAYER and len(where) < self.settings["num_layers"] else None
             uneven = slot.form == VOCABULARY
             size = 4 if slot.fixed else self._itemsize
@@ -211,6 +259,14 @@ class WeightTable:
         axis, bounds = weight.bounds(ranks)
         piece = int(place[0]) * (len(bounds) - 1) // ranks
         return axis, bounds[piece], bounds[piece + 1]
+
+    def _spans(self, bound: Bound, weight: Weight) -> list[tuple[int, int, int]]:
+        """The parts of a Hugging Face weight that this rank has: of halves one of each."""
+        axis, low, high = self._span(bound, weight)
+        if bound.slot.form != HALVES:
+            return [(axis, low, high)]
+        rows = weight.shape[1]
+        return [(0, low, high), (0, rows + low, rows + high)] if axis else [(0, 0, 2 * rows)]
 
     @property
     def groups_here(self) -> int:
@@ -280,6 +336,18 @@ def part_of(saved: StateSection, name: str, axis: int, low: int, high: int) -> T
     """A `Read` from a state."""
     bounds = [(low, high) if number == axis else (0, length) for number, length in enumerate(saved.shape(name))]
     return saved.box(name, bounds)
+
+
+def part_of_halves(saved: StateSection, name: str, axis: int, low: int, high: int) -> Tensor:
+    """Rows of a weight, from a state in which its halves are (2, rows, ...) or, as in a file, one behind the other."""
+    shape = saved.shape(name)
+    if len(shape) < 3:
+        return part_of(saved, name, axis, low, high)
+    rows, rest = shape[1], [(0, length) for length in shape[2:]]
+    if high - low > rows:
+        return saved.box(name, [(0, 2), (0, rows), *rest]).flatten(0, 1)
+    half, first = divmod(low, rows)
+    return saved.box(name, [(half, half + 1), (first, first + high - low), *rest])[0]
 
 
 def check_given(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Parts of TorchTitan's models that are this library's own: rotary embedding and attention of packed rows.
+"""Parts of TorchTitan's models that are this library's own: rotary embedding, attention of packed rows, experts.
 
-Both follow transformers, so that a weight lies in memory as it lies in the files, and rows may be packed as everywhere
-else. They are made per device because TorchTitan's classes exist only once it is imported.
+They follow transformers, so that a weight lies in memory as it lies there, and rows may be packed as everywhere else.
+They are made per device because TorchTitan's classes exist only once it is imported.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional as F
 
 from verl.engines.torchtitan.package import import_torchtitan
 from verl.models.attention import AttentionPlan
@@ -24,11 +25,12 @@ class Parts(NamedTuple):
 
     rope: Any
     attention: Any
+    experts: Any
 
 
 @cache
 def parts(device: str) -> Parts:
-    """Rotary embedding and inner attention as TorchTitan's models take them."""
+    """Rotary embedding, inner attention and experts as TorchTitan's models take them."""
     module: Any = import_torchtitan("protocols.module", device).Module
     base: Any = import_torchtitan("models.common.rope", device).CosSinRoPE
 
@@ -77,4 +79,51 @@ def parts(device: str) -> Parts:
             q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
             return attention(self, q, k, v, None, scaling=scale, attention_plan=attention_masks)[0]
 
-    return Parts(GivenRoPE, PlannedAttention)
+    class StackedExperts(module):
+        """The experts of a layer, (E, 2F, D) and (E, D, F) as transformers stacks them, in the dtype of their input.
+
+        TorchTitan's own compute in bfloat16, whatever the weights are.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(module.Config):
+            dim: int
+            hidden_dim: int
+            num_experts: int
+
+        def __init__(self, config: Any):
+            super().__init__()
+            self.num_experts = config.num_experts
+            self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, config.dim))
+            self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
+
+        def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+            gate_up, down = (
+                weight.to_local() if isinstance(weight, DTensor) else weight
+                for weight in (self.gate_up_proj, self.down_proj)
+            )
+            return experts_of_rows(x_RD, num_tokens_per_expert_E, gate_up, down)
+
+    return Parts(GivenRoPE, PlannedAttention, StackedExperts)
+
+
+def experts_of_rows(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Each row through its expert: down(silu(gate(x)) * up(x)).
+
+    Args:
+        rows: (R, D), those of the first expert first; rows behind those that ``counts`` counts give zero.
+        counts: (e,) rows per expert.
+        gate_up: (e, 2F, D). down: (e, D, F).
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16:  # the only dtype of the grouped kernel
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    sizes = counts.tolist()
+    *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+    # Also an expert without rows computes: its weights get a gradient of zeros, which FSDP2 sums over ranks.
+    done = []
+    for number, part in enumerate(parts):
+        gate, up = F.linear(part, gate_up[number]).chunk(2, dim=-1)
+        done.append(F.linear(F.silu(gate) * up, down[number]))
+    return torch.cat([*done, torch.zeros_like(rest)])

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import warnings
 from importlib.metadata import version
 from typing import Any
 
@@ -66,10 +67,13 @@ def _for_cpu(utils: Any) -> None:
     """Let its models be imported without an accelerator.
 
     Its device type is bound where other modules import it, and is ``cuda`` by default; so it is set before they are.
-    Its model packages import kernels in Triton, which has no CPU build and which no dense model calls: names stand in
-    for them. (A stand-in for Triton itself would break torch's own compiler, which looks whether Triton is there.)
+    Its model packages import kernels in Triton, which has no CPU build; names stand in for them, because no model calls
+    them that exchanges tokens by torch's own all-to-all. (A stand-in for Triton itself would break torch's own
+    compiler, which looks whether Triton is there.)
     """
     utils.device_type, utils.device_module = "cpu", torch.cpu
+    # Routers ask for float32 under autocast, which a CPU does not have and which they compute in anyway.
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     if _KERNELS not in sys.modules and importlib.util.find_spec("triton") is None:
         kernels = types.ModuleType(_KERNELS)
         for name in _KERNEL_NAMES:

@@ -15,10 +15,12 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from verl.config.config_json import STATE_LAYERS
 from verl.errors import ModelError
 from verl.models.attention import varlen
 from verl.models.attention.flash_cpu import FlashOnCPU
 from verl.models.attention.masked import AttentionVariant, causal_attention, masked_attention
+from verl.models.attention.mixers import give_back, take_over, token_mixers
 from verl.models.attention.segments import NO_PREFIX, Segments
 
 ATTENTION_NAME = "verl_packed"
@@ -26,8 +28,8 @@ TAKEN_OVER = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 PROBE_LENGTHS = (7, 5, 3)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 LOW_PRECISION_TOLERANCE = 0.1
-LOOKS_SIDEWAYS = ("conv", "mamba", "linear_attention", "recurrent")
-"""Layer types that carry something from one token to the next outside attention."""
+REFUSALS = (ModelError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+"""What layers raise that do not hand on what they are called with."""
 
 
 class AttentionPlan(Protocol):
@@ -132,23 +134,34 @@ def enable(model: Any, device: torch.device | str) -> bool:
     if before == ATTENTION_NAME:
         return True
     kinds = getattr(text, "layer_types", None) or ()
-    sideways = any(word in kind for kind in kinds for word in LOOKS_SIDEWAYS)
+    sideways = any(word in kind for kind in kinds for word in STATE_LAYERS)
     if getattr(text, "sliding_window", None) is not None and not getattr(model, "_supports_flash_attn", False):
         return False  # only families that serve flash kernels are sure to name their window to the attention
-    if sideways or before not in TAKEN_OVER or not getattr(model, "_supports_attention_backend", False):
+    mixers = token_mixers(model)
+    hands_on = mixers or (getattr(model, "_supports_attention_backend", False) and not sideways)
+    if before not in TAKEN_OVER or not hands_on:
         return False
-    model.set_attn_implementation(ATTENTION_NAME)
+    _set_attention(model, ATTENTION_NAME)
+    hooks = take_over(model, mixers)
     trains = model.training
     model.eval()
     try:
         if _packs(model, device):
             return True
-    except ModelError:
-        pass  # the family needs something of its attention that this one does not have
+    except REFUSALS as error:  # the family needs something of its layers that these do not have
+        if not (mixers or isinstance(error, ModelError)):
+            raise
     finally:
         model.train(trains)
-    model.set_attn_implementation(before)
+    give_back(mixers, hooks)
+    _set_attention(model, before)
     return False
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Of the language model alone: an encoder beside it attends in both directions."""
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part) is model.config.get_text_config()]
+    model.set_attn_implementation(dict.fromkeys(parts, name) if parts else name)
 
 
 @torch.no_grad()

@@ -127,26 +127,35 @@ class Segments:
         """The calls in which every segment attends to itself, causally."""
         even = [run for run in self._runs if len(run) > 1 and len(run) * self.lengths[run[0]] >= WORTH_A_CALL]
         others = set(range(len(self.lengths))).difference(*even)
-        return [self._grid(numbers) for numbers in (*even, *self._by_length(others))]
+        return [self._grid(numbers) for numbers in (*even, *by_length(others, self.lengths))]
 
     @cached_property
     def _runs(self) -> list[list[int]]:
         """Peers of one length, which lie in the row as in a call."""
         return [list(run) for _, run in groupby(range(len(self.lengths)), key=lambda i: self.lengths[i])]
 
-    def _by_length(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Segments of about one length together."""
-        groups: list[list[int]] = []
-        longest = tokens = 0
-        for number in sorted(numbers, key=lambda i: (-self.lengths[i], i)):
-            length = self.lengths[number]
-            cells = longest * (len(groups[-1]) + 1) if groups else 0
-            if not groups or (longest > SHORT and cells > PADDING_LIMIT * (tokens + length)):
-                groups.append([])
-                longest, tokens = length, 0
-            groups[-1].append(number)
-            tokens += length
-        return groups
+    @cached_property
+    def as_batches(self) -> tuple[list[Tensor], Tensor]:
+        """The sequences, each with its prefix in front, as rows of batches, for layers that carry a state.
+
+        Returns:
+            (B, L) tokens of each batch, rows of about one length; what fills up a row repeats its first token. And (T,)
+            where each token lies among the cells of all batches; one of a prefix in the first row that begins with it.
+        """
+        ranges = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths)]
+        ends = [i for i in range(len(ranges)) if i not in self.followers]
+        rows = {i: np.concatenate([ranges[p] for p in (self.prefix[i], i) if p != NO_PREFIX]) for i in ends}
+        lengths = [len(rows.get(i, ())) for i in range(len(ranges))]
+        batches, cells, before = [], np.full(self.num_tokens, -1), 0
+        for numbers in by_length(ends, lengths):
+            longest = lengths[numbers[0]]
+            batch = np.stack([np.pad(rows[i], (0, longest - lengths[i]), constant_values=rows[i][0]) for i in numbers])
+            for row, i in enumerate(numbers):
+                free = cells[rows[i]] < 0
+                cells[rows[i][free]] = before + row * longest + np.flatnonzero(free)
+            batches.append(torch.from_numpy(batch).to(self.device))
+            before += batch.size
+        return batches, torch.from_numpy(cells).to(self.device)
 
     @cached_property
     def to_prefix(self) -> list[tuple[Grid, Grid]]:
@@ -169,3 +178,18 @@ class Segments:
         if len({self.lengths[i] for i in numbers}) == 1:
             numbers = sorted(numbers)  # side by side they need no index
         return Grid([self.starts[i] for i in numbers], [self.lengths[i] for i in numbers], self.device)
+
+
+def by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Rows of about one length together, the longest first."""
+    groups: list[list[int]] = []
+    longest = tokens = 0
+    for number in sorted(numbers, key=lambda i: (-lengths[i], i)):
+        length = lengths[number]
+        cells = longest * (len(groups[-1]) + 1) if groups else 0
+        if not groups or (longest > SHORT and cells > PADDING_LIMIT * (tokens + length)):
+            groups.append([])
+            longest, tokens = length, 0
+        groups[-1].append(number)
+        tokens += length
+    return groups

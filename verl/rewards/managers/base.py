@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
+from verl.protocol.lazy import one_entry
 from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.forms import Form
@@ -91,10 +92,11 @@ class RewardManager(AbstractRewardManager):
         label = "the reward model" if by_model else self._function.label
         ours = self._function.is_ours and not by_model
         report_failures(samples, results, label, self.limits.on_error, ours)
-        scores = torch.zeros(tensor(data, "responses").shape, dtype=torch.float32)
-        for i, (row, result) in enumerate(zip(rows, results, strict=True)):
-            if result.score is not None and row.last is not None:
-                scores[i, row.last] = result.score
+        scores = one_entry(
+            torch.tensor([result.score or 0.0 for result in results], dtype=torch.float32),
+            torch.tensor([-1 if row.last is None else row.last for row in rows]),
+            tensor(data, "responses"),
+        )
         self._examine(data, samples, results)
         if not return_dict:
             return scores

@@ -12,6 +12,7 @@ import torch
 
 from verl.errors import DataError
 from verl.protocol import DataProto
+from verl.protocol.lazy import last_places
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
@@ -136,10 +137,7 @@ def _masks(data: DataProto, responses: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _last_positions(mask: torch.Tensor) -> list[int | None]:
-    if mask.size(1) == 0:
-        return [None] * mask.size(0)
-    places = torch.arange(1, mask.size(1) + 1)
-    return [place - 1 if place else None for place in (mask.long() * places).amax(-1).tolist()]
+    return [None if place < 0 else place for place in last_places(mask).tolist()]
 
 
 def _cell(columns: Mapping[str, np.ndarray], name: str, row: int) -> Any:

@@ -33,7 +33,7 @@ class AdapterBuffer:
         self._factors = {name: torch.empty(shapes[name].shape, device=model.device) for name in names}
         self._inventory = WeightInventory({names[name]: factor for name, factor in self._factors.items()})
         owners = sorted({name.partition(".lora_")[0] for name in names})
-        self._targets = {owner: model.get_parameter(f"{owner}.weight") for owner in owners}
+        self._targets = {owner: model.get_parameter(lora.adapted_weight(self._blueprint, owner)) for owner in owners}
         self._base: dict[str, torch.Tensor] = {}
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
@@ -42,7 +42,9 @@ class AdapterBuffer:
         self.keep_base()
         for owner, base in self._base.items():
             parts = {name: factor for name, factor in self._factors.items() if name.startswith(f"{owner}.lora_")}
-            (merged,) = lora.merged(self._blueprint, {f"{owner}.base_layer.weight": base, **parts}).values()
+            (merged,) = lora.merged(
+                self._blueprint, {lora.adapted_weight(self._blueprint, owner): base, **parts}
+            ).values()
             self._targets[owner].detach().copy_(merged)
         return num_bytes
 

@@ -89,6 +89,9 @@ class DecodePlan:
             for x in (query.ravel(), out.ravel(), write.ravel(), position, grid.reshape(groups, width),
                       _key_positions(block, prefix))
         )  # fmt: skip
+        self.shifts: torch.Tensor | None = None
+        if any(row.prompt.shift for row in self.rows):
+            self.shifts = torch.tensor([row.prompt.shift for row in self.rows], device=device)
         self.longest, self.furthest = int(own.max(initial=0)), int(position.max(initial=0))
         self._masks: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_cells = torch.from_numpy(cell).to(device)
@@ -103,6 +106,11 @@ class DecodePlan:
         self.write_index += 1
         self.grid.view(-1)[self._row_cells] = self.positions
         self._masks = {}
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """(R,) of the next tokens: an image takes fewer positions than tokens."""
+        return self.positions if self.shifts is None else self.positions + self.shifts
 
     def masks(self, window: int | None, per_head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Added to the scores: 0 where a row may look, -inf elsewhere.

@@ -9,8 +9,9 @@ Shapes: T packed tokens, H query heads, h KV heads, d head dimension, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +27,12 @@ from verl.rollout.hf.projections import (
     FusedProjections,
     LayerModules,
     PackedProjections,
+    PlainLinear,
     Projections,
     can_pack,
     laid_out,
 )
+from verl.rollout.hf.quantized import QuantizedLinear, quantized_layers
 
 FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
@@ -75,7 +78,7 @@ class NativeLayer:
         self.number, self.variant, self.projections = number, variant, projections
         attention = module.self_attn
         self.head_dim = int(attention.head_dim)
-        self.num_kv_heads = len(attention.k_proj.weight) // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self._first_norm, self._second_norm = Norm(module.input_layernorm), Norm(module.post_attention_layernorm)
         parts = dict(attention.named_children())
         self.q_norm, self.k_norm = (Norm(parts[name]) if name in parts else None for name in ("q_norm", "k_norm"))
@@ -129,7 +132,9 @@ class NativeModel:
         inner: Any = model.model
         self.model, self.max_positions = model, max_positions
         self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
-        make = PackedProjections if self._packs else FusedProjections
+        make: Callable[[LayerModules], Projections] = PackedProjections if self._packs else FusedProjections
+        if not self._packs and any(quantized_layers(model)):
+            make = partial(PackedProjections, lay_out=PlainLinear)
         self.layers = [
             NativeLayer(number, module, variants[number], make(_modules(module)))
             for number, module in enumerate(inner.layers)
@@ -205,6 +210,12 @@ class NativeModel:
             layer.projections.release()
         self._packed_head = None
 
+    @property
+    def num_copied_bytes(self) -> int:
+        """Memory of the copies of the weights."""
+        head = 0 if self._packed_head is None else self._packed_head.num_bytes
+        return head + sum(layer.projections.num_bytes for layer in self.layers)
+
     def _make_table(self) -> tuple[torch.Tensor, torch.Tensor]:
         inner: Any = self.model.model
         positions = torch.arange(self.max_positions, device=self.model.device)[None]
@@ -224,7 +235,7 @@ def _modules(layer: Any) -> LayerModules:
     a, m = layer.self_attn, layer.mlp
     modules = LayerModules(a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
     for module in vars(modules).values():
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, QuantizedLinear):
             raise UnsupportedModelError(f"one of its layers is a {type(module).__name__}, not a plain linear layer")
     return modules
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from verl.models.router_replay import ExpertRecorder
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
+from verl.rollout.hf.seen import Features
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class PaddedRunner:
     keeps_prompts = False
     recorder: ExpertRecorder | None = None
     is_unwanted: Callable[[], bool] | None = None
+    features: Features | None = None
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -58,6 +60,10 @@ class PaddedRunner:
     def num_cache_bytes(self) -> int:
         tensors = [x for batch in self._batches for layer in batch.cache.layers for x in vars(layer).values()]
         return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+
+    @property
+    def num_copied_bytes(self) -> int:
+        return 0
 
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         with self._borrowed.ready():

@@ -8,7 +8,7 @@ larger block, and splits groups that have become sparse; during a step nothing m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,14 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.models.router_replay import ExpertRecorder
+from verl.models.vision import VisionInputs, family_of, placing
 from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
 from verl.rollout.hf.kv_pool import BufferPool, Cell, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.replay import Replay
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.runner import UNLIMITED, BorrowedModel
+from verl.rollout.hf.seen import Features
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Group widths that blocks come in; a prompt with more rows gets several groups."""
@@ -95,10 +97,16 @@ class PoolRunner:
         self._promised: dict[Row, int] = {}
         self._borrowed = BorrowedModel(model, ATTENTION_NAME)
         self._pool = BufferPool(shape.dtype, shape.device)
+        family = family_of(model.config)
+        self.features = None if family is None else Features(model, family, self.policy.exact)
 
     @property
     def num_cache_bytes(self) -> int:
         return self._pool.num_bytes
+
+    @property
+    def num_copied_bytes(self) -> int:
+        return 0 if self.native is None else self.native.num_copied_bytes
 
     @property
     def rows(self) -> list[Row]:
@@ -154,6 +162,8 @@ class PoolRunner:
         # A recording holds addresses of the cache: drop both together.
         self._replay, self._recordings, self._num_ended, self._alive = None, None, 0, None
         self._limit, self._promised = None, {}
+        if self.features is not None:
+            self.features.clear()
         self._pool = BufferPool(self.shape.dtype, self.shape.device)
 
     @property
@@ -177,6 +187,8 @@ class PoolRunner:
         return True
 
     def refresh(self) -> None:
+        if self.features is not None:
+            self.features.clear()
         if self.native is not None:
             self.native.refresh()
 
@@ -224,20 +236,31 @@ class PoolRunner:
         for chunk in chunks:
             ids.extend(chunk.prompt.token_ids[chunk.start : chunk.end])
         ids.extend(ids[:1] * padding)
-        positions = [plan.positions for plan in plans]
-        positions += [torch.arange(c.start, c.end, device=device) for c in chunks]
+        positions = [plan.rotary_positions for plan in plans]
+        positions += [_positions_of(chunk, device) for chunk in chunks]
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
+        pictures = self._pictures(chunks, len(rows))
         prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact) if chunks else None
         plan = StepPlan(plans, prefill, padding, None if chunks else self.is_unwanted)
         wanted = self._wanted(len(rows), chunks)
         with nullcontext() if self.recorder is None else self.recorder.recording():
-            logits = self._logits(torch.tensor(ids, device=device), torch.cat(positions), plan, wanted)
+            with placing(self.model, pictures) as seen:
+                logits = self._logits(torch.tensor(ids, device=device), _on_axes(positions), plan, wanted, seen)
             self._note_experts(rows, chunks)
         if prefill is not None:
             prefill.keep()
         self.prefill_tokens += num_prompt
         self.decode_tokens += len(rows) + padding * self.policy.exact
         return logits[: len(rows) + sum(c.completes for c in chunks)]
+
+    def _pictures(self, chunks: Sequence[Chunk], first: int) -> VisionInputs | None:
+        """Features of what the chunks show, the first of which begins at token ``first`` of the pass."""
+        pieces = []
+        for chunk in chunks:
+            if chunk.prompt.view is not None:
+                pieces.append((chunk.prompt.view, chunk.start, chunk.end, first))
+            first += chunk.length
+        return self.features.inputs(pieces) if self.features is not None else None
 
     def _note_experts(self, rows: Sequence[Row], chunks: Sequence[Chunk]) -> None:
         """Leave what the pass chose with the rows and prompts whose tokens they are."""
@@ -252,18 +275,24 @@ class PoolRunner:
             end += chunk.length
 
     def _logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: StepPlan,
+        wanted: torch.Tensor | None,
+        seen: Mapping[str, Any],
     ) -> torch.Tensor:
-        """(T,) packed tokens -> (T or len(wanted), V)."""
+        """(T,) packed tokens, (T,) or (axes, T) positions -> (T or len(wanted), V)."""
         if self.native is not None:
             return self.native(ids, positions, plan, wanted)
         with attending(plan) as cache:
             output = self.model(
                 input_ids=ids[None],
-                position_ids=positions[None],
+                position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=0 if wanted is None else wanted,
+                **seen,
             )
         return output.logits[0]
 
@@ -381,6 +410,20 @@ def _write_prompt(block: KVBlock, prompt: Prompt, rows: Sequence[Row]) -> None:
         keys[..., done:end, :] = key if keys.dim() == 4 else key.unsqueeze(2)
         values[..., done:end, :] = value if values.dim() == 4 else value.unsqueeze(2)
         done = end
+
+
+def _positions_of(chunk: Chunk, device: torch.device) -> torch.Tensor:
+    """(tokens,) rotary positions, or (axes, tokens) of a prompt with pictures."""
+    view = chunk.prompt.view
+    if view is None:
+        return torch.arange(chunk.start, chunk.end, device=device)
+    return view.positions[:, chunk.start : chunk.end].to(device)
+
+
+def _on_axes(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(T,) where all parts have one axis; else (axes, T), text alike on all of them."""
+    axes = max(part.shape[0] if part.dim() == 2 else 0 for part in parts)
+    return torch.cat([part.expand(axes, -1) if axes and part.dim() == 1 else part for part in parts], dim=-1)
 
 
 def _free_bytes(device: torch.device) -> int | None:

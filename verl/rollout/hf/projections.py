@@ -5,13 +5,13 @@ together: query, key and value in one product. Two forms hold the same numbers:
 
 - `FusedProjections` makes the parameters views of larger tensors; for accelerators. New weights arrive through them.
 - `PackedProjections` keeps a second copy in the layout that is fastest for its size; for CPU. `refresh` must be called
-  after new weights arrived.
+  after new weights arrived. Of layers in 8 bits it keeps nothing, and makes the copy for each product (`Restored`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from verl.metrics import log
+from verl.rollout.hf.quantized import QuantizedLinear
 
 MEMORY_SHARE = 0.25
 """Part of the available memory that a second copy of the weights may take."""
@@ -36,7 +37,7 @@ PROBED_ROWS = (*range(GRID, 321, GRID), 512)
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The linear layers of one decoder layer."""
+    """The linear layers of one decoder layer, in full or in 8 bits (`QuantizedLinear`)."""
 
     q: nn.Linear
     k: nn.Linear
@@ -49,7 +50,7 @@ class LayerModules:
     @property
     def sizes(self) -> list[int]:
         """Columns of query, key and value."""
-        return [len(module.weight) for module in (self.q, self.k, self.v)]
+        return [module.out_features for module in (self.q, self.k, self.v)]
 
 
 class Projections(Protocol):
@@ -80,6 +81,11 @@ class Projections(Protocol):
 
     def release(self) -> None:
         """Free what `refresh` makes."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what `refresh` made."""
         ...
 
 
@@ -113,12 +119,20 @@ class FusedProjections:
     def release(self) -> None:
         pass
 
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
 
 class PackedProjections:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, layer: LayerModules):
-        self._layer = layer
+    Args:
+        lay_out: weight and bias -> the product with a copy of them; None: the fastest on CPU.
+    """
+
+    def __init__(self, layer: LayerModules, lay_out: LayOut | None = None):
+        self._layer, self._lay_out = layer, lay_out or laid_out
         self.release()
 
     @property
@@ -127,14 +141,21 @@ class PackedProjections:
 
     def refresh(self) -> None:
         layer = self._layer
-        self._qkv = laid_out(*_joined([layer.q, layer.k, layer.v]))
-        self._out, self._gate, self._up, self._down = (
-            laid_out(m.weight, m.bias) for m in (layer.out, layer.gate, layer.up, layer.down)
-        )
+        products = ([layer.q, layer.k, layer.v], [layer.out], [layer.gate], [layer.up], [layer.down])
+        self._qkv, self._out, self._gate, self._up, self._down = (self._product(modules) for modules in products)
+
+    def _product(self, modules: Sequence[nn.Linear]) -> CopiedLinear:
+        if all(isinstance(module, QuantizedLinear) for module in modules):
+            return Restored(modules, self._lay_out)
+        return self._lay_out(*_joined(modules))
 
     def release(self) -> None:
         nothing: CopiedLinear = PackedLinear.nothing()
         self._qkv = self._out = self._gate = self._up = self._down = nothing
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(product.num_bytes for product in (self._qkv, self._out, self._gate, self._up, self._down))
 
     def qkv(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.joint_qkv(x).split(self._layer.sizes, dim=-1)
@@ -155,6 +176,8 @@ class CopiedLinear(Protocol):
 
     fewest_rows: int
     """See `Projections`."""
+    num_bytes: int
+    """Memory of the copy."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -173,9 +196,10 @@ class PackedLinear:
     What is done to each number of the result happens before it is rounded and leaves the cache.
     """
 
-    fewest_rows = 1
+    fewest_rows, num_bytes = 1, 0
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.num_bytes = weight.nbytes
         self._linear: Any = torch.ops.mkldnn._linear_pointwise
         with torch.no_grad():
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
@@ -203,6 +227,7 @@ class TransposedLinear:
     fewest_rows = GRID
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.num_bytes = weight.nbytes
         self._weight = weight.detach().t().contiguous()
         self._bias = None if bias is None else bias.detach()
 
@@ -217,6 +242,55 @@ class TransposedLinear:
             return self(x).mul_(other)
         summed = torch.addmm(other, x, self._weight)
         return summed if self._bias is None else summed.add_(self._bias)
+
+
+class PlainLinear:
+    """As torch computes it, from the weight as it is; for accelerators."""
+
+    fewest_rows, num_bytes = 1, 0
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
+        return self(x).mul_(other) if how == "mul" else self(x).add_(other)
+
+
+class Restored:
+    """Layers in 8 bits, side by side: their weights are restored and laid out for each product, and not kept.
+
+    So a row has the bits that a sampler with the rounded weights in full would give it.
+
+    Args:
+        lay_out: see `PackedProjections`.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, modules: Sequence[nn.Linear], lay_out: LayOut):
+        self._modules, self._lay_out = modules, lay_out
+        self.fewest_rows = self._now().fewest_rows
+
+    def _now(self) -> CopiedLinear:
+        return self._lay_out(*_joined(self._modules))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._now()(x)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self._now().silu(x)
+
+    def joined(self, x: torch.Tensor, other: torch.Tensor, how: str) -> torch.Tensor:
+        return self._now().joined(x, other, how)
+
+
+LayOut = Callable[[torch.Tensor, torch.Tensor | None], CopiedLinear]
 
 
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None) -> CopiedLinear:
@@ -265,7 +339,9 @@ def can_pack(dtype: torch.dtype, num_bytes: int) -> bool:
 
 @torch.no_grad()
 def _joined(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights and biases one below the other."""
+    """Weights and biases one below the other; those of a single module as they are."""
+    if len(modules) == 1:
+        return modules[0].weight.detach(), None if modules[0].bias is None else modules[0].bias.detach()
     biases = [m.bias for m in modules]
     whole = None if any(b is None for b in biases) else torch.cat([b.detach() for b in biases])
     return torch.cat([m.weight.detach() for m in modules]), whole

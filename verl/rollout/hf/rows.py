@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
+from verl.rollout.hf.seen import PromptView
 from verl.rollout.resume import after, joined
 
 RowState = Literal["waiting", "admitted", "running", "ended"]
@@ -123,6 +124,7 @@ class Prompt:
         pieces: keys (layers, heads, tokens, dim) and values of ``token_ids[:num_done]``, in order.
         logits: (V,) of the last position, once everything is computed.
         experts: of ``token_ids[:num_done]``, in order, where they are recorded.
+        view: its pictures, if it has any.
     """
 
     token_ids: tuple[int, ...]
@@ -132,10 +134,21 @@ class Prompt:
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     logits: torch.Tensor | None = None
     experts: list[np.ndarray] = field(default_factory=list)
+    view: PromptView | None = None
 
     @property
     def length(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def identity(self) -> tuple[tuple[int, ...], bytes]:
+        """Equal for prompts whose computation serves each other."""
+        return self.token_ids, b"" if self.view is None else self.view.digest
+
+    @property
+    def shift(self) -> int:
+        """Added to the number of a token behind the prompt for its rotary position."""
+        return 0 if self.view is None else self.view.shift
 
     def forget(self) -> None:
         """Drop what was computed; the next row starts from nothing."""

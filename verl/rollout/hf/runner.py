@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.models.router_replay import ExpertRecorder
 from verl.rollout.hf.rows import Chunk, Prompt, Row
+from verl.rollout.hf.seen import Features
 
 UNLIMITED = 1 << 62
 """Capacity of a cache that grows as it needs."""
@@ -24,6 +25,7 @@ class ModelRunner(Protocol):
         can_chunk: whether a prompt may be computed in several steps.
         keeps_prompts: whether a computed prompt can serve rows that are admitted later.
         prefill_tokens, decode_tokens: what went through the model so far; padding counts where exactness asks for it.
+        features: of pictures in prompts; None where prompts are text.
         recorder: leaves the experts of each token in ``experts`` of its row or prompt; None: nothing is recorded.
         is_unwanted: asked within a pass that computes no prompt: whether to leave it by `PassAbandoned`; a runner that
             cannot leave a pass does not ask.
@@ -31,6 +33,7 @@ class ModelRunner(Protocol):
 
     recorder: ExpertRecorder | None
     is_unwanted: Callable[[], bool] | None
+    features: Features | None
     can_chunk: bool
     keeps_prompts: bool
     prefill_tokens: int
@@ -82,6 +85,11 @@ class ModelRunner(Protocol):
     @property
     def num_cache_bytes(self) -> int: ...
 
+    @property
+    def num_copied_bytes(self) -> int:
+        """Memory of what is derived from the model's weights."""
+        ...
+
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the input embedding: what a token id must be below (padding of the vocabulary included)."""
@@ -104,6 +112,10 @@ class BorrowedModel:
             config = vars(module).get("config")
             if isinstance(config, PreTrainedConfig):
                 configs[id(config)] = config
+        own: Any = vars(model).get("config")
+        text = own and own.get_text_config(decoder=True)
+        if text is not own and id(text) in configs:
+            configs = {id(text): text}  # an encoder beside the language model attends in both directions
         self._configs = list(configs.values())
 
     @contextmanager

@@ -21,7 +21,7 @@ from verl import stacks
 from verl.config.node import key_of
 from verl.config.replayed_experts import records_experts
 from verl.device import give_memory_back, keep_freed_memory, torch_dtype
-from verl.errors import ConfigError, NotBuiltError, RolloutError
+from verl.errors import ConfigError, RolloutError
 from verl.metrics import notice
 from verl.models import load_causal_lm
 from verl.models.lora import LoraSettings
@@ -41,9 +41,11 @@ from verl.rollout.hf.attention import PassAbandoned, UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw, raw_log_probs
 from verl.rollout.hf.pool_runner import PoolPolicy
 from verl.rollout.hf.probe import padded_runner, pool_runner
+from verl.rollout.hf.quantized import held_bytes
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
 from verl.rollout.hf.runner import ModelRunner, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
+from verl.rollout.hf.seen import Views, check_sight
 from verl.rollout.hf.weights import SamplerWeights
 from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.resume import continued
@@ -84,9 +86,10 @@ class HFSampler(Sampler):
         at_update: what new weights do to running requests.
         logprobs_mode: one of `LOGPROBS_MODES`.
         record_experts: completions say which experts a mixture chose for each token.
+        quantization: keep the linear layers of a model that the sampler owns in 8 bits, see `QuantizedLinear`.
 
     Raises:
-        ModelError: the model has no experts to record.
+        ModelError: the model has no experts to record, or cannot be quantized.
 
     Example:
         >>> sampler = HFSampler("path/to/model")
@@ -116,6 +119,7 @@ class HFSampler(Sampler):
         at_update: AtUpdate = "wait",
         logprobs_mode: str = "processed_logprobs",
         record_experts: bool = False,
+        quantization: str | None = None,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise RolloutError(
@@ -143,11 +147,15 @@ class HFSampler(Sampler):
             record_after=RECORD_AFTER if record else None,
             cache_bytes=cache_bytes,
         )
+        assert owned or quantization is None, "another's weights are not rounded"
+        # A runner finds layers that are rounded already. It may move others, and then it is known where new values go.
+        rounded = None if quantization is None else SamplerWeights(model, adapter, quantization)
         recorder = ExpertRecorder(model) if record_experts else None
         self._runner: ModelRunner = _make_runner(model, self.max_model_len, policy, owned)
         self._runner.recorder = recorder
         self._call = _Call()
         self._runner.is_unwanted = self._call.leaves_pass
+        self._weights = rounded or SamplerWeights(model, adapter)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -156,7 +164,7 @@ class HFSampler(Sampler):
             share=share_prompts,
             reserve=self._runner.reserve,
         )
-        self._weights = SamplerWeights(model, adapter)
+        self._views = None if self._runner.features is None else Views(self._runner.features.family)
         self._state = Readiness()
         self._task: asyncio.Task[None] | None = None
         self.at_update = at_update
@@ -210,6 +218,7 @@ class HFSampler(Sampler):
             at_update=rollout.requests_at_update,
             logprobs_mode=rollout.logprobs_mode,
             record_experts=records_experts(rollout),
+            quantization=rollout.quantization,
             **options,
         )
         tell_of_context(rollout, sampler.max_model_len)
@@ -217,7 +226,7 @@ class HFSampler(Sampler):
 
     @classmethod
     def why_adapter_is_merged(cls, rollout: Any) -> str:
-        return ""
+        return "weights are rounded with the adapter in them" if rollout.quantization is not None else ""
 
     @property
     def version(self) -> int:
@@ -225,8 +234,7 @@ class HFSampler(Sampler):
 
     async def generate(self, request: Request) -> Completion:
         self._state.check()
-        if request.images is not None or request.videos is not None:
-            raise NotBuiltError("the hf sampler takes text only", key=f"request {request.id}")
+        check_sight(request, self.model, self._views)
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         self._check_room(request)
         loop = asyncio.get_running_loop()
@@ -293,7 +301,8 @@ class HFSampler(Sampler):
 
         ``forward_tokens`` is what went through the model: each distinct prompt once (``prefill_tokens``), and every
         response token but the last of each response, which needs no successor (``decode_tokens``).
-        ``prompt_hits`` counts requests whose prompt was computed for another one.
+        ``prompt_hits`` counts requests whose prompt was computed for another one, ``images_encoded`` images and videos
+        that went through the tower. ``weight_bytes`` is the memory of the weights and of their copies.
         """
         runner = self._runner
         return {
@@ -302,8 +311,10 @@ class HFSampler(Sampler):
             "decode_tokens": runner.decode_tokens,
             "forward_tokens": runner.prefill_tokens + runner.decode_tokens,
             "prompt_hits": self._scheduler.prompt_hits,
+            "images_encoded": 0 if runner.features is None else runner.features.num_encoded,
             "cache_bytes": runner.num_cache_bytes,
             "weight_bytes_received": self._weights.num_bytes,
+            "weight_bytes": held_bytes(self.model) + runner.num_copied_bytes,
         }
 
     def _check_room(self, request: Request) -> None:
@@ -328,7 +339,8 @@ class HFSampler(Sampler):
         key = np.array(
             stream_key(self.seed + sampling.seed, request.uid or request.id, request.sample_index), dtype=np.uint64
         )
-        prompt = self._scheduler.prompt_for((*request.token_ids, *request.generated_prefix))
+        view = None if self._views is None else self._views.of(request)
+        prompt = self._scheduler.prompt_for((*request.token_ids, *request.generated_prefix), view)
         return Row(request, prompt, stops, key, future)
 
     def _ensure_running(self) -> None:

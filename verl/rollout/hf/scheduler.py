@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from verl.rollout.hf.rows import Chunk, Prompt, Row
+from verl.rollout.hf.seen import PromptView
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Scheduler:
         self._line: list[tuple[int, int, Row]] = []
         self._arrival = itertools.count()
         self._first = 0
-        self._known: dict[tuple[int, ...], Prompt] = {}
+        self._known: dict[tuple[tuple[int, ...], bytes], Prompt] = {}
         self._computing: list[Prompt] = []
 
     @property
@@ -69,11 +70,10 @@ class Scheduler:
     def is_empty(self) -> bool:
         return not self._computing and all(row.state != "waiting" for _, _, row in self._line)
 
-    def prompt_for(self, token_ids: tuple[int, ...]) -> Prompt:
-        """The prompt that waits or is being computed with these tokens, or a new one."""
-        if not self.share:
-            return Prompt(token_ids)
-        return self._known.setdefault(token_ids, Prompt(token_ids))
+    def prompt_for(self, token_ids: tuple[int, ...], view: PromptView | None = None) -> Prompt:
+        """The prompt that waits or is being computed with these tokens and pictures, or a new one."""
+        prompt = Prompt(token_ids, view=view)
+        return self._known.setdefault(prompt.identity, prompt) if self.share else prompt
 
     def add(self, row: Row) -> None:
         row.state = "waiting"
@@ -176,8 +176,8 @@ class Scheduler:
         self._computing = [p for p in self._computing if p is not prompt]
         if not prompt.num_waiting:
             prompt.forget()
-            if self._known.get(prompt.token_ids) is prompt:
-                del self._known[prompt.token_ids]
+            if self._known.get(prompt.identity) is prompt:
+                del self._known[prompt.identity]
 
 
 def _next_chunk(prompt: Prompt, budget: int, admission: Admission) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from verl.errors import RolloutError
+from verl.errors import ModelError, RolloutError
 from verl.models import export_weights, load_weights
 from verl.models.lora import LoraSettings
 from verl.models.weights import views_on_disk
+from verl.rollout.hf import quantized
 from verl.rollout.hf.adapter import AdapterBuffer
 from verl.weight_sync import WeightChunk, WeightInventory
 from verl.weight_sync.chunks import taking
@@ -21,15 +23,21 @@ class SamplerWeights:
 
     Args:
         adapter: of which nothing but the factors arrives; the weights that are there are its base.
+        quantization: the format in which the model's linear layers are kept from here on; None: as they are.
+
+    Raises:
+        ModelError: to be quantized, and a weight of its files lies in no single tensor.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: LoraSettings | None = None):
+    def __init__(self, model: PreTrainedModel, adapter: LoraSettings | None = None, quantization: str | None = None):
         self.model = model
         self.num_bytes = 0
         self._adapter = None if adapter is None else AdapterBuffer(model, adapter)
         targets = _targets(model)
         # A family may keep weights in another form than files do: those are collected, then converted.
         self._inventory = None if targets is None else WeightInventory(targets)
+        if quantization is not None:
+            self._inventory = _quantized(model, quantization, targets)
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> None:
@@ -78,6 +86,27 @@ class SamplerWeights:
         for storage, num_bytes in emptied:
             storage.resize_(num_bytes)
         return bool(emptied)
+
+
+def _quantized(model: PreTrainedModel, kind: str, targets: dict[str, torch.Tensor] | None) -> WeightInventory:
+    """Quantize the model; where weights under the names of ``targets`` arrive then."""
+    if targets is None:
+        raise ModelError(
+            f"weights of {type(model).__name__} lie otherwise in memory than in files: they cannot be rounded",
+            key=quantized.KEY,
+            got=kind,
+            fix="Leave it out.",
+        )
+    names = {(t.data_ptr(), t.numel()): name for name, t in targets.items()}
+    before = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantized.quantize(model, kind)
+    takers = {}
+    for name, layer in quantized.quantized_layers(model):
+        weight = before[name.removesuffix(".weight")]
+        takers[names[weight.data_ptr(), weight.numel()]] = layer.take
+    # Without memory of their own: the weights that were there before are freed with `before`.
+    empty = {name: torch.empty_like(targets[name], device="meta") for name in takers}
+    return WeightInventory({**targets, **empty}, takers)
 
 
 def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:

@@ -75,7 +75,7 @@ class ChildHandle(Handle):
         self.process.close()
 
     async def _generate(self, request: Request) -> Completion:
-        if request.images is not None or request.videos is not None:
+        if request.sees:
             raise RolloutError("a sampler in a process of its own takes text only", key=f"request {request.id}")
         completion = await self._ask(own.GENERATE, own.to_json(request))
         ids = tuple(completion["token_ids"])

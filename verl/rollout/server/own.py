@@ -68,9 +68,12 @@ KINDS: dict[str, tuple[type, ...]] = {
 """What the fields of a request hold. One of another kind fails inside the engine, and all requests there with it."""
 
 
+PICTURES = ("images", "videos", "multi_modal_inputs")
+
+
 def to_json(request: Request) -> dict[str, Any]:
-    """A request as JSON; images and videos stay behind, they are refused before."""
-    fields = {name: value for name, value in vars(request).items() if name not in ("images", "videos")}
+    """A request as JSON; pictures stay behind, they are refused before."""
+    fields = {name: value for name, value in vars(request).items() if name not in PICTURES}
     return {**fields, "sampling": vars(request.sampling)}
 
 

@@ -40,7 +40,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "model": str(model.path),
         "tokenizer": model.tokenizer_path or None,
         "trust_remote_code": bool(model.trust_remote_code),
-        "hf_overrides": dict(model.override_config or {}) or None,
+        "hf_overrides": _overrides(rollout, model) or None,
         "dtype": auto if rollout.dtype == "auto" else rollout.dtype,
         "seed": int(rollout.seed),
         "load_format": _load_format(rollout.load_format, device, facts, adapter),
@@ -185,6 +185,28 @@ def check_model(facts: ModelFacts, on_cpu: bool) -> None:
             allowed=CPU_HEAD_DIMS,
             fix="Set actor_rollout_ref.rollout.name=hf, which takes any.",
         )
+
+
+def check_quantization(arguments: Mapping[str, Any], on_cpu: bool) -> None:
+    """Refuse a format that the build has no kernels for, before the engine is started.
+
+    Raises:
+        RolloutError: FP8 on a CPU.
+    """
+    if on_cpu and arguments.get("quantization") == "fp8":
+        raise RolloutError(
+            "vLLM on CPU has no FP8 kernels",
+            key=f"{_R}.quantization",
+            got="fp8",
+            fix=f"Set {_R}.name=hf, or {_R}.quantization=torchao with a file of its Int8WeightOnlyConfig.",
+        )
+
+
+def _overrides(rollout: Any, model: Any) -> dict[str, Any]:
+    """Of the model's config.json; the second is where vLLM looks for torchao's configuration."""
+    given = dict(model.override_config or {})
+    file = rollout.quantization_config_file
+    return given if file is None else {**given, "quantization_config_file": str(file)}
 
 
 def _load_format(asked: str, device: str, facts: ModelFacts, adapter: LoraSettings | None) -> str:

@@ -72,6 +72,7 @@ class VLLMSampler(GatedSampler):
         model = str(engine_arguments["model"])
         facts = facts or ModelFacts.of(model)
         arguments.check_model(facts, versions.is_on_cpu())
+        arguments.check_quantization(engine_arguments, versions.is_on_cpu())
         base = {
             "skip_tokenizer_init": True,
             "worker_extension_cls": arguments.PATH,
@@ -112,7 +113,7 @@ class VLLMSampler(GatedSampler):
 
     @classmethod
     def why_adapter_is_merged(cls, rollout: Any) -> str:
-        return ""
+        return "weights are rounded with the adapter in them" if rollout.quantization is not None else ""
 
     async def _abort(self, request_ids: Collection[str]) -> int:
         count = 0

@@ -46,8 +46,12 @@ class WorkerGroup(ABC):
         self._checker: threading.Thread | None = None
 
     @classmethod
-    def on_device(cls, device_name: str) -> Callable[..., WorkerGroup]:
-        """What makes a group of a pool and a class on devices of that kind: the class, where it does not matter."""
+    def on_device(cls, device_name: str, by_reference: bool = False) -> Callable[..., WorkerGroup]:
+        """What makes a group of a pool and a class on devices of that kind: the class, where it does not matter.
+
+        Args:
+            by_reference: where workers have processes of their own, columns of the batches that they return stay there.
+        """
         return cls
 
     # ---- what a runtime provides -------------------------------------------------------------------------------

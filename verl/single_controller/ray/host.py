@@ -68,10 +68,10 @@ class HostBase:
             "port": free_port(ports),
         }
 
-    def _settle(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
+    def _settle(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None, by_reference: bool) -> None:
         from verl.single_controller.ray.hosted_worker import HostedWorker  # from here on torch is loaded
 
-        self._place = HostedWorker(self.name, boxed_class, info, threads)
+        self._place = HostedWorker(self.name, boxed_class, info, threads, by_reference)
 
     @property
     def place(self) -> HostedWorker:
@@ -88,9 +88,11 @@ class WorkerHost(HostBase):
     def introduce(self, ports: tuple[int, int] | None = None) -> dict[str, Any]:
         return self._introduction(ports)
 
-    def build(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
+    def build(
+        self, boxed_class: list[Any], info: dict[str, Any], threads: int | None, by_reference: bool = False
+    ) -> None:
         """Construct the worker."""
-        self._settle(boxed_class, info, threads)
+        self._settle(boxed_class, info, threads, by_reference)
 
     def describe(self) -> dict[str, Any]:
         """The worker's place among its peers and its roles."""
@@ -129,9 +131,11 @@ class AsyncWorkerHost(HostBase):
     async def introduce(self, ports: tuple[int, int] | None = None) -> dict[str, Any]:
         return self._introduction(ports)
 
-    async def build(self, boxed_class: list[Any], info: dict[str, Any], threads: int | None) -> None:
+    async def build(
+        self, boxed_class: list[Any], info: dict[str, Any], threads: int | None, by_reference: bool = False
+    ) -> None:
         """Construct the worker."""
-        await self._in(self._order, self._settle, boxed_class, info, threads)
+        await self._in(self._order, self._settle, boxed_class, info, threads, by_reference)
         self.place.loop = asyncio.get_running_loop()
 
     async def describe(self) -> dict[str, Any]:

@@ -31,10 +31,18 @@ class HostedWorker:
         boxed_class: a reference to the `ClassWithInitArgs` of the worker, in a list.
         info: fields of the worker's `WorkerInfo`.
         threads: torch's thread count; None shares the node's cores among its workers.
+        by_reference: columns of batches that methods return stay in this node's object store.
     """
 
-    def __init__(self, name: str, boxed_class: list[Any], info: Mapping[str, Any], threads: int | None):
-        self.info = WorkerInfo(**info)
+    def __init__(
+        self,
+        name: str,
+        boxed_class: list[Any],
+        info: Mapping[str, Any],
+        threads: int | None,
+        by_reference: bool = False,
+    ):
+        self.info, self._by_reference = WorkerInfo(**info), by_reference
         self.loop: asyncio.AbstractEventLoop | None = None
         self._set_environment()
         stacks.listen()
@@ -90,7 +98,7 @@ class HostedWorker:
             if inspect.iscoroutine(result):
                 result = asyncio.run_coroutine_threadsafe(result, self._running_loop()).result()
             transfer.check_untouched(arrived)
-            return result
+            return self._sent(result)
 
     def is_async(self, target: str, method: str) -> bool:
         """Whether a method must run in the event loop."""
@@ -109,7 +117,10 @@ class HostedWorker:
             arrived = transfer.arrived_tensors(args, kwargs)
             result = await function(*args, **kwargs)
             transfer.check_untouched(arrived)
-            return result
+            return self._sent(result)
+
+    def _sent(self, result: Any) -> Any:
+        return transfer.stored(result) if self._by_reference else result
 
     def _target(self, target: str) -> tuple[str, Any, RngState]:
         if target not in self._targets:
@@ -131,7 +142,7 @@ class HostedWorker:
 
 def _fetched(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> transfer.Call:
     """The arguments as values; waits for them."""
-    return materialized(function, *transfer.opened(args, kwargs))
+    return transfer.fetched(*materialized(function, *transfer.opened(args, kwargs)))
 
 
 class _ActiveRng:

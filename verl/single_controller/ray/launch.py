@@ -46,6 +46,7 @@ class LaunchPlan:
         register_seconds: how long the processes may take to come up.
         num_threads: threads for plain methods of an object behind a handle.
         behind_handle: the object is only used through handles.
+        by_reference: columns of batches that it returns stay in its node's object store.
     """
 
     role: str
@@ -59,6 +60,7 @@ class LaunchPlan:
     register_seconds: float = REGISTER_SECONDS
     num_threads: int = 1
     behind_handle: bool = False
+    by_reference: bool = False
 
     @property
     def concurrent(self) -> bool:
@@ -212,7 +214,7 @@ def _build(recipe: LaunchPlan, fleet: Fleet, master: tuple[str, int]) -> None:
             role=recipe.role,
             seed=recipe.seed,
         )
-        calls.append(member.actor.build.remote(boxed, asdict(info), _threads(len(nodes))))
+        calls.append(member.actor.build.remote(boxed, asdict(info), _threads(len(nodes)), recipe.by_reference))
     failures.fetch(calls)
 
 

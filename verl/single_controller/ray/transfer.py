@@ -14,16 +14,17 @@ import numpy as np
 import ray
 import torch
 from ray.util.serialization import register_serializer
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from verl.errors import WorkerError
-from verl.protocol import DataProto, DataProtoFuture, register_reference
+from verl.protocol import DataProto, DataProtoFuture, register_reference, traffic
 from verl.protocol.codec import DTYPE_CODES, DTYPES, tensor_bytes, tensor_from_bytes
+from verl.protocol.lazy import LazyColumn, store_tensors
 from verl.single_controller.ray import failures
 
 SHARED_BYTES = 64 << 10
 """An argument for several workers of at least this size is put into shared memory once; smaller ones ride along."""
-_COUNTED_ITEMS = 1000
+_COUNTED_ITEMS, _COUNTED_ROWS = 1000, 64
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -32,6 +33,65 @@ def install() -> None:
     """Teach this process (the controller or a worker) to send tensors as buffers and to wait for Ray's references."""
     register_serializer(torch.Tensor, serializer=_flat, deserializer=_rebuilt)
     register_reference(ray.ObjectRef, failures.fetch)
+
+
+def stored(result: Any) -> Any:
+    """A result in which the columns of a batch stay in this node's object store, and their references travel.
+
+    They live as long as somebody holds them: with the last batch that has their rows the store frees them.
+    """
+    if not isinstance(result, DataProto) or result.batch is None:
+        return result
+    columns = store_tensors(dict(result.batch.items()), ray.put, ray.util.get_node_ip_address())
+    batch = TensorDict(columns, batch_size=result.batch.batch_size)
+    return DataProto(batch, result.non_tensor_batch, result.meta_info)
+
+
+def fetched(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Arguments whose batches have their columns here: only the rows that this process was given are fetched."""
+    return (
+        tuple(_fetched(value) for value in args),
+        {name: _fetched(value) for name, value in kwargs.items()},
+    )
+
+
+def _fetched(value: Any) -> Any:
+    return value.fetched() if isinstance(value, DataProto) else value
+
+
+def count_sent(calls: Sequence[Call]) -> None:
+    """Count what goes out by value: an argument that is shared once, of the others each."""
+    for value in {id(v): v for args, kwargs in calls for v in (*args, *kwargs.values())}.values():
+        traffic.count_sent(value_bytes(value))
+
+
+def count_received(results: Any) -> None:
+    """Count what came in by value."""
+    for value in results if isinstance(results, list) else [results]:
+        traffic.count_received(value_bytes(value))
+
+
+def value_bytes(value: Any) -> int:
+    """The bytes of a batch that travel in the message itself; of a lazy column those of its plan."""
+    if not isinstance(value, DataProto):
+        return 0
+    tensors = value.batch.values() if value.batch is not None else ()
+    columns = sum(_message_bytes(tensor) for tensor in tensors)
+    return columns + sum(_column_bytes(column) for column in value.non_tensor_batch.values())
+
+
+def _message_bytes(tensor: Any) -> int:
+    if isinstance(tensor, LazyColumn):
+        return tensor.plan.num_bytes
+    return payload_bytes(tensor)
+
+
+def _column_bytes(column: np.ndarray) -> int:
+    """Of objects an estimate from some rows: to look at every value would take longer than to send them."""
+    if column.dtype != object or len(column) <= _COUNTED_ROWS:
+        return payload_bytes(column)
+    some = column[:: -(-len(column) // _COUNTED_ROWS)]
+    return payload_bytes(some) * len(column) // len(some)
 
 
 def _flat(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -82,7 +142,12 @@ def share(calls: Sequence[Call]) -> list[Call]:
 
 def refers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether some argument is not there yet, but has to be fetched."""
-    return any(isinstance(value, BoxedRef | DataProtoFuture) for value in (*args, *kwargs.values()))
+    values = (*args, *kwargs.values())
+    return any(isinstance(value, BoxedRef | DataProtoFuture) or _is_lazy(value) for value in values)
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, DataProto) and value.has_lazy_columns
 
 
 def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -100,7 +165,9 @@ def payload_bytes(value: Any) -> int:
     for number, leaf in enumerate(_leaves(value)):
         if number >= _COUNTED_ITEMS:
             return max(total, SHARED_BYTES)  # too many to count is not small
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, LazyColumn):
+            total += leaf.plan.num_bytes
+        elif isinstance(leaf, torch.Tensor):
             total += leaf.numel() * leaf.element_size()  # as if it were dense: only the order of magnitude counts
         elif isinstance(leaf, np.ndarray):
             total += leaf.nbytes
@@ -128,23 +195,24 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-Arrived = list[tuple[str, torch.Tensor]]
+Arrived = list[tuple[str, torch.Tensor, int]]
 
 
 def arrived_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arrived:
-    """The tensors of the batches among the arguments, with their names."""
+    """The tensors of the batches among the arguments, with their names and versions."""
     tensors: Arrived = []
     for value in (*args, *kwargs.values()):
         batch = value.batch if isinstance(value, DataProto) else value
         if isinstance(batch, TensorDictBase):
-            tensors += [(str(key), item) for key, item in batch.items() if isinstance(item, torch.Tensor)]
+            here = ((str(key), item) for key, item in batch.items() if isinstance(item, torch.Tensor))
+            tensors += [(key, item, item._version) for key, item in here if not item.is_inference()]
     return tensors
 
 
 def check_untouched(arrived: Arrived) -> None:
     """Refuse what a method did to its arguments: the memory is also read by other workers and by the controller."""
-    for name, tensor in arrived:
-        if not tensor.is_inference() and tensor._version:
+    for name, tensor, version in arrived:
+        if tensor._version != version:
             raise WorkerError(
                 f"this method wrote into the tensor {name!r} of its batch, which is memory shared between processes",
                 fix=f"Write into a copy: batch[{name!r}] = batch[{name!r}].clone(). In one process the same code would "

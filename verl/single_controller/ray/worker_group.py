@@ -42,6 +42,8 @@ class RayWorkerGroup(WorkerGroup):
         master_port_range: first and last port that rank 0 may offer for process groups.
         use_gpu: False overrides the pool's.
         seed: the run's seed; each worker starts from `worker_seed` (seed, role, rank).
+        by_reference: columns of the batches that workers return stay in Ray's object store on their nodes, and the
+            caller gets lazy ones (`verl.protocol.lazy`); False: he gets all of them.
 
     Example:
         >>> group = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(CriticWorker, config))
@@ -70,6 +72,7 @@ class RayWorkerGroup(WorkerGroup):
         master_port_range: Sequence[int] | None = None,
         use_gpu: bool = True,
         seed: int = 0,
+        by_reference: bool = False,
     ):
         super().__init__(resource_pool)
         self._register_seconds = ray_wait_register_center_timeout
@@ -95,20 +98,21 @@ class RayWorkerGroup(WorkerGroup):
                 nsight=nsight_options(worker_nsight_options or {}, profile_steps),
                 ports=(master_port_range[0], master_port_range[1]) if master_port_range else None,
                 register_seconds=ray_wait_register_center_timeout,
+                by_reference=by_reference,
             )
             fleet, master = launch(recipe, slots)
         self._attach(role, ray_cls.cls, fleet, master)
         self.start_worker_aliveness_check()
 
     @classmethod
-    def on_device(cls, device_name: str) -> Callable[..., RayWorkerGroup]:
+    def on_device(cls, device_name: str, by_reference: bool = False) -> Callable[..., RayWorkerGroup]:
         """Takes any pool: one of another runtime becomes Ray's, of as many processes on as many nodes."""
         use_gpu = device_name != "cpu"
 
         def make(pool: ResourcePool, *args: Any, **kwargs: Any) -> RayWorkerGroup:
             if not isinstance(pool, RayResourcePool):
                 pool = RayResourcePool(pool.store, use_gpu, max_colocate_count=pool.max_colocate_count)
-            return cls(pool, *args, device_name=device_name, use_gpu=use_gpu, **kwargs)
+            return cls(pool, *args, device_name=device_name, use_gpu=use_gpu, by_reference=by_reference, **kwargs)
 
         return make
 
@@ -167,10 +171,10 @@ class RayWorkerGroup(WorkerGroup):
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._send(method_name, transfer.share(self.spread(args, kwargs)))
+        return self._send(method_name, self.spread(args, kwargs))
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._send(method_name, transfer.share([(args, kwargs)]))[0]
+        return self._send(method_name, [(args, kwargs)])[0]
 
     def wait(self, references: Any) -> Any:
         """The values behind references; after a failure the workers that are still busy with the call are remembered.
@@ -180,10 +184,12 @@ class RayWorkerGroup(WorkerGroup):
             Exception: what a worker raised, with its traceback as the cause.
         """
         try:
-            return super().wait(references)
+            results = super().wait(references)
         except Exception:
             self._fleet.remember_unfinished(references if isinstance(references, list) else [references])
             raise
+        transfer.count_received(results)
+        return results
 
     def handle(self, rank: int = 0, timeout: float | None = None, max_concurrency: int = 1) -> RayHandle:
         """The asynchronous form of one worker: its async methods run beside each other, plain ones in order."""
@@ -211,9 +217,11 @@ class RayWorkerGroup(WorkerGroup):
 
     def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:
         """Start a method on the first workers, one call each, in the order of their ranks."""
+        transfer.count_sent(calls)
+        shared = transfer.share(calls)
         fleet, references = self._fleet, []
         with fleet.sending:
-            for rank, (args, kwargs) in enumerate(calls):
+            for rank, (args, kwargs) in enumerate(shared):
                 caller = self._callers.get((rank, method_name))
                 if caller is None:
                     named = f"{self._worker_names[rank]}.{method_name}"

@@ -11,16 +11,15 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from verl.observability.account import Key
 from verl.protocol import DataProto
+from verl.protocol.lazy import row_bounds
 from verl.trainer.ppo.correction import KEPT_MASK
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.context import StepContext
 
-UNKNOWN_VERSION = np.iinfo(np.int32).max
 ERROR, SAMPLE, ROW = "agent_error", "sample_index", "__row__"
 
 
@@ -47,9 +46,8 @@ def sampled(samples: DataProto, ctx: StepContext) -> None:
     facts["tokens"] = mask.sum(-1).tolist()
     versions = samples.tensors.get("token_versions", None)
     if versions is not None:
-        drawn = versions >= 0
-        facts["newest_version"] = versions.amax(-1).tolist()
-        facts["oldest_version"] = torch.where(drawn, versions, UNKNOWN_VERSION).amin(-1).tolist()
+        oldest, newest = row_bounds(versions)
+        facts["newest_version"], facts["oldest_version"] = newest.tolist(), oldest.tolist()
     ctx.ledger.noted("sampled", ctx.step, keys_of(samples), **facts)
 
 

@@ -19,6 +19,11 @@ def mode_of(ctx: StepContext) -> str:
     return str(ctx.config.actor_rollout_ref.actor.router_replay.mode)
 
 
+def reference_replays(ctx: StepContext) -> bool:
+    """Whether the reference takes the experts that the actor replays."""
+    return bool(ctx.config.actor_rollout_ref.ref.router_replay.mode != "disabled")
+
+
 def without(batch: DataProto) -> DataProto:
     """The batch for a model that chooses its experts itself."""
     if COLUMN not in batch.tensors.keys():
@@ -42,8 +47,14 @@ def check(batch: DataProto, ctx: StepContext) -> None:
 def measure(samples: DataProto, ctx: StepContext) -> None:
     """Report how evenly the sampler used its experts, every so many steps; leave out what nothing else reads.
 
-    ``rollout/moe/max_share`` is the largest share of one expert in the choices of a layer, ``max_load`` that share over
-    the mean one, ``entropy`` the entropy of the shares in nats, its mean over layers. All are of response tokens.
+    All are of response tokens, under ``rollout/moe``. A layer's load is its busiest expert's share over the mean share.
+
+    - ``max_share``: the largest share of one expert in the choices of a layer;
+    - ``max_load``: the load of the worst layer;
+    - ``max_violation``: the load less one, mean over layers; 0 if all experts get as much (MaxVio; Wang et al. 2024,
+      arXiv 2408.15664, section 4.1);
+    - ``entropy``: of a layer's shares, in nats, mean over layers;
+    - ``dead_experts``: how many experts, of all layers together, no token chose.
     """
     interval = ctx.config.actor_rollout_ref.rollout.moe_load_balance_metrics_interval
     if COLUMN not in samples.tensors.keys():
@@ -51,14 +62,14 @@ def measure(samples: DataProto, ctx: StepContext) -> None:
     if interval > 0 and ctx.step % interval == 0:
         known = experts_of(facts_of(ctx.config.actor_rollout_ref.model.path) or {})
         for name, value in balance(samples, known).items():
-            kind: Reduction = "mean" if name == "entropy" else "max"
+            kind: Reduction = "max" if name in ("max_share", "max_load") else "mean"
             ctx.metrics.add(f"rollout/moe/{name}", value, kind, weight=int(samples.tensors["response_mask"].sum()))
     if mode_of(ctx) != "R3":
         samples.tensors.pop(COLUMN)
 
 
 def balance(samples: DataProto, num_experts: int | None) -> dict[str, float]:
-    """See `measure`; ``max_load`` only where the number of experts is known, nothing where no token has a record."""
+    """See `measure`; what needs the number of experts only where it is known, nothing where no token has a record."""
     chosen = samples.tensors[COLUMN][:, -samples.tensors["responses"].shape[1] :]
     chosen = chosen[chosen[..., 0, 0] != NO_RECORD].long()
     if not len(chosen):
@@ -68,4 +79,8 @@ def balance(samples: DataProto, num_experts: int | None) -> dict[str, float]:
     counts = torch.stack([torch.bincount(chosen[:, layer].flatten(), minlength=experts) for layer in range(layers)])
     shares = counts.double() / counts.sum(-1, keepdim=True)
     metrics = {"max_share": float(shares.max()), "entropy": float(torch.special.entr(shares).sum(-1).mean())}
-    return metrics if num_experts is None else {**metrics, "max_load": float(shares.max()) * experts}
+    if num_experts is None:
+        return metrics
+    loads = shares.amax(-1) * experts
+    metrics |= {"max_load": float(loads.max()), "max_violation": float(loads.mean()) - 1}
+    return {**metrics, "dead_experts": float((counts == 0).sum())}

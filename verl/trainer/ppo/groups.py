@@ -17,6 +17,7 @@ from verl.metrics import notice
 from verl.observability.schedule import Notes
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
+from verl.protocol.lazy import trimmed_axis
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import ABOUT_THE_REQUEST, StepContext, together
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
@@ -154,7 +155,7 @@ def trimmed(samples: DataProto) -> DataProto:
     for name, column in tensors.items():
         field = declared_field(name)
         if field is not None and field.time_axis is not None:
-            tensors[name] = column.narrow(field.time_axis, *parts[str(field.time_symbol)]).clone()
+            tensors[name] = trimmed_axis(column, field.time_axis, *parts[str(field.time_symbol)])
     batch = TensorDict(tensors, batch_size=samples.tensors.batch_size, device=samples.tensors.device)
     return DataProto(batch, dict(samples.non_tensor_batch), dict(samples.meta_info))
 

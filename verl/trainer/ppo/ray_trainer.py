@@ -28,7 +28,7 @@ from verl.observability.ledger import Ledger
 from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
-from verl.protocol import DataProto
+from verl.protocol import DataProto, traffic
 from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
 from verl.rollout.base import Moved
 from verl.rollout.lost import EngineLostError
@@ -50,6 +50,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_variance_proxy_metrics,
 )
 from verl.trainer.ppo.oversampling import prompts_at_once
+from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.replicas.keeper import ReplicaKeeper
 from verl.trainer.signals import StepDropped, StopSignals
@@ -100,6 +101,7 @@ class RayPPOTrainer:
         typed = config if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
         self.config = typed = cast(PPOTrainerConfig, typed)
         self.tokenizer, self.processor = tokenizer, processor
+        self.texts = SampleTexts(tokenizer, processor)
         self.role_worker_mapping = placement.plain_classes(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
@@ -169,7 +171,7 @@ class RayPPOTrainer:
             trainers[LENT] = ClassWithInitArgs(LentWorker, **arguments)
         make_group = self.worker_group_cls
         if isinstance(make_group, type):
-            make_group = cast(Any, make_group).on_device(on)
+            make_group = cast(Any, make_group).on_device(on, self.config.transfer_queue.enable)
         groups: dict[str, Any] = {}
         places: list[str] = []
         for pool, classes in by_pool.items():
@@ -216,7 +218,7 @@ class RayPPOTrainer:
         self.ctx = self.state.open(0)
         self.validator = None
         if self.val_loader is not None:
-            self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.tokenizer)
+            self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.texts)
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
         self.checkpoints.on_saved = self._on_saved
         self.tracking, self._folders = None, {}
@@ -382,6 +384,7 @@ class RayPPOTrainer:
             **compute_timing_metrics(batch, ctx.timers.seconds),
             **compute_throughout_metrics(batch, ctx.timers.seconds, ranks),
             **build.memory_metrics(self.config),
+            **{f"perf/controller/{name}_mb": counted / 1e6 for name, counted in traffic.take().items()},
             **({} if self.replicas is None else self.replicas.metrics()),
         }
 
@@ -417,17 +420,17 @@ class RayPPOTrainer:
 
     def describe_samples(self, batch: DataProto) -> dict[str, Any]:
         """Prompt, response, score and reward details of every row as text, for dumps and the console."""
-        decode = self.tokenizer.batch_decode
+        prompts, responses = self.texts.of(batch)
         truths = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
         extra = {
             name: list(batch.non_tensor_batch[name]) for name in self.ctx.sample_info if name in batch.non_tensor_batch
         }
         return {
-            "inputs": decode(batch.tensors["prompts"], skip_special_tokens=True),
-            "outputs": decode(batch.tensors["responses"], skip_special_tokens=True),
+            "inputs": prompts,
+            "outputs": responses,
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
-            "reward_extra_infos": {**extra, **conversation_columns(batch)},
+            "reward_extra_infos": {**extra, **conversation_columns(batch), **self.texts.columns(batch)},
         }
 
     def compute_rollout_importance_weights_and_add_to_batch(

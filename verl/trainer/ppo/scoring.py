@@ -47,7 +47,7 @@ def add_rm_scores(samples: DataProto, roles: Roles, metrics: MetricSet) -> list[
     if "rm_scores" in samples.tensors.keys():
         notice("reward.reward_model.enable", "the agent loop's own scores give way to those of the reward model")
         samples.tensors.pop("rm_scores")
-    columns = [name for name in ("raw_prompt",) if name in samples.non_tensor_batch]
+    columns = [name for name in ("raw_prompt", "multi_modal_inputs") if name in samples.non_tensor_batch]
     asked = samples.select(batch_keys=list(READ), non_tensor_batch_keys=columns)
     asked.meta_info = {}
     role = roles[RM]

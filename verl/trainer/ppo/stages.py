@@ -23,6 +23,7 @@ from verl.algorithms.reweighting import resampled_rows
 from verl.config.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.lazy import scattered_rows, zero_rows
 from verl.single_controller.base import RoleHandle, Roles
 from verl.trainer.ppo import accounting, correction, experts, group_filter, oversampling, positive
 from verl.trainer.ppo.context import StepContext
@@ -144,6 +145,9 @@ def with_answers(prompts: DataProto, made: DataProto, metrics: MetricSet) -> Dat
     for name, parts in made.meta_info.pop("metrics", {}).items():
         for metric in parts if isinstance(parts, list) else [parts]:  # a list where ranks were put together
             metrics.merge({name: metric})
+    for name in ("multi_modal_data", "multi_modal_inputs"):
+        if name in made.non_tensor_batch:  # with the images of later turns
+            prompts.non_tensor_batch.pop(name, None)
     return prompts.union(made)
 
 
@@ -187,8 +191,7 @@ def leave_out(samples: DataProto, rows: np.ndarray) -> None:
     """Mask rows (B,) bool for the loss, and note in ``unscorable`` that they are in no baseline either."""
     samples.non_tensor_batch["unscorable"] = group_filter.out_of_statistics(samples) | rows
     if rows.any():  # a new tensor, because what comes from workers may be memory that is shared and read-only
-        mask = samples.tensors["response_mask"]
-        samples.tensors["response_mask"] = torch.where(torch.from_numpy(rows)[:, None], torch.zeros_like(mask), mask)
+        samples.tensors["response_mask"] = zero_rows(samples.tensors["response_mask"], rows)
 
 
 def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, ctx: StepContext) -> None:
@@ -307,9 +310,10 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     measure_sampler(batch, ctx)
 
 
-def add_ref_log_prob(batch: DataProto, roles: Roles) -> None:
+def add_ref_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds ref_log_prob (B, T), the log-probs of the reference policy."""
-    batch.tensors["ref_log_prob"] = roles["ref"].infer(experts.without(batch), InferOptions()).tensors["log_probs"]
+    asked = batch if experts.reference_replays(ctx) else experts.without(batch)
+    batch.tensors["ref_log_prob"] = roles["ref"].infer(asked, InferOptions()).tensors["log_probs"]
 
 
 def add_values(batch: DataProto, roles: Roles) -> None:
@@ -406,11 +410,8 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
         config=algorithm,
         non_tensor_batch=part.non_tensor_batch,
     )
-    zeros = torch.zeros_like(batch.tensors["response_mask"], dtype=torch.float32)
     for name, values in (("advantages", advantages), ("returns", returns)):
-        whole = zeros.clone()
-        whole[torch.from_numpy(rows)] = values.float()
-        batch.tensors[name] = whole
+        batch.tensors[name] = scattered_rows(values.float(), rows, len(batch))
 
 
 def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
@@ -436,6 +437,7 @@ TRAIN_KEYS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
     "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive", experts.COLUMN,
 )  # fmt: skip
+TRAIN_COLUMNS = ("multi_modal_inputs",)
 
 
 def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[str] = TRAIN_KEYS) -> None:
@@ -453,7 +455,8 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     if role.name != "actor" or experts.mode_of(ctx) == "disabled":
         unread.add(experts.COLUMN)
     present = [key for key in keys if key in batch.tensors.keys() and key not in unread]
-    data = batch.select(batch_keys=present, non_tensor_batch_keys=[])
+    columns = [name for name in TRAIN_COLUMNS if name in batch.non_tensor_batch]
+    data = batch.select(batch_keys=present, non_tensor_batch_keys=columns)
     if correction.KEPT_MASK in batch.tensors.keys():
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
     data.meta_info = {"global_steps": ctx.step}

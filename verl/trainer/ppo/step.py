@@ -42,7 +42,7 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
     if "ref" in roles and ctx.needs_ref_log_prob:
         with ctx.timed("ref"):
-            stages.add_ref_log_prob(batch, roles)  # ref_log_prob
+            stages.add_ref_log_prob(batch, roles, ctx)  # ref_log_prob
     if "critic" in roles:
         with ctx.timed("values"):
             stages.add_values(batch, roles)  # values

@@ -15,6 +15,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo.conversations import add_columns, conversation_columns, spread
 from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.scoring import score_samples
 from verl.trainer.ppo.stages import give_uids, sample
 
@@ -42,12 +43,13 @@ class Validator:
     Args:
         loader: batches of validation rows.
         reward: the validation reward manager.
+        texts: decodes the samples.
     """
 
     def __init__(
-        self, config: PPOTrainerConfig, loader: Iterable[dict[str, Any]], reward: Callable[..., Any], tokenizer: Any
+        self, config: PPOTrainerConfig, loader: Iterable[dict[str, Any]], reward: Callable[..., Any], texts: SampleTexts
     ):
-        self.config, self.loader, self.reward, self.tokenizer = config, loader, reward, tokenizer
+        self.config, self.loader, self.reward, self.texts = config, loader, reward, texts
 
     def run(self, roles: Roles, step: int) -> tuple[dict[str, float], ValidationSamples]:
         """``val-core/*`` and ``val-aux/*`` metrics, and the samples behind them."""
@@ -67,9 +69,9 @@ class Validator:
         seen.infos["reward"] += scores
         for name, values in scored.get("reward_extra_info", {}).items():
             seen.infos[name] += list(values)
-        decode = self.tokenizer.batch_decode
-        seen.inputs += decode(samples.tensors["prompts"], skip_special_tokens=True)
-        seen.outputs += decode(samples.tensors["responses"], skip_special_tokens=True)
+        prompts_shown, responses_shown = self.texts.of(samples)
+        seen.inputs += prompts_shown
+        seen.outputs += responses_shown
         seen.uids += list(samples.non_tensor_batch["uid"])
         unknown = np.full(len(samples), "unknown", dtype=object)
         sources = samples.non_tensor_batch.get("data_source", unknown)
@@ -77,7 +79,8 @@ class Validator:
         truths = samples.non_tensor_batch.get("reward_model", np.full(len(samples), None, dtype=object))
         seen.ground_truths += [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths]
         seen.num_turns += [float(turns) for turns in samples.non_tensor_batch.get("__num_turns__", [])]
-        add_columns(seen.conversations, conversation_columns(samples), len(seen.scores) - len(samples), len(samples))
+        columns = {**conversation_columns(samples), **self.texts.columns(samples)}
+        add_columns(seen.conversations, columns, len(seen.scores) - len(samples), len(samples))
 
     def _metrics(self, seen: ValidationSamples) -> dict[str, float]:
         validated: dict[str, float] = {}

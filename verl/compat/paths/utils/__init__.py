@@ -8,9 +8,9 @@ def __getattr__(name: str) -> Any:
     """The tokenizer loaders, on first use: importing this package must not load transformers."""
     if name not in ("hf_processor", "hf_tokenizer"):
         raise AttributeError(f"module 'verl.utils' has no attribute {name!r}")
-    from verl import data
+    from verl.compat.paths.utils import tokenizer
 
-    return {"hf_tokenizer": data.hf_tokenizer, "hf_processor": data.hf_processor}[name]
+    return vars(tokenizer)[name]
 
 
 def as_torch_index(index: Sequence[Hashable], device: Any = None) -> Any:

@@ -13,7 +13,7 @@ from verl.config import PPOTrainerConfig
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
-from verl.trainer.ppo import staleness
+from verl.trainer.ppo import reloading, staleness
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import samples_of_queue
 from verl.trainer.ppo.stages import PromptSource
@@ -63,7 +63,7 @@ class SyncSchedule:
             if ctx.config.trainer.async_weight_update:
                 self._on_their_way, self._version = group.begin_weight_update(ctx.step), ctx.step
             else:
-                _admit(roles, group.send_weights(ctx.step), ctx.step)
+                _admit(roles, ctx, group.send_weights(ctx.step), ctx.step)
 
     def settle(self, roles: Roles, ctx: StepContext) -> None:
         """Return once the sampler has the latest published weights; raises their transfer's error."""
@@ -71,7 +71,7 @@ class SyncSchedule:
         if references is not None:
             with ctx.timed("wait_for_weights"):
                 group.wait(references)
-                _admit(roles, group.end_weight_update(), self._version)
+                _admit(roles, ctx, group.end_weight_update(), self._version)
 
     def held_samples(self) -> Iterable[DataProto]:
         """The samples that the schedule holds between two steps, besides those in the run's pool."""
@@ -106,5 +106,6 @@ class SyncSchedule:
             notice(f"{RESUMED}, prompts", f"{num_prompts} prompts {why}")
 
 
-def _admit(roles: Roles, sent: list[SyncResult], version: int) -> None:
+def _admit(roles: Roles, ctx: StepContext, sent: list[SyncResult], version: int) -> None:
     roles["rollout"].group.publish(version, SyncResult.by_all(sent))
+    reloading.check(roles, ctx, version)

@@ -1,0 +1,137 @@
+"""Conversations with images: those of the row, and those that tools answer with in later turns."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.agent_loop.scripted import Script, manager, rollout, rows, schema, tool_file
+from tests.support import tiny_vision_dir
+from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.agent_loop.agent_data import AgentData
+from verl.agent_loop.seen import SeenImages
+from verl.data.tokenizer import hf_tokenizer
+from verl.data.vision.processor import load_processor
+from verl.errors import DataError, NotBuiltError
+from verl.metrics import MetricSet
+from verl.protocol import DataProto
+from verl.trainer.ppo.stages import with_answers
+
+RED = Image.new("RGB", (56, 56), "red")
+ASK = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+CALL = f"<tool_call>\n{json.dumps({'name': 'camera', 'arguments': {'colour': 'blue'}})}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return hf_tokenizer(tiny_vision_dir(tmp_path_factory.mktemp("seeing") / "model"))
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer):
+    return load_processor(tokenizer.name_or_path, tokenizer)
+
+
+def table(tokenizer: Any, processor: Any, **columns: list[Any]) -> DataProto:
+    """Two samples of one prompt with an image, as the data set makes them."""
+    inputs, pieces = processor.process([RED])
+    text = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, tokenize=False)
+    ids = processor.expand(tokenizer(text)["input_ids"], pieces)
+    seen = {"images": [RED], "videos": []}
+    asked = {"raw_prompt_ids": [ids] * 2, "multi_modal_inputs": [inputs] * 2, "multi_modal_data": [seen] * 2}
+    return rows(ASK, ASK, **asked, **columns)
+
+
+def play(tokenizer: Any, processor: Any, answers: list[str], asked: DataProto, **settings: Any) -> Any:
+    script = Script([tokenizer(text)["input_ids"] for text in answers])
+    loops = manager(rollout(**settings), script, tokenizer, processor=processor)
+    return loops.generate_sequences(asked), script
+
+
+def test_a_request_has_the_images_of_its_row_by_reference(tokenizer, processor):
+    asked = table(tokenizer, processor)
+    batch, script = play(tokenizer, processor, ["red<|im_end|>"], asked)
+    inputs = asked.non_tensor_batch["multi_modal_inputs"][0]
+    for request in script.requests:
+        assert request.images == [RED] and request.images[0] is RED and request.multi_modal_inputs is inputs
+        assert request.token_ids.count(processor.placeholder_id) == 4
+    assert "multi_modal_inputs" not in batch.non_tensor_batch, "the rows have them"
+
+
+def test_a_picture_that_a_tool_answers_with_is_seen_from_the_next_turn_on(tokenizer, processor, tmp_path):
+    camera = schema("camera", colour={"type": "string"})
+    settings = {
+        "multi_turn__enable": True,
+        "agent__default_agent_loop": "tool_agent",
+        "multi_turn__tool_config_path": tool_file(tmp_path, ("Camera", camera)),
+    }
+    asked = table(tokenizer, processor)
+    batch, script = play(tokenizer, processor, [CALL + "<|im_end|>", "blue<|im_end|>"], asked, **settings)
+    first, second = (r for r in script.requests if r.session == script.requests[0].session)
+    assert first.token_ids == tuple(asked.non_tensor_batch["raw_prompt_ids"][0]) and len(first.images) == 1
+    assert [image.getpixel((0, 0)) for image in second.images] == [(255, 0, 0), (0, 0, 255)]
+    assert second.multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6]]
+    assert second.token_ids.count(processor.placeholder_id) == 4 + 6
+    seen = batch.batch["responses"] == processor.placeholder_id
+    assert seen.sum(-1).tolist() == [6, 6] and not (seen & batch.batch["response_mask"].bool()).any()
+    said = "\n<|im_start|>tool\n<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>see<|im_end|>\n"
+    assert said in tokenizer.decode(batch.batch["responses"][0])
+    call = batch.non_tensor_batch["trajectory"][0][1]["calls"][0]
+    assert call["answer"] == "see" and call["images"][0].startswith("image 84x56 sha256:")
+    assert batch.meta_info["metrics"]["agent_loop/rendered_differently"].value == 0.0
+    joined = with_answers(asked, batch, MetricSet())
+    for inputs in joined.non_tensor_batch["multi_modal_inputs"]:
+        assert inputs["pixel_values"].shape == (16 + 24, 1176)
+
+
+def test_a_trajectory_that_goes_on_later_has_its_pictures_again(processor):
+    row = {"multi_modal_data": {"images": [RED]}, "multi_modal_inputs": processor.process([RED])[0]}
+    data = AgentData(row, seen=SeenImages(processor, row))
+    data.seen.take([Image.new("RGB", (84, 56), "blue")])
+    later = AgentData.of_plain(row, data.plain(), SeenImages(processor, row))
+    assert [image.size for image in later.seen.images] == [(56, 56), (84, 56)]
+    assert torch.equal(later.seen.inputs["pixel_values"], data.seen.inputs["pixel_values"])
+
+
+@register("test_looks")
+class Looks(AgentLoopBase):
+    """A loop as users of upstream write it."""
+
+    async def run(self, sampling_params, **row):
+        seen = await self.process_vision_info(row["raw_prompt"])
+        ids = await self.apply_chat_template(row["raw_prompt"], images=seen["images"])
+        generate = self.server_manager.generate
+        answer = await generate("x", prompt_ids=ids, sampling_params=sampling_params, image_data=seen["images"])
+        return AgentLoopOutput(ids, list(answer.token_ids), [1] * len(answer.token_ids))
+
+
+def test_a_loop_that_renders_its_messages_itself_gets_the_rows_images(tokenizer, processor):
+    asked = table(tokenizer, processor)
+    _, script = play(tokenizer, processor, ["red<|im_end|>"], asked, agent__default_agent_loop="test_looks")
+    assert list(script.requests[0].token_ids) == asked.non_tensor_batch["raw_prompt_ids"][0]
+    assert np.asarray(script.requests[0].images[0]).tolist() == np.asarray(RED).tolist()
+    assert script.requests[0].multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_rows_without_inputs_stay_without_when_a_tool_answers_with_a_picture(processor):
+    seen = SeenImages(processor, {"multi_modal_data": {"images": [RED]}})
+    seen.take([RED])
+    assert len(seen.images) == 2 and seen.inputs == {}
+    seen = SeenImages(processor)
+    seen.take([RED])
+    assert seen.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_what_does_not_fit_or_is_not_built_is_refused_by_name(processor):
+    seen = SeenImages(processor, {"multi_modal_data": {"images": [RED]}})
+    with pytest.raises(DataError, match="writes 0 placeholders"):
+        seen.expanded([50, 60], [RED])
+    with pytest.raises(NotBuiltError, match="environments with images in the prompt are not built yet"):
+        seen.refuse("environments")
+    with pytest.raises(DataError, match=r"tool camera, image 0: not an image"):
+        seen.load([b"x"], "tool camera")

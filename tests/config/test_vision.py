@@ -1,0 +1,59 @@
+"""Which models that see are taken, and what is refused by name before one is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl.config import vision
+from verl.errors import ConfigError, NotBuiltError
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(**facts):
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        return str(tmp_path)
+
+    return write
+
+
+def told(*arguments, **named):
+    return [(type(one), str(one)) for one in vision.problems("model.path", *arguments, **named)]
+
+
+@pytest.mark.parametrize("family", sorted(vision.SEEN))
+def test_families_that_are_built_load_with_the_engines_over_torch_modules(model, family):
+    path = model(model_type=family, vision_config={"depth": 2})
+    for strategy in ("auto", "plain", "fsdp", "fsdp2"):
+        assert told(path, None, strategy) == []
+    for strategy in ("megatron", "torchtitan"):
+        [(kind, said)] = told(path, None, strategy)
+        assert kind is NotBuiltError and f"strategy={strategy}" in said and "Set strategy=fsdp2" in said
+
+
+def test_sequences_with_images_are_not_shared_among_processes(model):
+    [(kind, said)] = told(model(model_type="qwen2_5_vl", vision_config={"depth": 2}), None, "fsdp2", 2)
+    assert kind is NotBuiltError and said.startswith("ulysses_sequence_parallel_size")
+
+
+def test_other_families_are_refused_with_those_that_are_built(model):
+    [(kind, said)] = told(model(model_type="internvl", vision_config={"depth": 2}), None)
+    assert kind is NotBuiltError and "'internvl'" in said and "qwen2_5_vl" in said
+    assert told(model(model_type="internvl", vision_config={"depth": 2}), "my_package") == []
+    assert told(model(model_type="qwen2"), None, "megatron", 2) == []
+
+
+def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that_sees(model):
+    from tests.config.test_brief_values import run
+
+    text, key = model(model_type="qwen2"), "actor_rollout_ref"
+    [problem] = vision.policy_problems(run(f"{key}.model.path={text} {key}.rollout.enable_vision=true"))
+    assert isinstance(problem, ConfigError) and "the policy takes no images" in str(problem)
+    sees = model(model_type="qwen3_vl", vision_config={"depth": 2})
+    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=vllm"))
+    assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf" in str(problem)
+    frozen = f"{key}.actor.freeze_vision_tower=true {key}.model.lora_rank=4"
+    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
+    assert isinstance(problem, ConfigError) and "exclude_modules" in str(problem)

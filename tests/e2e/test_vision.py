@@ -1,0 +1,79 @@
+"""A tiny model that sees learns to name the colour of a disc: from conversations first, then from rewards alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import PROJECT, command, curve, metrics, run
+
+pytestmark = pytest.mark.e2e
+EXAMPLE = PROJECT / "examples/vision"
+WARM_UP, STEPS = 28, 40
+ACCURACY = "val-core/vision/colour/reward/mean@1"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures and a model that has seen some of them with their answers."""
+    folder = tmp_path_factory.mktemp("vision")
+    run([sys.executable, f"{EXAMPLE}/make_model.py", "base"], cwd=folder)
+    sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", "8"]
+    run([sys.executable, f"{EXAMPLE}/make_data.py", "--save_dir", ".", *sizes], cwd=folder)
+    command(
+        "verl.trainer.sft_trainer",
+        "data.train_files=sft.parquet",
+        "data.train_batch_size=32",
+        "model.path=base",
+        "optim.lr=1e-3",
+        f"trainer.total_training_steps={WARM_UP}",
+        "trainer.total_epochs=10",
+        f"trainer.save_freq={WARM_UP}",
+        "trainer.default_local_dir=sft",
+        "trainer.logger=[file]",
+        "trainer.project_name=e2e",
+        "trainer.experiment_name=sft",
+        "checkpoint.save_contents=[model]",
+        cwd=folder,
+    )
+    return folder
+
+
+def learn(folder: Path, name: str, *arguments: str) -> list[float]:
+    """Accuracy on pictures that no step has seen, before the first step and on the way."""
+    command(
+        "verl.trainer.main_ppo",
+        "data.train_files=train.parquet",
+        "data.val_files=test.parquet",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=64",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path=sft/global_step_{WARM_UP}/model/huggingface",
+        "actor_rollout_ref.rollout.enable_vision=true",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.actor.optim.lr=5e-4",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={EXAMPLE}/reward.py",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.total_epochs=10",
+        "trainer.val_before_train=true",
+        f"trainer.test_freq={STEPS // 2}",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={name}",
+        "trainer.logger=[file]",
+        "trainer.project_name=e2e",
+        f"trainer.experiment_name={name}",
+        *arguments,
+        cwd=folder,
+    )
+    return curve(metrics(folder, "e2e", name), ACCURACY)
+
+
+def test_rewards_alone_teach_it_the_rest(warm: Path):
+    accuracy = learn(warm, "grpo")
+    assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy

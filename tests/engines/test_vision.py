@@ -1,0 +1,156 @@
+"""Rows with images in the engines: packed, padded, shared and alone they are what transformers computes row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.engines.builders import gradients, make_engine, relative_error
+from tests.vision_rows import log_probs_row_by_row, logits_row_by_row, seen_batch, vision_dir
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.config import ActorConfig
+from verl.engines.settings import PassSettings
+from verl.errors import DataError
+from verl.models import load_causal_lm, load_value_model
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family="qwen2_5_vl"):
+        if family not in made:
+            made[family] = vision_dir(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "passes",
+    [
+        PassSettings(share_prompts=True),
+        PassSettings(share_prompts=True, fused_head="torch", multiple=16),
+        PassSettings(packed=False),
+    ],
+    ids=["shared", "fused", "padded"],
+)
+def test_log_probs_of_rows_with_and_without_images_are_those_of_each_row_alone(folders, family, passes):
+    path = folders(family)
+    engine = make_engine(path, trains=False, passes=passes)
+    batch = seen_batch(engine.model.config, path)
+    assert engine.forward.passes.packed == passes.packed
+    with torch.no_grad():
+        expected = log_probs_row_by_row(load_causal_lm(str(path)).eval(), batch)
+    for limits in ({}, {"micro_batch_size": 3}, {"max_tokens": 64}):
+        made = engine.infer(batch, **limits)["log_probs"]
+        assert relative_error(made, expected) < 1e-5, limits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_rows_with_images_are_those_of_each_row_alone(folders, family):
+    path = folders(family)
+    engine = make_engine(path, kind="value", trains=False, seed=3)
+    batch = seen_batch(engine.model.config, path)
+    with torch.no_grad():
+        values = logits_row_by_row(load_value_model(str(path), seed=3).eval(), batch)[..., 0]
+    expected = values * batch.batch["response_mask"]
+    assert relative_error(engine.infer(batch, ("values",))["values"], expected) < 1e-5
+
+
+def test_another_picture_in_the_same_place_changes_what_follows_it(folders):
+    path = folders()
+    engine = make_engine(path, trains=False, passes=PassSettings(share_prompts=True))
+    batch = seen_batch(engine.model.config, path, (((56, 56),), ()), samples=2)
+    before = engine.infer(batch)["log_probs"]
+    column = batch.non_tensor_batch["multi_modal_inputs"]
+    column[1] = {**column[1], "pixel_values": -column[1]["pixel_values"]}  # the second sample of the same prompt
+    after = engine.infer(batch)["log_probs"]
+    assert (before[1] != after[1]).any() and relative_error(after[[0, 2, 3]], before[[0, 2, 3]]) < 1e-6
+
+
+def test_the_tower_sees_the_picture_of_a_shared_prompt_once(folders):
+    path = folders()
+    engine = make_engine(path, trains=False, passes=PassSettings(share_prompts=True))
+    batch, seen = seen_batch(engine.model.config, path, (((56, 56),),), samples=8), []
+    hook = engine.model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    engine.infer(batch)
+    hook.remove()
+    assert seen == [16]  # patches of one picture
+
+
+def test_a_placeholder_that_the_model_drew_is_text(folders):
+    path = folders()
+    engine = make_engine(path, trains=False, passes=PassSettings(share_prompts=True))
+    batch = seen_batch(engine.model.config, path, (((56, 56),),), samples=2)
+    width = batch.batch["prompts"].shape[1]
+    for name, column in (("input_ids", width), ("responses", 0)):
+        batch.batch[name][0, column] = engine.model.config.image_token_id
+    made = engine.infer(batch)["log_probs"]
+    expected = engine.infer(batch[[0]])["log_probs"]
+    assert torch.isfinite(made).all() and (made[0] != 0).any() and relative_error(made[:1], expected) < 1e-5
+
+
+def test_a_row_with_fewer_placeholders_than_its_picture_has_tokens_is_named(folders):
+    path = folders()
+    engine = make_engine(path, trains=False)
+    batch = seen_batch(engine.model.config, path, ((), ((56, 56),)), samples=1)
+    batch.batch["input_ids"][batch.batch["input_ids"] == engine.model.config.image_token_id] = 9
+    with pytest.raises(DataError, match=r"row 1: 1 images take 4 tokens.*input_ids|input_ids.*row 1: 1 images take 4"):
+        engine.infer(batch)
+
+
+def test_gradients_of_tower_and_language_model_do_not_depend_on_the_layout(folders):
+    path = folders()
+    made = []
+    for passes in (PassSettings(share_prompts=True), PassSettings(packed=False)):
+        engine = make_engine(path, passes=passes, model={"enable_gradient_checkpointing": passes.packed})
+        batch = seen_batch(engine.model.config, path)
+        made.append(gradients(engine, batch, PPOPolicyLoss(ActorConfig()), micro_batch_size=3))
+    assert abs(made[0][0] - made[1][0]) < 1e-5 and relative_error(made[0][1], made[1][1]) < 1e-5
+    of_tower = sum(p.numel() for p in engine.model.model.visual.parameters())
+    assert next(iter(engine.model.named_parameters()))[0].startswith("model.visual")
+    assert made[0][1][:of_tower].abs().max() > 1e-6
+
+
+def test_a_saved_folder_has_the_processor_and_loads_with_transformers_bit_by_bit(folders, tmp_path):
+    path = folders()
+    engine = make_engine(path, trains=False)
+    engine.save_hf(tmp_path / "saved")
+    processor = (tmp_path / "saved/preprocessor_config.json").read_text()
+    assert processor == (path / "preprocessor_config.json").read_text()
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    for name, tensor in engine.model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_frozen_tower_keeps_its_bits_and_the_language_model_learns(folders):
+    path = folders()
+    engine = make_engine(path, freeze_vision_tower=True)
+    batch, before = seen_batch(engine.model.config, path), {k: v.clone() for k, v in engine.model.state_dict().items()}
+    engine.train_batch(batch, PPOPolicyLoss(ActorConfig()))
+    moved = {name for name, tensor in engine.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved and not any(".visual." in name for name in moved)
+    assert any(".visual." in name for name in before)
+
+
+@pytest.mark.parametrize(
+    "targets, parts",
+    [
+        ({"target_modules": r".*language_model.*\.(q_proj|v_proj)"}, {"language_model"}),
+        ({"target_modules": r".*visual.*\.(qkv|proj)"}, {"visual"}),
+        ({"exclude_modules": r".*visual.*"}, {"language_model"}),
+        ({}, {"language_model", "visual"}),
+    ],
+)
+def test_an_adapter_lies_on_the_language_model_on_the_tower_or_on_both(folders, targets, parts):
+    path = folders()
+    engine = make_engine(path, model={"lora_rank": 4, **targets})
+    batch = seen_batch(engine.model.config, path)
+    engine.train_batch(batch, PPOPolicyLoss(ActorConfig()))
+    factors = {name: tensor for name, tensor in engine.export_adapter() if "lora_B" in name and tensor.abs().max() > 0}
+    assert {part for part in ("language_model", "visual") for name in factors if part in name} == parts

@@ -1,0 +1,127 @@
+"""Images in the hf sampler: log-probs are the model's own, a picture goes through the tower once, pictures matter."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.support import tiny_model_dir
+from tests.vision_rows import pictures, processed, prompt_tokens, vision_dir
+from verl.errors import RolloutError
+from verl.models import export_weights, load_causal_lm
+from verl.rollout.base import Request, SamplingParams
+from verl.rollout.hf.sampler import HFSampler
+from verl.weight_sync import chunk_weights
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family="qwen2_5_vl"):
+        if family not in made:
+            made[family] = vision_dir(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+def requests(folder, config, samples=4, **more):
+    """``samples`` requests for each prompt of `SIZES`, with the inputs that they share."""
+    for number, sizes in enumerate(SIZES):
+        inputs = processed(pictures(sizes, number), folder)
+        tokens = tuple(prompt_tokens(config, inputs, [9 + number, 11]))
+        for index in range(samples):
+            yield Request(
+                f"{number}-{index}",
+                tokens,
+                SamplingParams(max_tokens=4 + index, ignore_eos=True),
+                uid=str(number),
+                sample_index=index,
+                multi_modal_inputs=inputs or None,
+                **more,
+            )
+
+
+def run(sampler, asked):
+    async def together():
+        return await asyncio.gather(*(sampler.generate(request) for request in asked))
+
+    return asyncio.run(together())
+
+
+def expected(model, request, done):
+    """The log-probs of the drawn tokens by transformers' own pass over the finished sequence."""
+    ids = torch.tensor([[*request.token_ids, *done.token_ids]])
+    inputs = dict(request.multi_modal_inputs or {})
+    if inputs:
+        kinds = torch.zeros_like(ids, dtype=torch.int)
+        kinds[:, : len(request.token_ids)] = ids[:, : len(request.token_ids)] == model.config.image_token_id
+        inputs["mm_token_type_ids"] = kinds
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(request.token_ids) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 5}, {"full_determinism": True}])
+def test_log_probs_of_answers_about_images_are_those_of_the_model(folders, family, options):
+    folder = folders(family)
+    sampler, model = HFSampler(str(folder), **options), load_causal_lm(str(folder)).eval()
+    asked = [request for request in requests(folder, model.config) if request.sampling.max_tokens]
+    for request, done in zip(asked, run(sampler, asked)):
+        assert model.config.image_token_id not in done.token_ids, (
+            "choose another seed: transformers cannot compare this"
+        )
+        torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, request, done), atol=1e-5, rtol=1e-5)
+
+
+def test_a_picture_goes_through_the_tower_once_for_all_samples_and_again_after_new_weights(folders):
+    folder = folders()
+    sampler, config = HFSampler(str(folder)), load_causal_lm(str(folder)).config
+    asked = list(requests(folder, config, samples=8))
+    run(sampler, asked)
+    assert sampler.stats()["images_encoded"] == 4 and sampler.stats()["prompt_hits"] == 4 * 7
+    run(sampler, asked)
+    assert sampler.stats()["images_encoded"] == 4
+    weights = [(name, tensor.clone()) for name, tensor in export_weights(sampler.model)]
+    asyncio.run(sampler.update_weights(chunk_weights(weights, 10_000, 1), 1))
+    run(sampler, asked)
+    assert sampler.stats()["images_encoded"] == 8
+
+
+def test_the_same_words_about_another_picture_are_another_prompt(folders):
+    folder = folders()
+    sampler, config = HFSampler(str(folder)), load_causal_lm(str(folder)).config
+    first, second = (processed(pictures([(56, 56)], seed), folder) for seed in (1, 2))
+    tokens = tuple(prompt_tokens(config, first, [9, 11]))
+    greedy = SamplingParams(max_tokens=3, do_sample=False)
+    one, two = run(
+        sampler, [Request(n, tokens, greedy, multi_modal_inputs=x) for n, x in (("a", first), ("b", second))]
+    )
+    assert one.log_probs != two.log_probs and sampler.stats()["images_encoded"] == 2
+
+
+def test_a_response_goes_on_from_its_prefix_as_if_it_had_not_stopped(folders):
+    folder = folders()
+    sampler, config = HFSampler(str(folder)), load_causal_lm(str(folder)).config
+    whole = next(iter(requests(folder, config)))
+    done = run(sampler, [whole])[0]
+    rest = next(iter(requests(folder, config, generated_prefix=done.token_ids[:2])))
+    again = run(sampler, [rest])[0]
+    assert again.token_ids == done.token_ids[2:]
+    torch.testing.assert_close(torch.tensor(again.log_probs), torch.tensor(done.log_probs[2:]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_text_refuses_images_and_pictures_without_a_processor_are_told(folders, tmp_path):
+    text = HFSampler(str(tiny_model_dir(tmp_path)))
+    asked = next(iter(requests(folders(), load_causal_lm(str(folders())).config)))
+    with pytest.raises(RolloutError, match="Qwen2ForCausalLM takes no images"):
+        run(text, [asked])
+    with pytest.raises(RolloutError, match="has no processor"):
+        run(HFSampler(str(folders())), [Request("a", (9,), SamplingParams(), images=pictures([(56, 56)]))])

@@ -1,0 +1,46 @@
+"""Samples as text: an image is named where it stands, and dumps say which it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.support import tiny_vision_dir
+from verl.data.tokenizer import hf_tokenizer
+from verl.data.vision.processor import load_processor
+from verl.protocol import DataProto
+from verl.trainer.ppo.sample_texts import SampleTexts
+
+
+def padded(rows: list[list[int]], pad: int, left: bool) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[pad] * (width - len(r)) + r if left else r + [pad] * (width - len(r)) for r in rows])
+
+
+def test_an_image_is_named_once_where_it_stands(tmp_path):
+    tokenizer = hf_tokenizer(tiny_vision_dir(tmp_path))
+    processor = load_processor(tmp_path, tokenizer)
+    red, blue = Image.new("RGB", (56, 56), "red"), Image.new("RGB", (84, 56), "blue")
+    start, end, pad = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    prompts = [ids(f"What {start}{pad * 4}{end}{start}{pad * 6}{end} is this?"), ids("Look at it.")]
+    responses = [ids(f"red{start}{pad * 4}{end} blue<|im_end|>"), ids("red<|im_end|>")]
+    seen = np.empty(2, dtype=object)
+    seen[:] = [{"images": [red, blue, red], "videos": []}, {"images": [], "videos": []}]
+    tensors = {
+        "prompts": padded(prompts, tokenizer.pad_token_id, left=True),
+        "responses": padded(responses, tokenizer.pad_token_id, left=False),
+    }
+    batch = DataProto.from_dict(tensors=tensors, non_tensors={"multi_modal_data": seen})
+    shown, said = SampleTexts(tokenizer, processor).of(batch)
+    assert shown == ["What [image 56x56][image 84x56] is this?", "Look at it."]
+    assert said == ["red[image 56x56] blue", "red"]
+    named = SampleTexts(tokenizer, processor).columns(batch)["images"]
+    assert [name.split()[1] for name in named[0]] == ["56x56", "84x56", "56x56"] and named[1] == []
+    assert named[0][0] == named[0][2] != named[0][1]
+    text = batch.select(non_tensor_batch_keys=[])
+    assert SampleTexts(tokenizer).of(text)[1] == ["red blue", "red"] and SampleTexts(tokenizer).columns(text) == {}

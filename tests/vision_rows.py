@@ -1,0 +1,151 @@
+"""Rows with images for tests: pictures of different sizes, their patches, prompts with as many placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.support import tiny_vision_dir, vision_example
+from verl.protocol import DataProto
+
+TEXT = 7
+"""The first token id that is neither special nor a placeholder."""
+
+
+def pictures(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image.Image]:
+    """Noise of these heights and widths in pixels."""
+    generator = np.random.default_rng(seed)
+    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+
+
+def processed(images: Sequence[Image.Image], folder: Any) -> dict[str, Tensor]:
+    """What the image processor of a folder makes of one row's images."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if not images:
+        return {}
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return dict(processor(images=list(images), return_tensors="pt"))
+
+
+def prompt_tokens(config: Any, inputs: dict[str, Tensor], text: Sequence[int]) -> list[int]:
+    """Text, then each image between its marks, then text."""
+    merged = config.vision_config.spatial_merge_size**2
+    tokens = list(text)
+    for grid in inputs.get("image_grid_thw", ()):
+        pads = [config.image_token_id] * (int(grid.prod()) // merged)
+        tokens += [config.vision_start_token_id, *pads, config.vision_end_token_id]
+    return [*tokens, *reversed(text)]
+
+
+def seen_batch(
+    config: Any,
+    folder: Any,
+    sizes: Sequence[Sequence[tuple[int, int]]] = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),)),
+    samples: int = 2,
+    response: int = 6,
+    seed: int = 0,
+) -> DataProto:
+    """``samples`` adjacent rows per prompt; prompt p shows images of ``sizes[p]``, and may show none."""
+    generator = np.random.default_rng(seed)
+    vocab = config.get_text_config().vocab_size
+    prompts, column = [], np.empty(len(sizes) * samples, dtype=object)
+    for number, wanted in enumerate(sizes):
+        inputs = processed(pictures(wanted, seed + number), folder)
+        text = generator.integers(TEXT, vocab, 2 + number % 3).tolist()
+        prompts += [prompt_tokens(config, inputs, text)] * samples
+        for n in range(samples):
+            column[number * samples + n] = inputs
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest + response, dtype=torch.long)
+    attention, mask = torch.zeros_like(ids), torch.zeros(len(prompts), response, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        length = int(generator.integers(2, response + 1))
+        ids[row, longest - len(prompt) : longest] = torch.tensor(prompt)
+        ids[row, longest : longest + length] = torch.from_numpy(generator.integers(TEXT, vocab, length))
+        attention[row, longest - len(prompt) : longest + length] = 1
+        mask[row, :length] = 1
+    floats = {name: torch.from_numpy(generator.standard_normal(mask.shape)).float() * mask for name in ("advantages",)}
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :longest],
+            "responses": ids[:, longest:],
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+            "response_mask": mask,
+            "old_log_probs": -5.0 * mask,
+            **floats,
+        },
+        non_tensors={"multi_modal_inputs": column},
+    )
+
+
+def logits_row_by_row(model: Any, batch: DataProto) -> Tensor:
+    """(B, T, V or 1) of transformers' own forward pass over each row alone, with positions that it computes itself."""
+    tensors = batch.batch
+    rows = []
+    width = tensors["prompts"].shape[1]
+    for row, inputs in enumerate(batch.non_tensor_batch["multi_modal_inputs"]):
+        here = tensors["attention_mask"][row].bool()
+        ids = tensors["input_ids"][row][here][None]
+        if inputs:
+            kinds = (ids == model.config.image_token_id).int()
+            found = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **inputs).logits[0]
+        else:
+            found = model(input_ids=ids, use_cache=False).logits[0]
+        made = found.new_zeros(len(here), found.shape[-1])
+        made[here] = found
+        rows.append(made[width - 1 : -1])
+    return torch.stack(rows)
+
+
+def log_probs_row_by_row(model: Any, batch: DataProto) -> Tensor:
+    """(B, T) float32, zero where nothing is trained."""
+    logits = logits_row_by_row(model, batch).float().log_softmax(-1)
+    chosen = logits.gather(-1, batch.batch["responses"][..., None])[..., 0]
+    return chosen * batch.batch["response_mask"]
+
+
+def vision_dir(folder: Path, family: str) -> Path:
+    """As `tiny_vision_dir`, also of families that the example does not build: a mixture, and GLM-4V."""
+    if family not in ("qwen3_vl_moe", "glm4v"):
+        return tiny_vision_dir(folder, family)
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    example = vision_example("make_model")
+    tiny_vision_dir(folder, "qwen3_vl")  # tokenizer and processor are those of its sister
+    tokenizer = example.train_tokenizer()
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(example.VISION_TOKENS))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    text: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    vision, marks = example._vision("qwen3_vl", 32, 2, 4), {}
+    if family == "glm4v":
+        rope |= {"mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+        vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 14, "out_hidden_size": 32}
+        vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "intermediate_size": 64, "image_size": 112}
+        text, marks = {}, {"image_start_token_id": start, "image_end_token_id": end}
+    text |= {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model(
+        family,
+        text_config={**text, **ends, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        **marks,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder

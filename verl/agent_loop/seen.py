@@ -1,0 +1,100 @@
+"""The images of one trajectory: those of its row, and those that tools answer with in later turns.
+
+Tokens stay the truth: a prompt and what is inserted have as many placeholders as their images have features, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from verl.data.vision.images import ImageLimits, load_image
+from verl.data.vision.processor import VisionProcessor, join_inputs
+from verl.errors import NotBuiltError, RolloutError
+
+
+class SeenImages:
+    """What a trajectory has seen so far, as every request needs it.
+
+    Attributes:
+        images: pictures in the order of their placeholders.
+        inputs: what the processor made of them; the row's own object until there are more.
+        added: pictures that came after the row's own.
+
+    Args:
+        processor: of the policy; None for a model that reads only text.
+        row: its columns ``multi_modal_data`` and ``multi_modal_inputs`` are read.
+        limits: of pictures that come later.
+    """
+
+    def __init__(
+        self,
+        processor: VisionProcessor | None = None,
+        row: Mapping[str, Any] | None = None,
+        limits: ImageLimits | None = None,
+    ):
+        row = row or {}
+        self.processor, self.limits = processor, limits or ImageLimits()
+        self.images: list[Any] = list((row.get("multi_modal_data") or {}).get("images") or ())
+        self.inputs: Mapping[str, Tensor] = row.get("multi_modal_inputs") or {}
+        self.added: list[Any] = []
+
+    def prompt(self, ids: Sequence[int], images: Sequence[Any] | None = None) -> list[int]:
+        """A prompt with one placeholder per image, expanded.
+
+        Args:
+            images: of the prompt; None: all that the trajectory has seen.
+        """
+        return self.expanded(ids, self.images if images is None else images)
+
+    def expanded(self, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
+        """Tokens with one placeholder for each image, with as many as the images have features.
+
+        Raises:
+            DataError: the template writes another number of placeholders.
+        """
+        if not images:
+            return list(ids)
+        processor = self._processor()
+        return processor.expand(ids, [processor.piece(image.size) for image in images])
+
+    def take(self, images: Sequence[Any]) -> None:
+        """The images of a later turn: all requests from here on have them."""
+        if not images:
+            return
+        processor = self._processor()
+        if self.inputs or not self.images:  # data.return_multi_modal_inputs=false leaves them out of all turns
+            self.inputs = join_inputs([self.inputs, processor.process(images, "a later turn")[0]])
+        self.images = [*self.images, *images]
+        self.added = [*self.added, *images]
+
+    def load(self, images: Sequence[Any], where: str) -> list[Any]:
+        """Images that a tool answers with, in any form, as pictures.
+
+        Raises:
+            DataError: one is broken, or larger than the limits. RolloutError: the model reads only text.
+        """
+        self._processor()
+        return [load_image(image, f"{where}, image {number}", self.limits) for number, image in enumerate(images)]
+
+    def of_request(self, images: Sequence[Any] | None) -> tuple[Sequence[Any] | None, Mapping[str, Tensor] | None]:
+        """Pictures and inputs of a request: what the trajectory has seen, or the pictures that its loop names."""
+        if images is None or (len(images) == len(self.images) and all(map(_same, images, self.images))):
+            return self.images or None, self.inputs or None
+        return list(images) or None, self._processor().process(images, "a request")[0] if images else None
+
+    def refuse(self, what: str) -> None:
+        """Raise `NotBuiltError` for a row with images, of a loop that does not show them."""
+        if self.images:
+            raise NotBuiltError(f"{what} with images in the prompt are not built yet", key="multi_modal_data")
+
+    def _processor(self) -> VisionProcessor:
+        if self.processor is None:
+            raise RolloutError("the model reads only text: it has no image processor", fix="Use a model that sees.")
+        return self.processor
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other

@@ -1,0 +1,1 @@
+"""Images of rows: decoding within limits, their places in messages, and what a processor makes of them."""

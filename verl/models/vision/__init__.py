@@ -1,0 +1,21 @@
+"""Models that see: what the processor made of a row's images and videos, as a packed or padded forward pass wants it.
+
+A family says how many tokens an image takes, where these lie on the axes of the rotary embedding, and what its tower is
+called with. Engines and samplers know no family.
+"""
+
+from verl.models.vision.families import family_of
+from verl.models.vision.family import Picture, PlacedPicture, VisionFamily
+from verl.models.vision.inputs import VisionInputs, placing
+from verl.models.vision.towers import freeze_tower, language_backbone
+
+__all__ = [
+    "Picture",
+    "PlacedPicture",
+    "VisionFamily",
+    "VisionInputs",
+    "family_of",
+    "freeze_tower",
+    "language_backbone",
+    "placing",
+]

@@ -1,0 +1,211 @@
+"""What differs between families of models that see, and what does not."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import DataError
+
+Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = ("image", "video")
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One image or video, as the processor made it.
+
+    Args:
+        kind: which tokens stand for it.
+        tensors: what the tower is called with, for this one alone.
+        runs: how many tokens it takes; several numbers where text lies between the frames of a video.
+        grid: frames, height and width of one run, in tokens; their product is its number of tokens.
+        interval: positions between two frames of a run.
+    """
+
+    kind: Kind
+    tensors: Mapping[str, Tensor]
+    runs: tuple[int, ...]
+    grid: tuple[int, int, int]
+    interval: float = 1.0
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for equal pictures, whichever objects hold them."""
+        made = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.tensors.items()):
+            made.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            made.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        return made.digest()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPicture:
+    """A picture in a sequence of tokens.
+
+    Args:
+        runs: (first token, number of tokens) of each of its runs.
+    """
+
+    picture: Picture
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def start(self) -> int:
+        return self.runs[0][0]
+
+    @property
+    def end(self) -> int:
+        """The token behind its last one."""
+        return self.runs[-1][0] + self.runs[-1][1]
+
+    def places(self, offset: int) -> Iterator[int]:
+        """Its tokens, in the order of the tower's features, moved by ``offset``."""
+        for start, count in self.runs:
+            yield from range(start + offset, start + offset + count)
+
+
+class VisionFamily(ABC):
+    """One family.
+
+    Args:
+        config: of the model.
+
+    Attributes:
+        name: ``model_type`` of its models.
+        axes: of its rotary embedding; 1 where a position is one number.
+        tower: names below the language model and its tower of what turns pixels into features, the projector included.
+    """
+
+    axes: ClassVar[int] = 1
+    tower: ClassVar[tuple[str, ...]] = ("visual",)
+    kinds: ClassVar[tuple[Kind, ...]] = KINDS
+    keys: ClassVar[frozenset[str]]
+    """What its processor makes that the tower or the positions need."""
+    unread: ClassVar[frozenset[str]] = frozenset(("mm_token_type_ids", "input_ids", "attention_mask"))
+    """What processors give besides, and is known from the tokens."""
+
+    def __init__(self, config: Any):
+        self.config, self.name = config, str(config.model_type)
+
+    @abstractmethod
+    def token_id(self, kind: Kind) -> int:
+        """The placeholder."""
+
+    @abstractmethod
+    def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
+        """As `pictures`, of inputs whose names are known."""
+
+    @abstractmethod
+    def smallest(self, kind: Kind) -> Picture:
+        """A picture of as few tokens as the tower allows, all zeros."""
+
+    def pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
+        """The images, then the videos of one row, each in its order.
+
+        Args:
+            inputs: what the processor made for this row alone.
+
+        Raises:
+            DataError: something that this family's tower does not take, or that does not fit together.
+        """
+        strange = sorted(set(inputs) - self.keys - self.unread)
+        if strange:
+            raise DataError(
+                f"models of the family {self.name} take no such input",
+                key=f"multi_modal_inputs.{strange[0]}",
+                allowed=sorted(self.keys),
+                fix="Do model and processor belong together?",
+            )
+        return self._pictures(inputs)
+
+    def place(self, tokens: Tensor, pictures: Sequence[Picture]) -> list[PlacedPicture]:
+        """Find the tokens of each picture: the next run of placeholders that is long enough.
+
+        A placeholder that the model itself drew is text, so runs that are too short are passed over, and what is left
+        behind the last picture stays text.
+
+        Args:
+            tokens: (L,) int64 of one row, without padding.
+
+        Returns:
+            In the order of the tokens.
+
+        Raises:
+            DataError: a picture has no tokens.
+        """
+        placed: list[PlacedPicture] = []
+        ids = tokens.numpy()
+        for kind in KINDS:
+            of_kind = [picture for picture in pictures if picture.kind == kind]
+            if not of_kind:
+                continue
+            spans = _spans(ids == self.token_id(kind))
+            for picture in of_kind:
+                runs = []
+                for count in picture.runs:
+                    while spans and spans[0][1] < count:
+                        spans.pop(0)
+                    if not spans:
+                        raise self._too_few(ids, kind, of_kind)
+                    start, length = spans[0]
+                    spans[0] = (start + count, length - count)
+                    runs.append((start, count))
+                placed.append(PlacedPicture(picture, tuple(runs)))
+        return sorted(placed, key=lambda one: one.start)
+
+    def _too_few(self, ids: np.ndarray, kind: Kind, pictures: Sequence[Picture]) -> DataError:
+        wanted, there = sum(sum(p.runs) for p in pictures), int((ids == self.token_id(kind)).sum())
+        return DataError(
+            f"{len(pictures)} {kind}s take {wanted} tokens, and the row has not as many placeholders where they belong",
+            key="input_ids",
+            got=there,
+            fix="Was the prompt cut, or expanded by another processor than the one that made the inputs?",
+        )
+
+    def positions(self, length: int, placed: Sequence[PlacedPicture]) -> Tensor:
+        """(axes, length) int64: where each token lies on the axes of the rotary embedding.
+
+        Text goes on by one on all axes. A picture starts there, spreads over frames, rows and columns, and text goes on
+        behind the longer edge (Qwen2-VL, arXiv 2409.12191, section 2.1).
+        """
+        made = torch.empty(self.axes, length, dtype=torch.long)
+        at = current = 0
+        if self.axes > 1:
+            for (start, count), picture in sorted((run, one.picture) for one in placed for run in one.runs):
+                made[:, at:start] = torch.arange(current, current + start - at)
+                current += start - at
+                made[:, start : start + count] = current + _spread(picture)
+                current, at = current + max(picture.grid[1:]), start + count
+        made[:, at:] = torch.arange(current, current + length - at)
+        return made
+
+    def prepare(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        """What the model is called with for these pictures, beside tokens and positions."""
+        joined: dict[str, list[Tensor]] = {}
+        for picture in pictures:
+            for name, tensor in picture.tensors.items():
+                joined.setdefault(name, []).append(tensor)
+        return {name: torch.cat(tensors) for name, tensors in joined.items()}
+
+
+def _spans(here: np.ndarray) -> list[tuple[int, int]]:
+    """(first, length) of every run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], here.astype(np.int8), [0]))))
+    return [(int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2])]
+
+
+def _spread(picture: Picture) -> Tensor:
+    """(3, tokens of a run): frame, row and column of each token, from 0."""
+    frames, rows, columns = picture.grid
+    frame = (torch.arange(frames) * picture.interval).long().repeat_interleave(rows * columns)
+    row = torch.arange(rows).repeat_interleave(columns).repeat(frames)
+    return torch.stack((frame, row, torch.arange(columns).repeat(frames * rows)))

@@ -1,0 +1,88 @@
+"""The pictures of one forward pass, and the tokens that their features take the place of."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.models.vision.family import KINDS, Kind, PlacedPicture, VisionFamily
+from verl.models.vision.towers import language_backbone
+
+
+@dataclass(frozen=True)
+class VisionInputs:
+    """What a model is called with beside tokens and positions.
+
+    Args:
+        tensors: keyword arguments.
+        places: kind -> (tokens,) in the flattened tokens of the pass, in the order of the features.
+    """
+
+    tensors: dict[str, Any]
+    places: dict[Kind, Tensor]
+
+    @classmethod
+    def of(
+        cls, family: VisionFamily, placed: Sequence[tuple[PlacedPicture, int]], device: torch.device | str
+    ) -> VisionInputs | None:
+        """Of pictures and what is added to their tokens' numbers in the flattened pass; None where there are none.
+
+        They come in the order of their tokens: models fill placeholders from the first to the last.
+        """
+        if not placed:
+            return None
+        places: dict[Kind, Tensor] = {}
+        for kind in KINDS:
+            numbers = [n for one, offset in placed if one.picture.kind == kind for n in one.places(offset)]
+            if numbers:
+                assert numbers == sorted(numbers), "features would go to other tokens than their own"
+                places[kind] = torch.tensor(numbers, device=device)
+        tensors = family.prepare([one.picture for one, _ in placed])
+        return cls({name: tensor.to(device) for name, tensor in tensors.items()}, places)
+
+    def moved(self, width: int, new_width: int) -> VisionInputs:
+        """The same for rows that became longer by padding."""
+        places = {kind: at // width * new_width + at % width for kind, at in self.places.items()}
+        return replace(self, places=places)
+
+
+@contextlib.contextmanager
+def placing(model: Any, vision: VisionInputs | None) -> Iterator[dict[str, Any]]:
+    """Within the block the model puts features where ``vision`` says, and no other token counts as a placeholder.
+
+    A model may draw a placeholder itself; its own code would then have more placeholders than features, and stop.
+
+    Yields:
+        What it is to be called with beside tokens and positions.
+    """
+    if vision is None:
+        yield {}
+        return
+    backbone = language_backbone(model)
+    # Families that take images alone have one mask, the others one per kind.
+    per_kind = "video_features" in inspect.signature(backbone.get_placeholder_mask).parameters
+
+    def mask(input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None) -> Any:
+        tokens = inputs_embeds.shape[:-1]
+        made = []
+        for kind, features in (("image", image_features), ("video", video_features)):
+            here = torch.zeros(tokens, dtype=torch.bool, device=inputs_embeds.device)
+            at = vision.places.get(kind)  # type: ignore[call-overload]
+            if at is not None:
+                here.view(-1)[at] = True
+                count = None if features is None else features.numel() // inputs_embeds.shape[-1]
+                assert count in (None, len(at)), f"{count} features for {len(at)} tokens"
+            made.append(here.unsqueeze(-1))
+        return tuple(made) if per_kind else made[0]
+
+    backbone.get_placeholder_mask = mask
+    try:
+        yield vision.tensors
+    finally:
+        del backbone.get_placeholder_mask
