@@ -20,6 +20,9 @@ from verl.rewards.samples import RewardFailure
 CODE = """
     import contextlib, os, pathlib, time
 
+    def pairs(log):
+        return [line for line in log.read_text().splitlines() if line.startswith("pair")]
+
     def compute_score(solution_str, folder):
         word, _, number = solution_str.partition(" ")
         log = os.open(f"{folder}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -36,11 +39,10 @@ CODE = """
                 if os.readlink(f"/proc/self/fd/{pipe}").startswith("pipe:"):
                     with contextlib.suppress(OSError):
                         os.write(pipe, (1).to_bytes(8, "little") + b"?")
-        if word == "pair":  # ends when as many calls began as make pairs with this one
-            mine = pathlib.Path(f"{folder}/pair {number}")
-            mine.touch()
-            began = len(list(pathlib.Path(folder).glob("pair *")))
-            while len(list(pathlib.Path(folder).glob("pair *"))) < began + began % 2:
+        if word == "pair":  # the first and second call that began end together, the third and fourth, and so on
+            log = pathlib.Path(f"{folder}/log")
+            rank = pairs(log).index(solution_str)  # by the order of the lines: no two calls have the same
+            while len(pairs(log)) < rank + 2 - rank % 2:
                 time.sleep(0.01)
         return {"score": 1.0, "pid": os.getpid(), "said": "y" * 50_000 if word == "long" else word}
 """
