@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,3 +235,27 @@ def test_one_that_an_update_holds_because_another_one_is_stopped_is_not_taken_fo
             time.sleep(0.01)
         run.until(lambda: set(run.service.names) == {"replica 0", "replica 2"})
         assert run.service.discarded == ["replica 1"] and run.keeper.replaced == 1
+
+
+def test_close_waits_for_a_replacement_that_is_being_started(in_run):
+    """Its thread would otherwise call Ray after the cluster is gone."""
+    begun, may_end = threading.Event(), threading.Event()
+    with in_run(1) as run:
+        start = run._start
+
+        def slow(name, slots):
+            begun.set()
+            may_end.wait(30)
+            return start(name, slots)
+
+        run.keeper._start = slow
+        os.kill(run.units["replica 0"].process.pid, signal.SIGKILL)
+        assert begun.wait(30)
+        closing = threading.Thread(target=run.keeper.close)
+        closing.start()
+        run.until(lambda: run.keeper._looking.done())
+        assert closing.is_alive() and "replica 2" not in run.units
+        may_end.set()
+        closing.join(30)
+        assert not closing.is_alive() and "replica 2" in run.units
+    assert list(run.folder.iterdir()) == []

@@ -254,3 +254,26 @@ def test_a_cluster_that_asks_for_a_token_that_we_have_not_says_where_to_get_it(h
     monkeypatch.setenv(security.TOKEN, "0" * 64)
     with pytest.raises(ConfigError, match="refuses this machine's token"):
         addresses.require("10.0.0.1:6379", 1)
+
+
+LATE = """
+import ray
+from verl.single_controller.ray import runtime
+
+if __name__ == "__main__":
+    runtime.start([1], ray_init={"num_cpus": 1, "object_store_memory": 100 << 20})
+    runtime.stop()
+    try:
+        ray.put(1)
+    except ray.exceptions.RaySystemError as error:
+        print(error, "connected:", ray.is_initialized())
+"""
+
+
+@pytest.mark.dist
+def test_a_call_after_the_end_of_a_run_starts_no_cluster(tmp_path, project_root):
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    paths = {**os.environ, "PYTHONPATH": str(project_root)}
+    run = subprocess.run([sys.executable, str(script)], env=paths, stdout=subprocess.PIPE, text=True, check=True)
+    assert "Ray has not been started yet" in run.stdout and run.stdout.endswith("connected: False\n")

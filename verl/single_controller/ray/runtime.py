@@ -135,6 +135,7 @@ def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> Non
 def _connect(address: str, settings: dict[str, Any]) -> None:
     """Ray's init puts its own handler of SIGTERM in place of one that the run has set: that one goes on."""
     before = signal.getsignal(signal.SIGTERM)
+    security.forbid_implicit_start()
     ray.init(address=address, **{"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings})
     if callable(before) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)

@@ -98,6 +98,17 @@ def on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
+def forbid_implicit_start() -> None:
+    """Let a call without a connection raise `ray.exceptions.RaySystemError` instead of starting a cluster.
+
+    Ray's default is to start one. A thread that outlives a run by one call would then leave a cluster behind, without a
+    token and on every interface, and the next run's start would fail beside it.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
+
+
 def _write_token(file: Path) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:

@@ -104,6 +104,7 @@ class ReplicaKeeper:
         self._folder = Path(config.trainer.default_local_dir)
         self._moved: Callable[[Sequence[Moved]], None] = lambda moved: None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._work: set[asyncio.Task[None]] = set()
 
@@ -163,14 +164,15 @@ class ReplicaKeeper:
         self._moved = moved
         files.forget(self._folder)
         self._loop = asyncio.new_event_loop()
+        self._looking = self._loop.create_task(self._look_for_ever())
         self._thread = threading.Thread(target=self._run, name="verl-replicas", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more; the processes end with the run."""
-        loop, thread = self._loop, self._thread
-        if loop is not None and thread is not None and thread.is_alive():
-            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        """Look no more, and wait a while for what is in flight; the processes end with the run."""
+        loop, looking, thread = self._loop, self._looking, self._thread
+        if loop is not None and looking is not None and thread is not None and thread.is_alive():
+            loop.call_soon_threadsafe(looking.cancel)
             thread.join(CLOSE_SECONDS)
         if thread is not None:
             files.forget(self._folder)
@@ -209,10 +211,19 @@ class ReplicaKeeper:
         return [process for one in self._placed for process in one.unit.look_at()]
 
     def _run(self) -> None:
-        assert self._loop is not None, "made by `watch`"
+        assert self._loop is not None and self._looking is not None, "made by `watch`"
         asyncio.set_event_loop(self._loop)
         with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._look_for_ever())
+            self._loop.run_until_complete(self._looking)
+        self._loop.run_until_complete(self._finish())
+
+    async def _finish(self) -> None:
+        """Cancel what is in flight and wait for its threads: one that starts a process must not outlive the cluster."""
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await asyncio.get_running_loop().shutdown_default_executor()
 
     async def _look_for_ever(self) -> None:
         shown = None
