@@ -72,6 +72,10 @@ ONE_WORKER = {
     ),
 }
 
+# What a test's module imports if its tests start processes or depend on a clock.
+CLOCKS = frozenset(("asyncio", "multiprocessing", "ray", "signal", "socket", "subprocess", "threading", "time"))
+TIMED_MARKERS = ("alone", "dist", "e2e", "waiting")
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
@@ -115,6 +119,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("waiting")
         elif file.startswith(ALONE):
             item.add_marker("alone")
+        if CLOCKS & vars(getattr(item, "module", item)).keys() or any(map(item.get_closest_marker, TIMED_MARKERS)):
+            item.add_marker("timed")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (_one_worker(item.nodeid) not in ONE_WORKER, not item.get_closest_marker("e2e")))
     else:

@@ -253,7 +253,7 @@ def test_close_waits_for_a_replacement_that_is_being_started(in_run):
         assert begun.wait(30)
         closing = threading.Thread(target=run.keeper.close)
         closing.start()
-        run.until(lambda: run.keeper._looking.done())
+        run.until(run.keeper._looking.done)
         assert closing.is_alive() and "replica 2" not in run.units
         may_end.set()
         closing.join(30)
