@@ -71,6 +71,7 @@ def test_grpo_learns_on_two_nodes_and_prints_the_node_of_every_rank(arithmetic, 
         "PYTHONPATH": path,
         "VERL_FILE_LOGGER_ROOT": logs,
         "VERL_LOGGING_LEVEL": "INFO",
+        "RAY_DEDUP_LOGS": "0",  # Ray holds back a line that another rank wrote except for its numbers
     }
     done = subprocess.run(
         words, cwd=arithmetic.folder, env=environment, capture_output=True, text=True, timeout=600, check=False

@@ -56,6 +56,7 @@ def test_unit():
 def test_only_timed_tests_run_again_and_a_pass_then_is_reported_as_flaky(tmp_path: Path, unit: str) -> None:
     file = tmp_path / "test_flaky.py"
     file.write_text(FLAKY.format(unit=unit))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    timed\n    alone\n    waiting\n")  # names begin here
     run = subprocess.run([sys.executable, SCRIPT, str(file)], stdout=subprocess.PIPE, text=True, check=False)
     reported = [line for line in run.stdout.splitlines() if line.startswith("flaky: ")]
     assert reported == ["flaky: test_flaky.py::test_clock"], run.stdout
