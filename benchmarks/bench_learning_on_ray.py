@@ -25,10 +25,11 @@ from typing import Any
 
 from figures import Figures, add_json
 
-from tests.e2e.runs import PROJECT, metrics, run
+from tests.e2e.runs import PROJECT, metrics
+from tests.e2e.warm_up import warmed_up
 
 QUICKSTART = PROJECT / "examples" / "quickstart"
-WARM_UP, MODE, R = 320, "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
+MODE, R = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
 ACCURACY = "val-core/arithmetic/reward/mean@1"
 STALENESS = "training/off_policy/trajectory_staleness_worst/max"
 SCHEDULES = {
@@ -73,33 +74,6 @@ COMMON = (
     "trainer.project_name=learning",
     "trainer.resume_mode=disable",
 )
-
-
-def warm_up(folder: Path) -> Path:
-    """The quickstart's data and warmed-up model, made once in a folder; returns the model's."""
-    model = folder / "sft" / f"global_step_{WARM_UP}" / "model" / "huggingface"
-    if model.is_dir():
-        return model
-    write, sizes = PROJECT / "examples/data_preprocess/arithmetic.py", ["--train_size", "3072", "--sft_size", "4096"]
-    run([sys.executable, str(write), "--local_save_dir", "data", *sizes, "--seed", "0"], cwd=folder)
-    run([sys.executable, f"{QUICKSTART}/demonstrations.py", "data/sft.parquet", "data/pupil.parquet"], cwd=folder)
-    run([sys.executable, f"{QUICKSTART}/model.py", "base"], cwd=folder)
-    words = [
-        "data.train_files=data/pupil.parquet",
-        "data.train_batch_size=128",
-        "data.max_length=32",
-        "model.path=base",
-        "optim.lr=3e-3",
-        "optim.lr_warmup_steps=20",
-        "optim.lr_scheduler_type=cosine",
-        f"trainer.total_training_steps={WARM_UP}",
-        f"trainer.save_freq={WARM_UP}",
-        "trainer.default_local_dir=sft",
-        "trainer.logger=[file]",
-        "checkpoint.save_contents=[model]",
-    ]
-    run([sys.executable, "-m", "verl.trainer.sft_trainer", *words], cwd=folder)
-    return model
 
 
 def learn(folder: Path, model: Path, schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +128,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = (asked.task or Path(name)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        model = warm_up(folder)
+        model = warmed_up(folder).model
         for schedule in asked.schedules:
             row = learn(folder, model, schedule, asked)
             figures.add(f"{schedule}, {asked.engine}", row)

@@ -22,12 +22,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from figures import peak_and_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -81,29 +80,6 @@ def make_engine(folder: Path, size: int, options: argparse.Namespace) -> Any:
     return ENGINES.get("fsdp2")(model, engine, OptimizerConfig(), seed=0)
 
 
-def own_memory() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
-
-
-def measured(work: Callable[[], object]) -> tuple[int, float]:
-    """Bytes beyond those at the start, at most, and seconds."""
-    start, done, peak = own_memory(), threading.Event(), [0]
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], own_memory() - start)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    begun = time.perf_counter()
-    work()
-    spent = time.perf_counter() - begun
-    done.set()
-    watcher.join()
-    return peak[0], spent
-
-
 def rank_main(rank: int, size: int, port: int, folder: Path, options: argparse.Namespace) -> None:
     import torch
 
@@ -117,7 +93,7 @@ def rank_main(rank: int, size: int, port: int, folder: Path, options: argparse.N
     for length in options.lengths:
         batch = one_row(length, options.vocabulary)
         ranks.barrier()
-        results[length] = measured(partial(engine.train_batch, batch, SFTLoss(), max_tokens=length // size))
+        results[length] = peak_and_seconds(partial(engine.train_batch, batch, SFTLoss(), max_tokens=length // size))
     (folder / f"{size}-{rank}.json").write_text(json.dumps(results))
     ranks.barrier()
     distributed.stop()

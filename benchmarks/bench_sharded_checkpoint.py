@@ -21,11 +21,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from figures import peak_and_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -44,29 +43,6 @@ def make_model(folder: Path, layers: int, width: int) -> None:
         num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def own_memory() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
-
-
-def measured(work: Callable[[], object]) -> tuple[int, float]:
-    """Bytes beyond those at the start, at most, and seconds."""
-    start, done, peak = own_memory(), threading.Event(), [0]
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            peak[0] = max(peak[0], own_memory() - start)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    begun = time.perf_counter()
-    work()
-    spent = time.perf_counter() - begun
-    done.set()
-    watcher.join()
-    return peak[0], spent
 
 
 def with_moments(engine: Any) -> None:
@@ -90,13 +66,13 @@ def rank_main(rank: int, size: int, port: int, folder: Path, alone: bool) -> Non
     ranks = distributed.start(distributed.RankPlace(rank, size, rank, "127.0.0.1", port), timeout=600)
     engine = ENGINES.get("fsdp2")(HFModelConfig(path=str(folder / "model")), FSDPEngineConfig(), OptimizerConfig())
     part, target, measures = ModelPart(engine), str(folder / f"saved-{size}"), {}
-    measured(lambda: save_part(part, str(folder / f"first-{size}"), ()))  # imports; what it takes is given back
-    measured(lambda: with_moments(engine))
+    peak_and_seconds(lambda: save_part(part, str(folder / f"first-{size}"), ()))  # imports; what it takes is given back
+    peak_and_seconds(lambda: with_moments(engine))
     ranks.barrier()
     records: dict[str, Any] = {}
-    measures["save"] = measured(lambda: records.update(save_part(part, target, CONTENTS)))
+    measures["save"] = peak_and_seconds(lambda: records.update(save_part(part, target, CONTENTS)))
     ranks.barrier()
-    measures["load"] = measured(lambda: load_part(part, target, CONTENTS))
+    measures["load"] = peak_and_seconds(lambda: load_part(part, target, CONTENTS))
     ranks.barrier()
 
     def behind() -> None:
@@ -104,7 +80,7 @@ def rank_main(rank: int, size: int, port: int, folder: Path, alone: bool) -> Non
         saved_records(part, wait=True)
 
     if not alone:
-        measures["behind"] = measured(behind)
+        measures["behind"] = peak_and_seconds(behind)
     tensors = list(engine.model.parameters())
     tensors += [t for state in engine.optimizer.state.values() for t in state.values()]
     measures["held"] = sum(getattr(t, "to_local", lambda t=t: t)().nbytes for t in tensors)

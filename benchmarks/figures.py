@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -168,3 +169,26 @@ def machine_limits() -> dict[str, float]:
     limits["copy GB/s"] = source.nbytes / best_seconds(lambda: target.copy_(source)) / 1e9
     torch.set_num_threads(threads)
     return limits
+
+
+def own_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def peak_and_seconds(work: Callable[[], object]) -> tuple[int, float]:
+    """Peak of this process's own memory above its start, in bytes, and wall-clock seconds."""
+    start, done, peak = own_memory(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], own_memory() - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    begun = time.perf_counter()
+    work()
+    spent = time.perf_counter() - begun
+    done.set()
+    watcher.join()
+    return peak[0], spent
