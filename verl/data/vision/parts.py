@@ -53,11 +53,6 @@ def with_media(messages: Sequence[Message], images: Sequence[Any], where: Callab
     return placed
 
 
-def has_marker(messages: Sequence[Message]) -> bool:
-    """Whether a text says ``<image>`` or ``<video>``."""
-    return any(isinstance(m.get("content"), str) and MARKER.search(m["content"]) for m in messages)
-
-
 def image_parts(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     """The image parts of a conversation, in order."""
     for message in messages:
