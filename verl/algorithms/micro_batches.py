@@ -208,7 +208,7 @@ def _by_tokens(units: _Units, max_tokens: int, min_count: int, count_multiple: i
 def _parts_within(
     units: _Units, count: int, max_tokens: int, first_fit: Callable[[], list[list[int]]]
 ) -> list[list[int]] | None:
-    """So many parts, each within the budget, where one of three searches finds them."""
+    """A split into this number of parts, each within the budget, if one of three searches succeeds."""
     _check_count(count, len(units.rows))
     # Parts of equal work are best, but have unequal tokens; parts of equal tokens may fit where those do not.
     for costs in (units.work, units.tokens):

@@ -248,12 +248,12 @@ def _adapter_of_mixture(role: MegatronRole) -> Problems:
     name, else_set = adapter_on_experts(role.model), f"or {role.key}.strategy=fsdp2."
     if name is None:
         return []
-    wanted = [] if name == "target_modules" else [str(each) for each in role.model.target_parameters]
-    if not wanted or any(each.rpartition(".")[2] not in ("gate_up_proj", "down_proj") for each in wanted):
+    names = [] if name == "target_modules" else [str(each) for each in role.model.target_parameters]
+    if not names or any(each.rpartition(".")[2] not in ("gate_up_proj", "down_proj") for each in names):
         message = "LoRA on the routers of a mixture, which all-linear includes, is not built yet on Megatron-Core"
         targets = f"{role.model_key}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
         experts = f"{role.model_key}.target_parameters=[mlp.experts.gate_up_proj,mlp.experts.down_proj]"
-        fix = f"Set {targets}, for experts beside it {experts}, {else_set}"
+        fix = f"Set {targets}, for experts also {experts}, {else_set}"
         return [NotBuiltError(message, key=role.adapter, fix=fix)]
     shared = role.sizes[_T] if role.sizes[_ET] is None else role.sizes[_ET]
     if shared > 1:

@@ -110,12 +110,12 @@ def _processes(role: MegatronRole) -> Problems:
     section, world = role.section.torchtitan, role.processes
     shared, copies = math.prod(section[name] for name in SIZES), section[COPIES]
     if world % (shared * copies):
-        asked = {name: section[name] for name in (*SIZES, COPIES) if section[name] > 1}
+        sizes = {name: section[name] for name in (*SIZES, COPIES) if section[name] > 1}
         divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        message = f"{world} process(es) cannot be shared by {' x '.join(f'{n} {size}' for n, size in asked.items())}"
+        message = f"{world} process(es) cannot be shared by {' x '.join(f'{n} {size}' for n, size in sizes.items())}"
         fix = f"Change the sizes, or {role.started}."
         allowed = f"sizes whose product is one of {divisors}"
-        return [ConfigError(message, key=_key(role, next(iter(asked))), got=shared * copies, allowed=allowed, fix=fix)]
+        return [ConfigError(message, key=_key(role, next(iter(sizes))), got=shared * copies, allowed=allowed, fix=fix)]
     per_copy = world // (copies * section["pipeline_parallel_size"])
     if per_copy % section[EXPERTS]:
         message = f"the {per_copy} process(es) that hold a copy of the weights cannot share the experts evenly"

@@ -28,7 +28,7 @@ SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
 def facts_of(path: str | None) -> dict[str, Any]:
-    """The config.json of a local folder; empty where there is none, which is told where the folder is looked at."""
+    """The config.json of a local folder; empty if there is none, which is reported when the folder is checked."""
     try:
         facts = read_json((Path(env.expand(path or "")) / "config.json").read_bytes())
     except (OSError, ValueError):

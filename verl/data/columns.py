@@ -163,8 +163,8 @@ class ConversationColumns:
         if not question or not isinstance(answer, str):
             fault = "the prompt is empty" if not question else f"the response is not text: {answer!r}"
             raise DataError(fault, key=place)
-        asked = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        return as_messages([*asked, {"role": "assistant", "content": answer}], lambda: place, images=True)
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        return as_messages([*turns, {"role": "assistant", "content": answer}], lambda: place, images=True)
 
     def _choose_pair(self, columns: list[str], file: str, config: Any) -> tuple[str, str] | None:
         """The question and the answer column, or None for a column of messages."""

@@ -18,7 +18,7 @@ class Blanks:
     """Gives a micro-batch a blank picture of each kind that some rank has and it has not.
 
     Ranks gather the tower's weights together, in the same order, forward and backward; so each calls it as often as
-    any other does. The blank tokens stand for themselves: nobody looks at them, and no loss hangs on them.
+    any other does. No other token attends to the blank ones, and the loss does not depend on them.
 
     Args:
         kinds: of pictures that ranks have somewhere in the batch; none where one process holds the model.

@@ -65,6 +65,6 @@ class LossScale:
         return {"loss_scale": {"value": self.value, "steps": self.steps}} if self.is_dynamic else {}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from `state`; a checkpoint of another dtype has none, and the scale starts anew."""
+        """Continue from `state`; a checkpoint of another dtype has none: the scale keeps its initial value."""
         if self.is_dynamic and "loss_scale" in saved:
             self.value, self.steps = float(saved["loss_scale"]["value"]), int(saved["loss_scale"]["steps"])

@@ -285,14 +285,14 @@ def _check_names(model: nn.Module, config: Any) -> None:
 def _check_ends(model: nn.Module, key: str, names: Any, known: list[str], kind: str) -> None:
     """Raise `ConfigError` where a name is the end of none of the known ones."""
     ends = sorted({name.rpartition(".")[2] if kind == "linear module" else _LAYERS.sub("", name) for name in known})
-    for wanted in [] if isinstance(names, str) else _as_list(names):
-        if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
+    for end in [] if isinstance(names, str) else _as_list(names):
+        if not any(name == end or name.endswith(f".{end}") for name in known):
             raise ConfigError(
                 f"no {kind} of {type(model).__name__} has this name",
                 key=key,
-                got=wanted,
+                got=end,
                 allowed=ends,
-                fix=suggest(wanted, ends),
+                fix=suggest(end, ends),
             )
 
 

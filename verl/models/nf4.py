@@ -141,7 +141,7 @@ def check_record(saved: Mapping[str, Any], model: Any) -> None:
 
 
 def size_in_words(model: nn.Module) -> str:
-    """How many bytes a quantized model's linear layers take, beside those that they would take unquantized."""
+    """How many bytes a quantized model's linear layers take, and how many they would take unquantized."""
     layers = [layer for _, layer in quantized_layers(model)]
     own = sum(layer.packed.nbytes + layer.largest.nbytes for layer in layers)
     before = sum(layer.in_features * layer.out_features * layer.dtype.itemsize for layer in layers)

@@ -1,6 +1,6 @@
 """Batches that are still being computed: what a non-blocking call returns and the next call takes.
 
-It knows no runtime: what a reference is, `verl.protocol.references` is told.
+It knows no runtime: runtimes register their reference types in `verl.protocol.references`.
 """
 
 from __future__ import annotations

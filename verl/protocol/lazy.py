@@ -269,7 +269,7 @@ def _itself(column: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_last(column: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a reduction is along the last of two axes, and nothing else is asked."""
+    """Whether a reduction is along the last of two axes, with no other argument."""
     dims = (*args, *kwargs.values())
     return column.dim() == 2 and set(kwargs) <= {"dim"} and len(dims) == 1 and dims[0] in (-1, 1)
 

@@ -531,13 +531,13 @@ def store_column(
     pieces = column.split(each) if len(column) else ()
     blocks = [Block(name, put(piece), piece.numel() * piece.element_size(), place) for piece in pieces]
     rows = np.arange(len(column), dtype=np.int32)
-    facts = Facts.of(column, split) if column.dim() == 2 and _is_asked_for_facts(column, declared) else None
+    facts = Facts.of(column, split) if column.dim() == 2 and _has_facts(column, declared) else None
     where = np.stack([rows // each, rows % each], axis=1)
     return Stored(tuple(blocks), where, tuple(column.shape), column.dtype, ((),) * len(blocks), facts, split)
 
 
-def _is_asked_for_facts(column: Tensor, declared: Field | None) -> bool:
-    """Masks, versions and log-probs; of token ids nobody asks for a sum."""
+def _has_facts(column: Tensor, declared: Field | None) -> bool:
+    """Whether it is a mask, a version or a log-prob: token ids and complex columns have no sums."""
     if column.is_complex():
         return False
     return declared is not None and not isinstance(declared.padding_value, str)

@@ -12,7 +12,7 @@ from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.reload_check import probe_tokens
 
 ROWS, LENGTH = 4, 16
-"""Prompts, and at most so many tokens of each and of each response."""
+"""Prompts, and the most tokens of a prompt and of a response."""
 REPLICA = "replica"
 
 

@@ -204,7 +204,7 @@ def _fetched(url: str, where: str, limits: ImageLimits) -> bytes:
             "images are not fetched from the network",
             key=where,
             got=url,
-            fix="Save them beside the data, or set data.allow_remote_images=true.",
+            fix="Save them next to the data, or set data.allow_remote_images=true.",
         )
     from urllib.request import Request, urlopen
 

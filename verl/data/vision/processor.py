@@ -113,7 +113,7 @@ class VisionProcessor:
     def expand_with(
         self, ids: Sequence[int], pieces: Sequence[Sequence[int]], mask: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """The same with a mask beside the ids, which is 0 on images."""
+        """The same, with a mask of the ids that is 0 on images."""
         count = sum(number == self.placeholder_id for number in ids)
         if count != len(pieces):
             raise DataError(

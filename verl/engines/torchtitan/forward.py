@@ -33,7 +33,7 @@ class TitanForward(SequenceForward):
 
     @contextlib.contextmanager
     def behind(self, hidden: Tensor | None) -> Iterator[None]:
-        """Within the block a pass goes on from the hidden states of the stage before."""
+        """Within the block a forward pass starts from the hidden states of the previous stage."""
         self._hidden = hidden
         try:
             yield

@@ -159,7 +159,7 @@ def enable(model: Any, device: torch.device | str) -> bool:
 
 
 def _set_attention(model: Any, name: str) -> None:
-    """Of the language model alone: an encoder beside it attends in both directions."""
+    """Of the language model alone: a vision encoder attends in both directions."""
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is model.config.get_text_config()]
     model.set_attn_implementation(dict.fromkeys(parts, name) if parts else name)
 

@@ -3,7 +3,7 @@
 A mixer carries a state from each token to the next, and through a packed row it would carry it from one sequence into
 another. So it gets the sequences as the rows of a batch: every state starts at zero, and what fills up a row lies
 behind its tokens, where nothing reads it. A prompt that several responses share is computed by the mixers once for each
-of them, because its state goes on in all; everything else computes it once.
+of them, because each continues its state; everything else computes it once.
 """
 
 from __future__ import annotations

@@ -163,19 +163,19 @@ class VisionFamily(ABC):
         return sorted(placed, key=lambda one: one.start)
 
     def _too_few(self, ids: np.ndarray, kind: Kind, pictures: Sequence[Picture]) -> DataError:
-        wanted, there = sum(sum(p.runs) for p in pictures), int((ids == self.token_id(kind)).sum())
+        expected, present = sum(sum(p.runs) for p in pictures), int((ids == self.token_id(kind)).sum())
         return DataError(
-            f"{len(pictures)} {kind}s take {wanted} tokens, and the row has not as many placeholders where they belong",
+            f"{len(pictures)} {kind}s take {expected} tokens, and the row lacks placeholders where they belong",
             key="input_ids",
-            got=there,
+            got=present,
             fix="Was the prompt cut, or expanded by another processor than the one that made the inputs?",
         )
 
     def positions(self, length: int, placed: Sequence[PlacedPicture]) -> Tensor:
         """(axes, length) int64: where each token lies on the axes of the rotary embedding.
 
-        Text goes on by one on all axes. A picture starts there, spreads over frames, rows and columns, and text goes on
-        behind the longer edge (Qwen2-VL, arXiv 2409.12191, section 2.1).
+        Text advances by one on all axes. A picture starts there and spreads over frames, rows and columns; the
+        text behind it continues after the longer edge (Qwen2-VL, arXiv 2409.12191, section 2.1).
         """
         made = torch.empty(self.axes, length, dtype=torch.long)
         at = current = 0
@@ -189,7 +189,7 @@ class VisionFamily(ABC):
         return made
 
     def prepare(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """What the model is called with for these pictures, beside tokens and positions."""
+        """The forward pass's arguments for these pictures, in addition to tokens and positions."""
         joined: dict[str, list[Tensor]] = {}
         for picture in pictures:
             for name, tensor in picture.tensors.items():

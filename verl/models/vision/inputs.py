@@ -17,7 +17,7 @@ from verl.models.vision.towers import language_backbone
 
 @dataclass(frozen=True)
 class VisionInputs:
-    """What a model is called with beside tokens and positions.
+    """Arguments of a model's forward pass in addition to tokens and positions.
 
     Args:
         tensors: keyword arguments.
@@ -59,7 +59,7 @@ def placing(model: Any, vision: VisionInputs | None) -> Iterator[dict[str, Any]]
     A model may draw a placeholder itself; its own code would then have more placeholders than features, and stop.
 
     Yields:
-        What it is to be called with beside tokens and positions.
+        The arguments in addition to tokens and positions.
     """
     if vision is None:
         yield {}

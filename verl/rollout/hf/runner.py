@@ -115,7 +115,7 @@ class BorrowedModel:
         own: Any = vars(model).get("config")
         text = own and own.get_text_config(decoder=True)
         if text is not own and id(text) in configs:
-            configs = {id(text): text}  # an encoder beside the language model attends in both directions
+            configs = {id(text): text}  # a vision encoder attends in both directions
         self._configs = list(configs.values())
 
     @contextmanager

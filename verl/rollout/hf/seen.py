@@ -132,9 +132,9 @@ class Features:
         self._forget_old(keep={one.digest for one, _, _, _ in runs})
         return VisionInputs({"mm_encoder_outputs": outputs}, {"image": places})
 
-    def _encode(self, wanted: Mapping[bytes, Picture]) -> None:
-        missing = [one for digest, one in wanted.items() if digest not in self._kept]
-        for digest in wanted.keys() & self._kept.keys():
+    def _encode(self, pictures: Mapping[bytes, Picture]) -> None:
+        missing = [one for digest, one in pictures.items() if digest not in self._kept]
+        for digest in pictures.keys() & self._kept.keys():
             self._kept.move_to_end(digest)
         for kind in self.family.kinds:
             of_kind = [one for one in missing if one.kind == kind]

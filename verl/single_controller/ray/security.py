@@ -102,7 +102,7 @@ def forbid_implicit_start() -> None:
     """Let a call without a connection raise `ray.exceptions.RaySystemError` instead of starting a cluster.
 
     Ray's default is to start one. A thread that outlives a run by one call would then leave a cluster behind, without a
-    token and on every interface, and the next run's start would fail beside it.
+    token and on every interface, and the start of the next run would fail.
     """
     from ray._private import auto_init_hook
 

@@ -312,8 +312,8 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
 
 def add_ref_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds ref_log_prob (B, T), the log-probs of the reference policy."""
-    asked = batch if experts.reference_replays(ctx) else experts.without(batch)
-    batch.tensors["ref_log_prob"] = roles["ref"].infer(asked, InferOptions()).tensors["log_probs"]
+    inputs = batch if experts.reference_replays(ctx) else experts.without(batch)
+    batch.tensors["ref_log_prob"] = roles["ref"].infer(inputs, InferOptions()).tensors["log_probs"]
 
 
 def add_values(batch: DataProto, roles: Roles) -> None:
