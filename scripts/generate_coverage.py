@@ -53,7 +53,6 @@ TABLE = """| # | what guides say | resolves | trained here | on its hardware | h
 
 def page() -> str:
     """The whole page."""
-    logging.getLogger("verl").setLevel(logging.ERROR)
     for name in (name for row in rows() for name in row.names):
         of_name(name)  # imports it here, where no package seems to be there that is not
     with tempfile.TemporaryDirectory() as folder, guides_machine(Path(folder)):
@@ -103,6 +102,7 @@ def _outcome(outcome: Outcome) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or with ``--check`` say whether it is up to date."""
+    logging.getLogger("verl").setLevel(logging.ERROR)  # no notices of the hundreds of configurations it reads
     made = page()
     if "--check" in (sys.argv[1:] if argv is None else argv):
         is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made

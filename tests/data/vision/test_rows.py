@@ -24,7 +24,7 @@ from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError, NotBuiltError
-from verl.metrics import reset_notices
+from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 from verl.trainer.pairs import split_at_answers
 from verl.trainer.supervised import supervised_batch
@@ -261,12 +261,12 @@ def test_a_conversation_is_too_long_by_its_images(tmp_path, seeing_tokenizer, pr
         conversations(tmp_path, seeing_tokenizer, processor, rows, max_length=64, truncation="right")
 
 
-def test_rows_that_are_wrong_are_left_out_on_demand(tmp_path, seeing_tokenizer, processor, caplog):
+def test_rows_that_are_wrong_are_left_out_on_demand(tmp_path, seeing_tokenizer, processor):
     reset_notices()
     good, broken = image(), {"bytes": image()["bytes"][:-30], "path": None}
     rows = [chat("<image>What?", "red", [good]), chat("<image>What?", "red", [broken])]
     data = conversations(tmp_path, seeing_tokenizer, processor, rows, filter_invalid=True)
-    assert len(data) == 1 and "1 of 2 rows are left out" in caplog.text
+    assert len(data) == 1 and "1 of 2 rows are left out" in notices()["data.filter_invalid"]
 
 
 def test_both_answers_of_a_pair_share_the_images_of_its_prompt(tmp_path, seeing_tokenizer, processor):
