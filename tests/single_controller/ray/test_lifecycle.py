@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -197,5 +199,7 @@ def test_processes_that_do_not_come_up_are_named_after_the_timeout(pool):
     with pytest.raises(WorkerError, match=r"1 of 1 worker processes did not start within 0.5 s.*dice\[0\]") as error:
         RayWorkerGroup(None, hungry, name_prefix="dice", ray_wait_register_center_timeout=0.5)
     assert "ray status" in str(error.value)
+    logs = Path(re.search(r"(/\S+) on each node", str(error.value)).group(1))
+    assert list(logs.glob("raylet*")), "the folder of this cluster, wherever its files lie"
     with pytest.raises(WorkerError, match=r"unicorn.*cannot fit"):
         RayWorkerGroup(pool, hungry, name_prefix="dice")

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 from ray import cloudpickle
+from ray._private import worker as ray_worker
 from ray.exceptions import GetTimeoutError
 
 from verl import env
@@ -177,12 +178,13 @@ def _introduce(recipe: LaunchPlan, actors: Sequence[Any]) -> tuple[Fleet, tuple[
     except GetTimeoutError:
         ready, _ = ray.wait(questions, num_returns=len(questions), timeout=0)
         missing = [name for name, question in zip(names, questions) if question not in ready]
+        logs = ray_worker._global_node.get_logs_dir_path()  # type: ignore[attr-defined]  # None only before ray.init
         raise WorkerError(
             f"{len(missing)} of {len(actors)} worker processes did not start within {recipe.register_seconds:g} s",
             key="trainer.ray_wait_register_center_timeout",
             got=missing,
-            fix="`ray status` shows whether the cluster is full; the logs of its session (in /tmp/verl-<uid>/ray for a "
-            "cluster of this run's own, in /tmp/ray after `ray start`) show whether the processes fail.",
+            fix="`ray status` shows whether the cluster is full; Ray's logs show whether the processes fail: "
+            f"{logs} on each node.",
         ) from None
     except ray.exceptions.RayError as error:
         exception, cause = failures.meaning(error)
