@@ -7,7 +7,14 @@ import pytest
 from tests.support import write_prompts
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.data import CustomClassConfig
-from verl.data import RLHFDataset, create_rl_dataset, create_rl_sampler, create_sft_dataset
+from verl.config.preference import PreferenceDataConfig
+from verl.data import (
+    RLHFDataset,
+    create_preference_datasets,
+    create_rl_dataset,
+    create_rl_sampler,
+    create_sft_dataset,
+)
 from verl.data.loader import EpochSampler
 from verl.errors import ConfigError, DataError
 
@@ -23,6 +30,10 @@ class Polite(RLHFDataset):
 class Own(Dataset):
     def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
         self.files, self.max_samples = data_files, max_samples
+
+class Pairs(Dataset):
+    def __init__(self, parquet_files, tokenizer, config, max_samples=-1):
+        self.files, self.max_samples = parquet_files, max_samples
 
 class NotOne:
     pass
@@ -98,6 +109,16 @@ def test_missing_files_name_the_setting_that_named_them(tmp_path, tokenizer):
 def test_supervised_data_is_built_the_same_way(tmp_path, tokenizer):
     path = write_prompts(tmp_path / "sft.parquet", [{"question": "1+1=", "answer": "2"}] * 3)
     assert len(create_sft_dataset(path, SFTDataConfig(), tokenizer, max_samples=2)) == 2
+
+
+def test_a_class_for_pairs_of_text_need_not_take_a_processor(prompts, tokenizer, users_file):
+    config = PreferenceDataConfig(
+        train_files=str(prompts), train_max_samples=2, custom_cls=CustomClassConfig(users_file, "Pairs")
+    )
+    train, val = create_preference_datasets(config, tokenizer)
+    assert (train.files, train.max_samples, val) == ([str(prompts)], 2, None)
+    with pytest.raises(TypeError, match="processor"):
+        create_preference_datasets(config, tokenizer, processor=object())
 
 
 def test_the_order_of_prompts_is_seeded_or_the_users(prompts, tokenizer, users_file):

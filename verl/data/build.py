@@ -45,8 +45,12 @@ def create_sft_dataset(
 
 
 def create_preference_datasets(config: Any, tokenizer: Any, processor: Any = None) -> tuple[Any, Any]:
-    """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`."""
+    """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`.
+
+    The class is called with ``processor`` only where the model takes images: a class for text need not accept it.
+    """
     cls = dataset_class(config, PreferenceDataset)
+    images = {} if processor is None else {"processor": processor}
     datasets: list[Any] = []
     for split in ("train", "val"):
         files, most = read(config, f"{split}_files"), read(config, f"{split}_max_samples", -1)
@@ -54,8 +58,7 @@ def create_preference_datasets(config: Any, tokenizer: Any, processor: Any = Non
             datasets.append(None)
             continue
         paths = check_files(files, f"data.{split}_files")
-        arguments = {"tokenizer": tokenizer, "config": config, "processor": processor, "max_samples": most}
-        datasets.append(cls(parquet_files=paths, **arguments))
+        datasets.append(cls(parquet_files=paths, tokenizer=tokenizer, config=config, max_samples=most, **images))
     return datasets[0], datasets[1]
 
 
