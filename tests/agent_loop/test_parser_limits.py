@@ -43,8 +43,7 @@ def parse(family: str, text: str):
 
 
 def seconds(family: str, text: str) -> float:
-    """Of this thread's processor time, so that what else runs here does not count: nor does the garbage collector,
-    which goes through all objects that earlier tests left."""
+    """Processor time of this thread: neither other processes nor a collection of earlier tests' garbage count."""
     gc.disable()
     try:
         start = time.thread_time()
