@@ -11,6 +11,7 @@ from tests.support import tiny_model_dir
 from tests.vision_rows import pictures, processed, prompt_tokens, vision_dir
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
+from verl.models.vision import inputs as vision_inputs
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights
@@ -79,6 +80,20 @@ def test_log_probs_of_answers_about_images_are_those_of_the_model(folders, famil
             "choose another seed: transformers cannot compare this"
         )
         torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, request, done), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_take_no_features_see_the_pictures_too(folders, family, monkeypatch):
+    """As in transformers 5.17, which ignores the argument: a sampler of that version saw no picture."""
+    folder = folders(family)
+    model, results = load_causal_lm(str(folder)).eval(), []
+    jobs = [request for request in requests(folder, model.config) if request.sampling.max_tokens]
+    for _ in range(2):
+        sampler = HFSampler(str(folder))
+        results.append([(done.token_ids, done.log_probs) for done in run(sampler, jobs)])
+        assert sampler.stats()["images_encoded"] == 4
+        monkeypatch.setattr(vision_inputs, "takes_features", lambda backbone: False)
+    assert results[0] == results[1]
 
 
 def test_a_picture_goes_through_the_tower_once_for_all_samples_and_again_after_new_weights(folders):

@@ -22,10 +22,12 @@ class VisionInputs:
     Args:
         tensors: keyword arguments.
         places: kind -> (tokens,) in the flattened tokens of the pass, in the order of the features.
+        features: what the tower made of the images, where that is known already; ``tensors`` then has no pixels.
     """
 
     tensors: dict[str, Any]
     places: dict[Kind, Tensor]
+    features: Any = None
 
     @classmethod
     def of(
@@ -81,8 +83,21 @@ def placing(model: Any, vision: VisionInputs | None) -> Iterator[dict[str, Any]]
             made.append(here.unsqueeze(-1))
         return tuple(made) if per_kind else made[0]
 
-    backbone.get_placeholder_mask = mask
+    tensors, replaced = vision.tensors, {"get_placeholder_mask": mask}
+    if vision.features is not None and takes_features(backbone):
+        tensors = {**tensors, "mm_encoder_outputs": {"image": vision.features}}
+    elif vision.features is not None:  # such a model calls its tower wherever there are pixels, and nowhere else
+        tensors = {**tensors, "pixel_values": vision.features.pooler_output[0]}
+        replaced["get_image_features"] = lambda *_, **__: vision.features
+    for name, function in replaced.items():
+        setattr(backbone, name, function)
     try:
-        yield vision.tensors
+        yield tensors
     finally:
-        del backbone.get_placeholder_mask
+        for name in replaced:
+            delattr(backbone, name)
+
+
+def takes_features(backbone: Any) -> bool:
+    """Whether a pass may be given what the tower made; transformers 5.17 would ignore the argument without a word."""
+    return "mm_encoder_outputs" in inspect.signature(type(backbone).forward).parameters

@@ -106,6 +106,7 @@ class Features:
         self.num_encoded = 0
         self._kept: OrderedDict[bytes, tuple[Tensor, ...]] = OrderedDict()
         self._output: Any = None
+        self._deep_is_joined = False
 
     def clear(self) -> None:
         """Drop everything: the tower has other weights."""
@@ -127,10 +128,10 @@ class Features:
             for layer in range(len(parts[0]))
         ]
         places = torch.cat([torch.arange(at, at + count) for _, _, count, at in runs]).to(joined[0].device)
-        deep = {"deepstack_features": [(layer,) for layer in joined[1:]]} if joined[1:] else {}
-        outputs = {"image": self._output(pooler_output=(joined[0],), **deep)}
+        deep = {"deepstack_features": [self._as_made(layer) for layer in joined[1:]]} if joined[1:] else {}
+        features = self._output(pooler_output=(joined[0],), **deep)
         self._forget_old(keep={one.digest for one, _, _, _ in runs})
-        return VisionInputs({"mm_encoder_outputs": outputs}, {"image": places})
+        return VisionInputs({}, {"image": places}, features)
 
     def _encode(self, pictures: Mapping[bytes, Picture]) -> None:
         missing = [one for digest, one in pictures.items() if digest not in self._kept]
@@ -149,10 +150,17 @@ class Features:
         encode = backbone.get_image_features if pictures[0].kind == "image" else backbone.get_video_features
         made = encode(*tensors.values(), return_dict=True)
         self._output = type(made)
-        layers = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+        deep = getattr(made, "deepstack_features", None) or ()
+        self._deep_is_joined = any(torch.is_tensor(layer) for layer in deep)
+        counts = [sum(one.runs) for one in pictures]
+        layers = [layer.split(counts) if torch.is_tensor(layer) else layer for layer in (made.pooler_output, *deep)]
         for number, picture in enumerate(pictures):
             self._kept[picture.digest] = tuple(layer[number].flatten(0, -2) for layer in layers)
         self.num_encoded += len(pictures)
+
+    def _as_made(self, layer: Tensor) -> Tensor | tuple[Tensor]:
+        """One layer's features in the form that the tower gives them: one tensor for all images (5.17), or a tuple."""
+        return layer if self._deep_is_joined else (layer,)
 
     def _forget_old(self, keep: set[bytes]) -> None:
         used = sum(layer.nbytes for layers in self._kept.values() for layer in layers)
