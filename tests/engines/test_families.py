@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.engines.builders import gradients, grouped_batch, make_engine, model_
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
-from verl.models.routers import router_modules
+from verl.models.routers import RouterStatistics, router_modules
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 
@@ -74,6 +75,13 @@ def test_routers_are_watched_while_a_mixture_trains(tmp_path, family, layers):
     assert ("moe/load_balance" in values) == (layers > 0)
     if layers:
         assert 0.9 < values["moe/load_balance"] <= 4.0 and 1.0 <= values["moe/max_load"] <= 2.0 + 1e-6
+
+
+def test_a_router_that_is_a_linear_layer_is_known_by_its_name_and_not_watched():
+    """So Jamba's is in transformers 5.17, where the kind of its routers is that of all its linear layers."""
+    model = torch.nn.ModuleDict({"router": torch.nn.Linear(4, 2), "in_proj": torch.nn.Linear(4, 8)})
+    model._can_record_outputs = {"router_logits": SimpleNamespace(target_class=torch.nn.Linear, layer_name="router")}
+    assert router_modules(model) == [model["router"]] and not RouterStatistics(model).routers
 
 
 def test_the_balance_of_a_router_that_always_takes_the_same_experts(tmp_path):

@@ -22,7 +22,11 @@ def router_modules(model: Any) -> list[nn.Module]:
     """The routers of a model, as its family itself names them; none in a dense model."""
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", None)
-    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    if kind is None:
+        return []
+    # A kind that is every linear layer (Jamba in transformers 5.17) has a name besides.
+    name = getattr(recorder, "layer_name", None) if kind is nn.Linear else None
+    return [m for full, m in model.named_modules() if isinstance(m, kind) and (name is None or name in full)]
 
 
 class RouterStatistics:
@@ -36,7 +40,9 @@ class RouterStatistics:
     """
 
     def __init__(self, model: Any):
-        self.routers: dict[int, Any] = dict(enumerate(router_modules(model)))
+        # A plain linear layer gives logits alone: the choice is made elsewhere, and not seen here.
+        choosing = [router for router in router_modules(model) if not isinstance(router, nn.Linear)]
+        self.routers: dict[int, Any] = dict(enumerate(choosing))
         self._seen: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
