@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
+from tests.rollout.builders import prompt, requests, sample, tiny_model
+from verl.rollout.hf import kv_pool
 from verl.rollout.hf.kv_pool import BufferPool, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.rows import Prompt, Row
+from verl.rollout.hf.sampler import HFSampler
 
 SHAPE = KVShape(num_layers=2, num_heads=3, key_dim=4, value_dim=5, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -58,6 +63,49 @@ def test_a_buffer_that_was_given_back_serves_the_next_block_of_similar_size():
     assert memory.take(100_000).numel() == 100_000
     memory.clear()
     assert memory.num_bytes == 400_000
+
+
+def test_what_does_not_fit_is_let_go_where_memory_is_scarce():
+    """On a GPU a block that grows through five capacities would otherwise hold the buffers of all five."""
+    memory = BufferPool(torch.float32, torch.device("meta"))
+    first = memory.take(1000)
+    memory.give(first)
+    assert memory.take(900) is first
+    memory.give(first)
+    memory.take(100_000)
+    assert memory.num_bytes == 400_000
+    shape = dataclasses.replace(SHAPE, device=torch.device("meta"))
+    block = KVBlock(shape, memory, width=1, prefix_capacity=0, capacity=16)
+    for _ in range(100):
+        fill(block, [row(1)])
+    assert block.room < 1.25 * 100
+    before = memory.num_bytes
+    wider = KVBlock(shape, memory, width=1, prefix_capacity=0, capacity=32)
+    move_groups(block, wider, range(100))
+    block.free()
+    wider.reserve(50)
+    assert memory.num_bytes < 400_000 + 4 * (before - 400_000) and not block.keys.numel()
+
+
+def test_rows_that_outgrow_a_block_one_after_another_take_little_more_than_twice_their_memory(monkeypatch):
+    """Where memory is scarce a sampler admits rows up to two fifths of it; the same tokens come out."""
+    jobs = requests([prompt(24, n) for n in range(12)], max_tokens=56, ignore_eos=True)
+    drawn, held, allocate = [], [], KVBlock._allocate
+    for scarce in (False, True):
+        monkeypatch.setattr(kv_pool, "memory_is_scarce", lambda device, scarce=scarce: scarce)
+        made = HFSampler(tiny_model(), owns_model=True, record=True, max_num_seqs=12, max_num_batched_tokens=60)
+        most = 0
+
+        def note(block: KVBlock, room: int) -> None:
+            nonlocal most
+            allocate(block, room)
+            most = max(most, block.pool.num_bytes)
+
+        monkeypatch.setattr(KVBlock, "_allocate", note)
+        drawn.append([done.token_ids for done in sample(made, jobs)])
+        held.append(most / (len(jobs) * 80 * made._runner.shape.token_bytes))
+    assert drawn[0] == drawn[1]
+    assert held[1] < 2.4 < 3 < held[0], held
 
 
 def test_a_block_keeps_its_contents_when_it_needs_more_room():

@@ -17,8 +17,8 @@ import torch
 
 from verl.rollout.hf.rows import Row
 
-GROWTH = 2
-"""A block that runs out of groups is made that many times larger."""
+GROWTH, GROWTH_OF_SCARCE = 2.0, 1.25
+"""A block that runs out of groups is made that many times larger; the second where memory is scarce."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,22 @@ class KVShape:
         return self.num_layers * self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
+def memory_is_scarce(device: torch.device) -> bool:
+    """On accelerators; an allocation costs little there."""
+    return device.type != "cpu"
+
+
 class BufferPool:
     """Flat buffers by size; a buffer that is given back serves the next block of similar size.
 
-    On CPU a fresh page costs many times its copy, so reuse is what makes growing blocks cheap. Buffers hold finite
-    numbers at all times, because attention multiplies unused cells by an exact zero.
+    On CPU a fresh page costs many times its copy, so reuse is what makes growing blocks cheap. Elsewhere memory is
+    scarce and torch has a pool of its own: what does not fit the next block is let go, or every smaller version of a
+    block that grows would stay. Buffers hold finite numbers at all times, because attention multiplies unused cells by
+    an exact zero.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.is_scarce = dtype, device, memory_is_scarce(device)
         self._free: list[torch.Tensor] = []
         self._num_taken = 0
 
@@ -62,6 +69,8 @@ class BufferPool:
             best = min(fitting, key=lambda b: b.numel())
             self._free = [b for b in self._free if b is not best]
         else:
+            if self.is_scarce:
+                self.clear()
             best = torch.zeros(numel, dtype=self.dtype, device=self.device)
         self._num_taken += best.numel()
         return best
@@ -130,7 +139,8 @@ class KVBlock:
         if needed <= self.room:
             return
         old, old_buffers, filled = self.parts(), self._buffers, len(self.groups)
-        self._allocate(needed if not self.room else max(needed, GROWTH * self.room))
+        growth = GROWTH_OF_SCARCE if self.pool.is_scarce else GROWTH
+        self._allocate(needed if not self.room else max(needed, int(growth * self.room)))
         for source, target in zip(old, self.parts()):
             target[:, :filled] = source[:, :filled]
         for buffer in old_buffers:
@@ -164,6 +174,8 @@ class KVBlock:
         for buffer in self._buffers:
             self.pool.give(buffer)
         self._buffers, self.room, self.groups = [], 0, []
+        self.keys = self.values = torch.empty(0)  # views of the buffers, and so memory that the pool may let go
+        self.prefix_keys = self.prefix_values = None
 
     def parts(self) -> list[torch.Tensor]:
         """Keys, values and, where there is a prefix part, its keys and values."""

@@ -371,6 +371,9 @@ class PoolRunner:
         full = [i for i, group in enumerate(block.groups) if group.longest >= block.capacity]
         if full:
             target = self._find(block.width, block.prefix_capacity, block.capacity + 1, avoid=block)
+            if self._pool.is_scarce and not target.room:
+                # Groups that began later follow; a target that grew for them would exist twice next to its source.
+                target.reserve(sum(group.num_alive > 0 for group in block.groups))
             move_groups(block, target, full)
 
     def _find(self, width: int, prefix_len: int, need: int, avoid: KVBlock | None = None) -> KVBlock:
