@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl.engines.rows import MicroBatch
+from verl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed")
 
@@ -74,3 +75,15 @@ def test_padded_rows_become_longer_without_moving_what_is_read():
     assert longer.input_ids.flatten()[longer.positions].tolist() == [1, 5]
     assert longer.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert micro.lengthened(3) is micro
+
+
+def test_a_torch_that_lacks_what_it_imports_is_named(monkeypatch):
+    """TorchTitan 0.3 takes names from torch that 2.11, the oldest that the library takes, does not have."""
+    from verl.engines.torchtitan import package
+
+    def missing(name):
+        raise ImportError("cannot import name 'DataParallelMeshDims' from 'torch.distributed.fsdp'")
+
+    monkeypatch.setattr(package.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"(?s)'DataParallelMeshDims'.*torch 2\..*Install torch 2\.13"):
+        package.import_torchtitan("models.qwen3", "cpu")

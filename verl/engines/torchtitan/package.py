@@ -32,7 +32,7 @@ def import_torchtitan(module: str, device: str) -> Any:
     """A module of TorchTitan, for models on a kind of device.
 
     Raises:
-        ConfigError: it is not installed, or in a version that this engine was not written for.
+        ConfigError: it is not installed, does not fit torch, or is of a version that this engine was not written for.
     """
     try:
         utils = importlib.import_module("torchtitan.tools.utils")
@@ -47,6 +47,13 @@ def import_torchtitan(module: str, device: str) -> Any:
             key="strategy",
             got="torchtitan",
             fix=f"{INSTALL} (without --no-deps it wants older datasets), or use strategy=fsdp2.",
+        ) from error
+    except ImportError as error:  # it takes names from torch that older versions lack
+        raise ConfigError(
+            f"TorchTitan cannot be imported with this torch: {error}",
+            key="strategy",
+            got=f"torchtitan {version('torchtitan')}, torch {torch.__version__}",
+            fix="Install torch 2.13 or newer, or use strategy=fsdp2.",
         ) from error
     _check_version()
     return imported
