@@ -1,6 +1,6 @@
 """Decoding speed of the `hf` sampler on one GPU, against its physical limit, itself without graphs, and transformers.
 
-    python benchmarks/gpu/bench_sampler.py                 # a Qwen3-0.6B shape with random weights, about three minutes
+    python benchmarks/gpu/bench_sampler.py                 # a Qwen3-0.6B shape with random weights, about two minutes
     python benchmarks/gpu/bench_sampler.py --dry-run       # the same code on CPU with a tiny model, in seconds
 
 The limit of a decoding step is the time to read the weights once and the cache of every row once:
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import gc
 import json
 import statistics
 import sys
@@ -151,14 +152,23 @@ def decoding(setup: Setup, sampler: HFSampler, rows: int, new: int, repeats: int
 
 
 def decode_table(setup: Setup, measured: float) -> list[dict[str, float]]:
-    print(f"{'rows':>6}{'ms/step':>9}{'tok/s':>10}{'limit tok/s':>13}{'of nominal':>12}{'of copy':>9}", flush=True)
+    print(
+        f"{'rows':>6}{'ms/step':>9}{'tok/s':>10}{'limit tok/s':>13}{'of nominal':>12}{'of copy':>9}{'GB':>9}",
+        flush=True,
+    )
     rows_of_table = []
     for rows in setup.batches:
         if not setup.has_time:
             print(f"{rows:>6}  not run: out of time")
             continue
+        forget(setup)
         sampler = sampler_of(setup, rows)
-        seconds = decoding(setup, sampler, rows, setup.new)
+        try:
+            seconds = decoding(setup, sampler, rows, setup.new)
+        except torch.OutOfMemoryError as error:
+            print(f"{rows:>6}  out of memory: {str(error).splitlines()[0]}", flush=True)
+            del sampler
+            continue
         read = setup.weight_bytes + rows * (setup.prompt + setup.new / 2) * setup.token_bytes
         limit = read / (setup.bandwidth * 1e12)
         row = {
@@ -168,10 +178,40 @@ def decode_table(setup: Setup, measured: float) -> list[dict[str, float]]:
         rows_of_table.append(row)
         print(
             f"{rows:>6}{row['ms']:>9.2f}{row['tokens/s']:>10.0f}{row['limit tokens/s']:>13.0f}"
-            f"{row['of nominal']:>12.1%}{row['of copy']:>9.1%}",
+            f"{row['of nominal']:>12.1%}{row['of copy']:>9.1%}{peak(setup):>9.1f}",
             flush=True,
         )
         del sampler
+    return rows_of_table
+
+
+def peak(setup: Setup) -> float:
+    """Most memory that tensors took since `forget`, in GB."""
+    return torch.cuda.max_memory_allocated() / 1e9 if setup.device == "cuda" else 0.0
+
+
+def forget(setup: Setup) -> None:
+    """Free what the last sampler held: its rows and blocks refer to each other."""
+    gc.collect()
+    if setup.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def rounded_table(setup: Setup) -> list[dict[str, Any]]:
+    """Steps with weights in 8 bits, which each product restores."""
+    rows_of_table = []
+    for rows in sorted({1, min(64, max(setup.batches))}):
+        for kind in (None, "int8", "fp8"):
+            if not setup.has_time:
+                print(f"{kind}, {rows} rows: not run: out of time")
+                continue
+            forget(setup)
+            sampler, new = sampler_of(setup, rows, quantization=kind), min(setup.new, 128)
+            seconds, held = decoding(setup, sampler, rows, new), sampler.stats()["weight_bytes"]
+            rows_of_table.append({"rows": rows, "weights": kind or "bf16", "ms": seconds * 1e3, "MB": held / 1e6})
+            print(f"{kind or 'bf16'}, {rows} rows: {seconds * 1e3:.2f} ms a step, {held / 1e6:.0f} MB", flush=True)
+            del sampler
     return rows_of_table
 
 
@@ -258,7 +298,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 256, 1])
-    parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s of the device, nominal (H200: 4.8)")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.8, help="TB/s of the device, nominal (H200: 4.8, H100: 3.35)"
+    )
     parser.add_argument("--budget", type=float, default=170, help="seconds after which further parts are left out")
     parser.add_argument("--json", help="write the numbers there too")
     args = parser.parse_args()
@@ -278,6 +320,7 @@ def main() -> None:
         "exactness": lambda: exactness(setup),
         "decode": lambda: decode_table(setup, copy_rate),
         "graphs": lambda: graphs_table(setup),
+        "rounded": lambda: rounded_table(setup),
         "sync": lambda: sync(setup, copy_rate),
         "peer": lambda: peer(setup),
     }
