@@ -109,6 +109,12 @@ def load_value_model(
     return model
 
 
+def _capped(config: Any) -> str | None:
+    """Eager attention where scores are capped: Gemma 2 in transformers 5.17 has SDPA too, which leaves the cap out."""
+    text = config.get_text_config()
+    return "eager" if getattr(text, "attn_logit_softcapping", None) else None
+
+
 def value_head(model: nn.Module) -> nn.Module:
     """The scalar head of a model from `load_value_model`."""
     return model.get_submodule(_head_name(model))
@@ -151,7 +157,7 @@ def _load(
         model, info = _source(auto, config, where, converted, trust_remote_code)(
             config=config,
             dtype=torch_dtype(dtype),
-            attn_implementation=attn or override_config.get("attn_implementation"),
+            attn_implementation=attn or override_config.get("attn_implementation") or _capped(config),
             output_loading_info=True,
             device_map=None if device == "cpu" else "meta",
         )
