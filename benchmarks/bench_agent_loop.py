@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.parsers import FunctionCall, Parsed, ToolParser
 from verl.config import DataConfig, HFModelConfig, RolloutConfig, replace

@@ -25,8 +25,8 @@ from typing import Any
 
 from figures import Figures, add_json
 
-from tests.e2e.runs import PROJECT, metrics
-from tests.e2e.warm_up import warmed_up
+from tests.harness.arithmetic import warmed_up
+from tests.harness.programs import PROJECT, metrics
 
 QUICKSTART = PROJECT / "examples" / "quickstart"
 MODE, R = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"

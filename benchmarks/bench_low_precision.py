@@ -26,9 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.runs import command, curve, metrics
-from tests.e2e.warm_up import Arithmetic, warmed_up
-from tests.support import tiny_model_dir
+from tests.harness.arithmetic import Arithmetic, warmed_up
+from tests.harness.models import tiny_model_dir
+from tests.harness.programs import command, curve, metrics
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 

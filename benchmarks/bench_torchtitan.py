@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from tests.e2e.mixture import write_dense
-from tests.e2e.runs import PROJECT, command, curve, metrics, run
+from tests.harness.programs import PROJECT, command, curve, metrics, run
 
 QUICKSTART = PROJECT / "examples" / "quickstart"
 WARM_UP, NAME = 320, "grpo"

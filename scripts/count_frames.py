@@ -105,7 +105,7 @@ def count(runtime: str) -> Frames:
     Args:
         runtime: ``local`` or ``ray``.
     """
-    from tests.trainer.ppo.small_runs import prepare, train
+    from tests.harness.runs import prepare, train
 
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:

@@ -155,7 +155,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of runs")
     arguments = parser.parse_args()
     plot, written = arguments.plot.resolve(), arguments.page.resolve()
-    from tests.support import tiny_model_dir, write_prompts
+    from tests.harness.models import tiny_model_dir
+    from tests.harness.rows import write_prompts
 
     curves: dict[str, list[float]] = {}
     seconds: dict[str, float] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.data.families import family_template
+from tests.harness.families import family_template
 
 XML_VALUE = "{{ v if v is string else v | tojson }}"
 TEMPLATES = {

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.agent_loop.test_manager import prompts, settings
-from tests.rollout.builders import tiny_model
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
+from tests.harness.samplers import tiny_model
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.rollout.base import Completion
 from verl.rollout.hf.sampler import HFSampler

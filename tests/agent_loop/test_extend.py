@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.agent_loop.scripted import Script, manager, rollout, rows, schema, tool_file, user_file
-from tests.data.families import FAMILIES, family_tokenizer
+from tests.harness.conversations import Script, manager, rollout, rows, schema, tool_file, user_file
+from tests.harness.families import FAMILIES, family_tokenizer
 from verl.agent_loop.extend import Extender
 from verl.errors import RolloutError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.agent_loop.scripted import Script, manager, rollout, rows, schema, tool_file
-from tests.support import tiny_vision_dir
+from tests.harness.conversations import Script, manager, rollout, rows, schema, tool_file
+from tests.harness.vision import tiny_vision_dir
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.seen import SeenImages

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.failed import RunStops
@@ -345,7 +345,7 @@ def test_one_failure_ends_the_batch_and_what_it_holds():
 
 
 def test_the_real_sampler_behind_the_real_loop_reports_what_a_forward_pass_finds():
-    from tests.rollout.builders import EOS, tiny_model
+    from tests.harness.samplers import EOS, tiny_model
     from verl.rollout.hf.sampler import HFSampler
 
     model = tiny_model()
@@ -367,7 +367,8 @@ def test_the_real_sampler_behind_the_real_loop_reports_what_a_forward_pass_finds
 
 
 def test_upstreams_manager_is_made_from_the_whole_configuration(tmp_path):
-    from tests.support import tiny_model_dir, write_prompts
+    from tests.harness.models import tiny_model_dir
+    from tests.harness.rows import write_prompts
     from verl.config import load_config
     from verl.errors import NotBuiltError
     from verl.experimental.agent_loop.agent_loop import AgentLoopManager as Upstreams

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent_loop.scripted import Script, manager, rollout, rows
-from tests.support import tiny_tokenizer
+from tests.harness.conversations import Script, manager, rollout, rows
+from tests.harness.models import tiny_tokenizer
 
 SERVER = Path(__file__).resolve().parents[1] / "tools" / "mcp_example_server.py"
 ASK = [{"role": "user", "content": "6*7?"}]

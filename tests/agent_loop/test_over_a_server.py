@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.agent_loop.every_answer import __file__ as tools
-from tests.agent_loop.scripted import manager, rollout, rows
-from tests.rollout.server.servers import completion, serving
-from tests.support import tiny_model_dir, tiny_tokenizer
+from tests.harness.conversations import manager, rollout, rows
+from tests.harness.every_answer import __file__ as tools
+from tests.harness.models import tiny_model_dir, tiny_tokenizer
+from tests.harness.servers import completion, serving
 from verl.rollout.server.sampler import ServerSampler
 
 PATH = "/v1/completions"
@@ -18,7 +18,7 @@ def test_every_turn_goes_on_from_the_sampled_tokens_with_a_seed_of_its_own(tmp_p
     limits = {"/v1/models": (200, {"data": [{"id": "tiny", "max_model_len": 512}]})}
     config = rollout(
         multi_turn__enable=True,
-        multi_turn__format="tests.agent_loop.every_answer.EveryAnswer",
+        multi_turn__format="tests.harness.every_answer.EveryAnswer",
         multi_turn__function_tool_path=tools,
         multi_turn__max_assistant_turns=3,
         response_length=120,

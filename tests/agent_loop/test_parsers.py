@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.agent_loop.call_templates import TEMPLATES, environment, write_calls
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.agent_loop.parsers import FunctionCall, Malformed, Parsed, ToolParser
 from verl.registry import TOOL_PARSERS
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from tests.agent_loop.scripted import Script, manager, rollout, rows, tool_file
 from tests.agent_loop.test_tool_agent import ASK, ECHO, ODD, call, ids
-from tests.support import tiny_tokenizer
+from tests.harness.conversations import Script, manager, rollout, rows, tool_file
+from tests.harness.models import tiny_tokenizer
 from verl.agent_loop.row_traces import TRACED, marked
 from verl.metrics import notices, reset_notices
 from verl.observability import traces

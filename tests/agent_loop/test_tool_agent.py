@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from tests.agent_loop.scripted import (
+from tests.agent_loop.test_parser_limits import CALLS
+from tests.harness.conversations import (
     HERE,
     Echo,
     Script,
@@ -20,8 +21,7 @@ from tests.agent_loop.scripted import (
     tool_file,
     user_file,
 )
-from tests.agent_loop.test_parser_limits import CALLS
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.parsers import FunctionCall, ToolParser
 from verl.errors import ConfigError, DataError, RolloutError
@@ -363,13 +363,13 @@ def test_it_works_inside_a_running_event_loop(tokenizer, tmp_path):
         return play(tokenizer, [call("echo", text="x") + "<|im_end|>", "ok<|im_end|>"], settings)
 
     assert asyncio.run(inside())[2].endswith("ok<|im_end|>")
-    assert HERE == "tests.agent_loop.scripted"
+    assert HERE == "tests.harness.conversations"
 
 
 def test_the_log_probs_of_all_turns_are_those_of_one_forward_pass_and_of_the_engine(tokenizer, tmp_path):
     """Prompt, answers and what the tool says in one pass: mask 1 has the sampler's log-probs, the engine's agree."""
-    from tests.agent_loop.every_answer import __file__ as tools
-    from tests.support import tiny_model_dir
+    from tests.harness.every_answer import __file__ as tools
+    from tests.harness.models import tiny_model_dir
     from verl.config import FSDPEngineConfig, HFModelConfig, replace
     from verl.engines.plain import PlainEngine
     from verl.rollout.hf.sampler import HFSampler
@@ -378,7 +378,7 @@ def test_the_log_probs_of_all_turns_are_those_of_one_forward_pass_and_of_the_eng
     model = replace(HFModelConfig(), path=str(folder))
     config = rollout(
         multi_turn__enable=True,
-        multi_turn__format="tests.agent_loop.every_answer.EveryAnswer",
+        multi_turn__format="tests.harness.every_answer.EveryAnswer",
         multi_turn__function_tool_path=tools,
         multi_turn__max_assistant_turns=3,
         response_length=200,

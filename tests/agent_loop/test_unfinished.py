@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from tests.agent_loop.scripted import Echo, manager, rollout, rows, schema, tool_file
 from tests.agent_loop.test_manager import prompts, settings
-from tests.rollout.builders import tiny_model
-from tests.support import tiny_tokenizer
+from tests.harness.conversations import Echo, manager, rollout, rows, schema, tool_file
+from tests.harness.models import tiny_tokenizer
+from tests.harness.samplers import tiny_model
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register, unfinished
 from verl.agent_loop.runner import RowRunner
 from verl.agent_loop.unfinished import EARLIER, ENOUGH, LEFT, Members, output_of, plain_output

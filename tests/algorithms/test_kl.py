@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import poison
+from tests.harness.algorithms import poison
 from verl.algorithms import kl as kl_module
 from verl.algorithms.kl import (
     AdaptiveKLController,

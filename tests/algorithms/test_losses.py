@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tests.algorithms.fixtures import actor_config, loss_batch, poison, policy_loss_config, ragged_mask
+from tests.harness.algorithms import actor_config, loss_batch, poison, policy_loss_config, ragged_mask
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss, known_slopes
 from verl.config import ActorConfig

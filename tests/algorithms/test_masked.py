@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.fixtures import poison
+from tests.harness.algorithms import poison
 from verl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten, zero_outside
 from verl.metrics import notices, reset_notices
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import loss_batch
+from tests.harness.algorithms import loss_batch
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.kl import FixedKLController, get_kl_controller
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss

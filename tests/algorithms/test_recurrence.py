@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import poison, ragged_mask
+from tests.harness.algorithms import poison, ragged_mask
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.recurrence import discounted_sum, rewards_to_go
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import poison
+from tests.harness.algorithms import poison
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.value_loss import value_loss
 

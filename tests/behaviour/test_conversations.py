@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent_loop.every_answer import SETTINGS
 from tests.behaviour.test_resume import SCORER, tensors, train
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.every_answer import SETTINGS
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.metrics import reset_notices
 
 

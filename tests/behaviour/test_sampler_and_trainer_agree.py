@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
 from verl.config import FSDPEngineConfig, HFModelConfig

@@ -16,7 +16,8 @@ from tests.brief.machine import guides_machine
 from tests.brief.small import in_one_process
 from tests.brief.states import REFUSED, of_attempt
 from tests.brief.table import rows
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.metrics import reset_notices
 from verl.trainer import dpo_trainer, main_ppo, rm_trainer, sft_trainer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import CheckpointError
 from verl.metrics import notices, reset_notices
 from verl.utils import fsdp_utils

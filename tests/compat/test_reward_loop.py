@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.ppo.small_runs import COMMON, prepare
+from tests.harness.runs import COMMON, prepare
 from verl import DataProto
 from verl.config import load_config
 from verl.experimental.reward_loop import RewardLoopManager, migrate_legacy_reward_impl

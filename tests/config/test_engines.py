@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.errors import ConfigError, NotBuiltError
 

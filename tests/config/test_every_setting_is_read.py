@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.prime import IMPLICIT, RECIPE
-from tests.support import tiny_model_dir, write_prompts
-from tests.trainer.ppo.reward_models import reward_model_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.reward_models import reward_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.data.families import family_tokenizer
-from tests.support import tiny_tokenizer
+from tests.harness.families import family_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.metrics import reset_notices
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import write_prompts
+from tests.harness.rows import write_prompts
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.data import CustomClassConfig
 from verl.config.preference import PreferenceDataConfig

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support import write_prompts
+from tests.harness.rows import write_prompts
 from verl.data import RLHFDataset
 from verl.data.files import read_files
 from verl.errors import DataError

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support import write_prompts
+from tests.harness.rows import write_prompts
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.preference import PreferenceDataConfig
 from verl.data.look import look_at_conversations, look_at_pairs, look_at_prompts

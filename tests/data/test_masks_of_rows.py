@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.data.families import FAMILIES, family_template
-from tests.support import write_prompts
+from tests.harness.families import FAMILIES, family_template
+from tests.harness.rows import write_prompts
 from verl.config import SFTDataConfig
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.data.preference import PreferenceDataset, last_run
 from verl.errors import DataError
 from verl.metrics import notices, reset_notices

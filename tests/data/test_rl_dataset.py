@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support import addition_rows, write_prompts
+from tests.harness.rows import addition_rows, write_prompts
 from verl.config import DataConfig
 from verl.config.data import PromptFilterConfig
 from verl.data.collate import collate_fn

@@ -7,7 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from tests.support import write_prompts
+from tests.harness.rows import write_prompts
 from verl.config import SFTDataConfig
 from verl.data import sft_dataset
 from verl.data.loader import stateful_loader

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.data.families import FAMILIES
-from tests.support import write_prompts
+from tests.harness.families import FAMILIES
+from tests.harness.rows import write_prompts
 from verl.agent_loop.extend import PROBE, Extender, assistant_message
 from verl.config import DataConfig, SFTDataConfig
 from verl.data import chat_template

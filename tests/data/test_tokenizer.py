@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import CHAT_TEMPLATE, tiny_tokenizer
+from tests.harness.models import CHAT_TEMPLATE, tiny_tokenizer
 from verl.data.chat_template import ChatTemplate
 from verl.data.tokenizer import eos_token_ids, hf_tokenizer, normalize_token_ids
 from verl.data.vision.processor import load_processor

@@ -233,7 +233,7 @@ def test_an_answer_that_merges_with_the_header_is_refused_with_both_token_lists(
 
 def test_a_tokenizer_that_looks_ahead_over_the_header_is_refused(shared):
     # GPT-2's cut leaves the last newline before a word alone: the header's two are one token at inference, two here.
-    from tests.data.families import family_template
+    from tests.harness.families import family_template
 
     tokenizer = gpt2_like_tokenizer(family_template(shared, "llama-3"))
     prompt = tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)["input_ids"]

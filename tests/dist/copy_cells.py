@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.engine_cells import loss_of, share, shared_model, sharded
-from tests.engines.builders import ragged_batch
+from tests.harness.engines import ragged_batch
 from verl.distributed import Ranks
 from verl.errors import EngineError
 from verl.workers.part import ModelPart, save_part

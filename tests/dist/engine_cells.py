@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.support import tiny_vision_dir
-from tests.vision_rows import seen_batch
-from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.vision import tiny_vision_dir
+from tests.harness.vision import seen_batch
+from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from tests.engines.hybrids import DELTA
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
@@ -117,7 +117,7 @@ def flat(weights: Any) -> Tensor:
 
 
 def gathered_gradient(engine: ShardedEngine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
-    """As `builders.gradients`, whole on every rank."""
+    """As `engines.gradients`, whole on every rank."""
     caught: list[Tensor] = []
 
     def step(closure: Any = None) -> None:

@@ -23,7 +23,7 @@ from tests.dist.engine_cells import (
     shared_model,
 )
 from tests.dist.resume_cells import load, save
-from tests.engines.builders import gradients, make_engine, ragged_batch, relative_error
+from tests.harness.engines import gradients, make_engine, ragged_batch, relative_error
 from verl.distributed import Ranks
 from verl.distributed.experts import ExpertExchange
 from verl.engines.expert_parallel import expert_modules

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.engine_cells import ROWS, plain, sharded, share, shared_model
-from tests.engines.builders import make_engine, ragged_batch
+from tests.harness.engines import make_engine, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.distributed import Ranks

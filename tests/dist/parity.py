@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from tests.dist.parity_cells import FAMILIES, SIZES, Beside, Layout, layouts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.dist.engine_cells import gathered_gradient, loss_of, order_of, plain, sharded, share, shared_model
 from tests.dist.expert_cells import MIXTURE
-from tests.engines.builders import gradients, ragged_batch, relative_error
+from tests.harness.engines import gradients, ragged_batch, relative_error
 from verl.distributed import Ranks
 from verl.engines.torch_engine import TorchEngine
 from verl.models import lora

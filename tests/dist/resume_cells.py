@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
-from tests.engines.builders import ragged_batch, relative_error
+from tests.harness.engines import ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint, read_part
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.shards import gather

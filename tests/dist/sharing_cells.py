@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dist.engine_cells import gathered_gradient, loss_of, sharded, share, shared_model
 from tests.dist.expert_cells import MIXTURE
 from tests.dist.ulysses_cells import Exchanged
-from tests.engines.builders import VOCAB, grouped_batch, ragged_batch, relative_error
+from tests.harness.engines import VOCAB, grouped_batch, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.distributed import Ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.engine_cells import Collectives, collectives, local_bytes, loss_of, sharded, share, shared_model
-from tests.engines.builders import ragged_batch
+from tests.harness.engines import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.sharded_engine import ShardedEngine
 from verl.protocol import DataProto

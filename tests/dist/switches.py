@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from tests.dist.sharing_cells import sharing
 from tests.dist.switch_cells import switches
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.dist import expert_cells as cells
 from tests.dist.engine_cells import ROWS
-from tests.dist.group import run_cells
-from tests.engines.builders import ragged_batch
+from tests.harness.ranks import run_cells
+from tests.harness.engines import ragged_batch
 from verl.engines.rows import AlignedRows
 
 pytestmark = pytest.mark.dist

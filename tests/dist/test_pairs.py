@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.group import TIMEOUT
-from tests.support import tiny_model_dir
+from tests.harness.ranks import TIMEOUT
+from tests.harness.models import tiny_model_dir
 
 pytestmark = pytest.mark.dist
 PROJECT = Path(__file__).resolve().parents[2]

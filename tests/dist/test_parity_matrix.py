@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import parity
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from tests.dist.parity_cells import SIZES, Beside, layouts
 
 pytestmark = pytest.mark.dist

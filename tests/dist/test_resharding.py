@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist import resharding_cells as cells
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 
 pytestmark = pytest.mark.dist
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.programs import PROGRAMS, SAVE_AT, STEPS
-from tests.engines.builders import relative_error
+from tests.harness.training_programs import PROGRAMS, SAVE_AT, STEPS
+from tests.harness.engines import relative_error
 
 pytestmark = pytest.mark.dist
 

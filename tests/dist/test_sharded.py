@@ -9,7 +9,7 @@ import pytest
 from tests.dist import engine_cells as cells
 from tests.dist import copy_cells, kl_cells, loading_cells, switch_cells, switches
 from tests.dist import resume_cells as resume
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 
 pytestmark = pytest.mark.dist
 

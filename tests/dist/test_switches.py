@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import switches
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from tests.dist.sharing_cells import sharing
 
 pytestmark = pytest.mark.dist

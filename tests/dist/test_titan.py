@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from tests.dist import resume_cells, titan_cells
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 
 pytestmark = [
     pytest.mark.dist,

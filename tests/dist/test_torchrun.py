@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.dist.group import TIMEOUT
-from tests.dist.programs import PROGRAMS, STEPS, sft_arguments
+from tests.harness.ranks import TIMEOUT
+from tests.harness.training_programs import PROGRAMS, STEPS, sft_arguments
 
 pytestmark = pytest.mark.dist
 

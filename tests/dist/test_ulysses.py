@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import ulysses_cells as cells
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 
 pytestmark = pytest.mark.dist
 

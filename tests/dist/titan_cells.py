@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.dist import resume_cells as resume
 from tests.dist.engine_cells import OPTIM, ROWS, flat, loss_of, order_of, plain, sharded, share, shared_model
-from tests.engines.builders import ragged_batch, relative_error
+from tests.harness.engines import ragged_batch, relative_error
 from verl.config import HFModelConfig, OptimizerConfig
 from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.distributed import Ranks

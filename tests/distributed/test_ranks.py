@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from verl import distributed
 from verl.distributed import RankPlace, Ranks, data_parallel_mesh, metrics, shards
 from verl.errors import ConfigError, EngineError, WorkerError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from verl.algorithms.logprob import entropy_from_logits, logprobs_from_logits, sum_pi_squared_from_logits
 from verl.distributed.vocabulary import statistics_from_parts
 

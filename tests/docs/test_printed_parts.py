@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_printed import block
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 
 EXTENDING, REWARDS, EVALUATION = "docs/extending.md", "docs/rewards.md", "docs/evaluation.md"
 FILES = {

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import addition_rows, write_prompts
 from tests.sanity.source_tree import ROOT
-from tests.support import addition_rows, tiny_model_dir, write_prompts
 from verl import device
 from verl.checkpoint import RunLock
 from verl.config import load_config

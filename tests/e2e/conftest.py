@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.warm_up import Arithmetic, warmed_up
+from tests.harness.arithmetic import Arithmetic, warmed_up
 
 
 @pytest.fixture(scope="session")

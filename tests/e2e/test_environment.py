@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from tests.e2e import runs
+from tests.harness import programs
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from tests.sanity.source_tree import ROOT
-from tests.support import tiny_model_dir, write_prompts
 
 GAME = '''
 """Two turns; each action that begins with a letter earns a half."""
@@ -59,9 +60,9 @@ def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
     write_prompts(tmp_path / "train.parquet", 8)
     (tmp_path / "game.py").write_text(GAME)
     (tmp_path / "loops.yaml").write_text(LOOPS)
-    runs.command("verl.trainer.main_ppo", *SETTINGS, cwd=tmp_path)
-    steps = runs.metrics(tmp_path, "games", "e")
-    rewards = runs.curve(steps, "critic/rewards/mean")
+    programs.command("verl.trainer.main_ppo", *SETTINGS, cwd=tmp_path)
+    steps = programs.metrics(tmp_path, "games", "e")
+    rewards = programs.curve(steps, "critic/rewards/mean")
     assert rewards[0] < 0.5 and max(rewards[-3:]) > 0.9, rewards
     for step in steps:
         assert step["rollout/environment/steps"] == 2 and step["rollout/environment/terminated"] == 1
@@ -80,6 +81,6 @@ def test_the_page_on_environments_learns_as_it_says(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     commands = commands.replace("python ", f"{sys.executable} ").rstrip()
     commands += " trainer.project_name=games trainer.experiment_name=e 'trainer.logger=[file]'"
-    runs.run(["bash", "-e", "-c", commands], tmp_path)
-    rewards = runs.curve(runs.metrics(tmp_path, "games", "e"), "critic/score/mean")
+    programs.run(["bash", "-e", "-c", commands], tmp_path)
+    rewards = programs.curve(programs.metrics(tmp_path, "games", "e"), "critic/score/mean")
     assert len(rewards) == 6 and rewards[0] < 0.3 and rewards[-1] > 0.9, rewards

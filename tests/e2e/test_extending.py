@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.runs import command, curve, metrics
+from tests.harness.programs import command, curve, metrics
 
 pytestmark = pytest.mark.e2e
 

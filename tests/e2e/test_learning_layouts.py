@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.mixture import write_dense, write_mixture
-from tests.e2e.runs import command, curve
 from tests.e2e.test_learning import ACCURACY, learn
+from tests.harness.programs import command, curve
 
 pytestmark = pytest.mark.e2e
 GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 10, 320

@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from tests.e2e.runs import curve
 from tests.e2e.test_learning import ACCURACY, learn
+from tests.harness.programs import curve
 
 pytestmark = pytest.mark.e2e
 TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]

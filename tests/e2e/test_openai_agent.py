@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from tests.e2e import runs
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness import programs
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 
 AGENT = '''
 """An agent as one might have it already: the stock client, two calls, a judgement of its own."""
@@ -54,9 +55,9 @@ def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_pa
     (tmp_path / "loops.yaml").write_text(LOOPS)
     more = ["experiment_name=e", "total_training_steps=12", "total_epochs=9", "rollout_data_dir=dumps"]
     settings = [*SETTINGS, *(f"trainer.{setting}" for setting in more)]
-    runs.command("verl.trainer.main_ppo", *settings, cwd=tmp_path)
-    steps = runs.metrics(tmp_path, "agents", "e")
-    rewards = runs.curve(steps, "critic/rewards/mean")
+    programs.command("verl.trainer.main_ppo", *settings, cwd=tmp_path)
+    steps = programs.metrics(tmp_path, "agents", "e")
+    rewards = programs.curve(steps, "critic/rewards/mean")
     assert rewards[0] < 0.5 and max(rewards[-3:]) > 0.9, rewards
     assert all(step["rollout/agent/calls"] == 2 and step["rollout/agent/failed"] == 0 for step in steps)
     for step in steps:

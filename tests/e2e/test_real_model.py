@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.e2e.runs import PROJECT, command, curve, metrics, run
-from tests.support import write_prompts
+from tests.harness.programs import PROJECT, command, curve, metrics, run
+from tests.harness.rows import write_prompts
 
 pytestmark = pytest.mark.e2e
 

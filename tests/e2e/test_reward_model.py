@@ -7,7 +7,7 @@ import random
 import pandas as pd
 import pytest
 
-from tests.e2e.runs import command, curve, metrics
+from tests.harness.programs import command, curve, metrics
 
 pytestmark = pytest.mark.e2e
 RM_STEPS, PPO_STEPS = 24, 14

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.e2e.runs import PROJECT, metrics, run
+from tests.harness.programs import PROJECT, metrics, run
 
 pytestmark = pytest.mark.e2e
 SCRIPT = str(PROJECT / "examples/rollout_importance_sampling/run_with_rollout_is.sh")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.e2e.runs import PROJECT, run
+from tests.harness.programs import PROJECT, run
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.ppo.small_runs import prepare
+from tests.harness.runs import prepare
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 WORDS = (

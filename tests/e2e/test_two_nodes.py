@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PROJECT, curve, metrics
+from tests.harness.programs import PROJECT, curve, metrics
 from verl.ports import free_port
 
 pytestmark = pytest.mark.e2e

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PROJECT, command, curve, metrics, run
+from tests.harness.programs import PROJECT, command, curve, metrics, run
 
 pytestmark = pytest.mark.e2e
 EXAMPLE = PROJECT / "examples/vision"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 
 MIXED = ["linear_attention", "full_attention"]
 DELTA = {

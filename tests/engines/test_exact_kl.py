@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import gradients, make_engine, model_dir, padded_logits, ragged_batch
+from tests.harness.engines import gradients, make_engine, model_dir, padded_logits, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.adapters import AdapterBaseEngine

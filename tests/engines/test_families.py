@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engines.builders import gradients, grouped_batch, make_engine, model_dir, relative_error
+from tests.harness.engines import gradients, grouped_batch, make_engine, model_dir, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.builders import FAMILIES, gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import FAMILIES, gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import gradients, grouped_batch, make_engine, relative_error
 from tests.engines.hybrids import PACKED, PADDED, hybrid_dir
+from tests.harness.engines import gradients, grouped_batch, make_engine, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.config.config_json import NEVER_PACKED, NOT_SAMPLED, carries_state

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.config.mapping import from_mapping

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import gradients, grouped_batch, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import gradients, grouped_batch, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.checkpoint.part import read_part, write_part
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig

@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import SFTLoss
 from verl.checkpoint.part import read_part, write_part
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.loss_scale import INTERVAL, MOST, LossScale

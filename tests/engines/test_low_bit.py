@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import EngineState
 from verl.config import ActorConfig, OptimizerConfig

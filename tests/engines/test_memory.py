@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.builders import ragged_batch
+from tests.harness.engines import ragged_batch
 from verl.engines import memory
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.errors import EngineError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch
+from tests.harness.engines import make_engine, model_dir, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.muon import Muon, orthogonal

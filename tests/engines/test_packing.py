@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engines.builders import FAMILIES, gradients, grouped_batch, make_engine, model_dir, relative_error
+from tests.harness.engines import FAMILIES, gradients, grouped_batch, make_engine, model_dir, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.engines.packing import computed_tokens, families, pack, plan_packed

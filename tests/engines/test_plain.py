@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.engines.builders import (
+from tests.harness.engines import (
     FAMILIES,
     gradients,
     make_engine,

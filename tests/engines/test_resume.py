@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch
+from tests.harness.engines import make_engine, model_dir, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState
 from verl.config import ActorConfig

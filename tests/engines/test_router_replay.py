@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.engines.builders import gradients, grouped_batch, make_engine, model_dir, ragged_batch, relative_error
 from tests.engines.test_families import EXPERTS, LATENT
+from tests.harness.engines import gradients, grouped_batch, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings

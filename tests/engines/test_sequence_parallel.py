@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engines.builders import ragged_batch
+from tests.harness.engines import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.packing import pack
 from verl.engines.rows import AlignedRows, MicroBatch

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.dist.engine_cells import gathered_gradient
-from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.checkpoint import CheckpointReader, CheckpointWriter
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig

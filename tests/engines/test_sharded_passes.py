@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.builders import grouped_batch, make_engine, model_dir
+from tests.harness.engines import grouped_batch, make_engine, model_dir
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.settings import PassSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.engines.builders import model_dir, ragged_batch
+from tests.harness.engines import model_dir, ragged_batch
 from verl import distributed
 from verl.algorithms.losses import SFTLoss
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig

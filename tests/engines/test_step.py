@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch
+from tests.harness.engines import make_engine, model_dir, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.optimizer import move_optimizer_state

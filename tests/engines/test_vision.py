@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from tests.engines.builders import gradients, make_engine, relative_error
-from tests.vision_rows import log_probs_row_by_row, logits_row_by_row, seen_batch, vision_dir
+from tests.harness.engines import gradients, make_engine, relative_error
+from tests.harness.vision import log_probs_row_by_row, logits_row_by_row, seen_batch, vision_dir
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings

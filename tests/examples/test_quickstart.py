@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support import write_prompts
+from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.errors import DataError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Server, finish, grpo, prepare
+from tests.harness.forked_runs import Server, finish, grpo, prepare
 
 
 @pytest.fixture(scope="session")

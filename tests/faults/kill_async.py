@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.harness import (
+from tests.harness.forked_runs import (
     HANGS,
     Ended,
     Run,
@@ -46,7 +46,8 @@ from tests.faults.harness import (
     samples,
     weights,
 )
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.json_text import read_json
 from verl.observability.ledger_reader import History
 from verl.observability.spans import read_spans

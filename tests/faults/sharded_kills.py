@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.dist.group import run_cells
+from tests.harness.models import tiny_model_dir
+from tests.harness.ranks import run_cells
+from tests.harness.rows import write_prompts
 from tests.megatron.cells import SHIM
-from tests.support import tiny_model_dir, write_prompts
 from verl.checkpoint import find_checkpoint
 from verl.models.hf_folder import read_weights
 

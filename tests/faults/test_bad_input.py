@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Server, assert_same_end, finish, grpo, prepare
 from tests.faults.points import SLOW_SECONDS
-from tests.support import tiny_model_dir
+from tests.harness.forked_runs import Server, assert_same_end, finish, grpo, prepare
+from tests.harness.models import tiny_model_dir
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.faults.harness import Server, assert_no_process_left, grpo, prepare
+from tests.harness.forked_runs import Server, assert_no_process_left, grpo, prepare
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist

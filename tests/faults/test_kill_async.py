@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Server
 from tests.faults.kill_async import CASES, Tally, disturb
+from tests.harness.forked_runs import Server
 
 pytestmark = pytest.mark.dist
 

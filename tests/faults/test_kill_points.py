@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import HANGS, STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
+from tests.harness.forked_runs import HANGS, STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
 from verl.checkpoint import find_checkpoint
 
 pytestmark = pytest.mark.dist

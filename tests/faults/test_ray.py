@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import STOPPING, Server, assert_no_process_left, assert_same_end, finish, grpo, prepare
 from tests.faults.points import PAUSE_SECONDS
+from tests.harness.forked_runs import STOPPING, Server, assert_no_process_left, assert_same_end, finish, grpo, prepare
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist

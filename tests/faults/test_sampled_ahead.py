@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Server, assert_same_end, finish, grpo, prepare
+from tests.harness.forked_runs import Server, assert_same_end, finish, grpo, prepare
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import STEPS, STOPPING, Server, assert_same_end, finish, grpo, prepare
 from tests.faults.points import PAUSE_SECONDS
+from tests.harness.forked_runs import STEPS, STOPPING, Server, assert_same_end, finish, grpo, prepare
 from verl.checkpoint import CheckpointWriter, find_checkpoint, list_checkpoints
 
 pytestmark = pytest.mark.dist

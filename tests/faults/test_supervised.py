@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import HANGS, ROOT, Server, assert_no_process_left, metrics, weights
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.forked_runs import HANGS, ROOT, Server, assert_no_process_left, metrics, weights
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist

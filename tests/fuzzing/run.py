@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from tests.fuzzing import programs, texts
-from tests.sandbox.modes import HERE
+from tests.harness.sandboxes import HERE
 from verl.registry import TOOL_PARSERS
 from verl.rewards import RewardFunction, RewardSample, Scorer, ScoringLimits, default_compute_score
 from verl.rewards.dispatch import answer_of

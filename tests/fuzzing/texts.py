@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from tests.rewards.hostile import answers
+from tests.harness.hostile import answers
 
 LONGEST = 20_000
 PIECES = (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
 from tests.gpu.test_sharded import engine_of
+from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 

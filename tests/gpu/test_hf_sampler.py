@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
-from tests.rollout.builders import prompt, requests, sample, tiny_model
+from tests.harness.samplers import prompt, requests, sample, tiny_model
 from verl.models import export_weights
 from verl.rollout import Completion, Request
 from verl.rollout.hf.replay import Replay

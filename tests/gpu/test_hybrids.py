@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.engines.builders import gradients, grouped_batch, make_engine, relative_error
 from tests.engines.hybrids import PACKED, hybrid_dir
+from tests.harness.engines import gradients, grouped_batch, make_engine, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings

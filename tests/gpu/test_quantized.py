@@ -9,7 +9,7 @@ import itertools
 import torch
 
 from tests.gpu.test_hf_sampler import WANTED, difference, model_of, sampler_of
-from tests.rollout.builders import sample
+from tests.harness.samplers import sample
 from verl.models import export_weights
 from verl.models.nf4 import NF4Linear
 from verl.rollout.hf.quantized import FORMATS, QuantizedLinear, quantized_layers

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
 from verl import distributed
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig

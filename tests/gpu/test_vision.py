@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tests.engines.builders import gradients, make_engine, relative_error
-from tests.vision_rows import log_probs_row_by_row, pictures, processed, prompt_tokens, seen_batch, vision_dir
+from tests.harness.engines import gradients, make_engine, relative_error
+from tests.harness.vision import log_probs_row_by_row, pictures, processed, prompt_tokens, seen_batch, vision_dir
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings

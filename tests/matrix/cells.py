@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.dist.group import _end_groups
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.ranks import _end_groups
+from tests.harness.rows import write_prompts
 
 MODELS = {
     "dense": ("qwen2", {"heads": 4, "kv_heads": 2, "layers": 2}),

@@ -11,7 +11,7 @@ import itertools
 import json
 from pathlib import Path
 
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from tests.matrix.cells import outcomes
 
 M = "engine.megatron"
@@ -50,7 +50,7 @@ EDGES = [
       for name in ("Adafactor", "Rprop", "Muon", "LBFGS", "adam", "Adagrad")),
     *((DENSE, *MEGATRON, f"optim.optimizer={name}") for name in ("Adafactor", "adam", "Rprop", "Muon")),
     (DENSE, *FSDP2, "optim.override_optimizer_config={nope: 1}"),
-    (DENSE, *FSDP2, "optim.optimizer_impl=tests.support"),
+    (DENSE, *FSDP2, "optim.optimizer_impl=tests.harness.models"),
     *((DENSE, *FSDP2, f"+model.override_config.attn_implementation={name}")
       for name in ("eager", "flash_attention_2", "flex_attention", "nonsense")),
     (DENSE, *FSDP2, "model.use_liger=true"), (DENSE, *FSDP2, "engine.dtype=float16"),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
 from tests.megatron.families import LATENT, LLAMA3, MIXTURE, YARN
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import read_part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engines.builders import make_engine, ragged_batch
+from tests.harness.engines import make_engine, ragged_batch
 from tests.megatron.adapter_cells import beside_plain
 from tests.megatron.cells import (
     OPTIM,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engines.builders import make_engine, ragged_batch, relative_error
+from tests.harness.engines import make_engine, ragged_batch, relative_error
 from tests.megatron.adapter_cells import LORA
 from tests.megatron.cells import (
     OPTIM,

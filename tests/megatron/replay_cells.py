@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.engines.builders import make_engine, ragged_batch, relative_error
+from tests.harness.engines import make_engine, ragged_batch, relative_error
 from tests.megatron.cells import (
     EXPERT,
     OPTIM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import ragged_batch
+from tests.harness.engines import ragged_batch
 from tests.megatron.cells import EXPERT, PIPELINE, ROWS, SHIM, TENSOR, kept, loss_for, megatron, share, shared_model
 from tests.megatron.families import MIXTURE
 from verl.algorithms.losses import PPOPolicyLoss

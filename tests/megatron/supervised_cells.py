@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 
-from tests.dist.programs import PROGRAMS, SAVE_AT, sft_arguments
+from tests.harness.models import tiny_model_dir
+from tests.harness.training_programs import PROGRAMS, SAVE_AT, sft_arguments
 from tests.megatron.cells import PIPELINE, SHIM, TENSOR
-from tests.support import tiny_model_dir
 from verl import env
 from verl.distributed import Ranks
 from verl.trainer import dpo_trainer, launch, rm_trainer, sft_trainer

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.dist.group import run_cells
+from tests.harness.ranks import run_cells
 from tests.megatron import (
     adapter_cells,
     cells,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.models import attention
 from verl.models.attention import ATTENTION_NAME, NO_PREFIX, AttentionVariant, PackedPlan, Segments, varlen
 from verl.models.attention.flash_cpu import FlashOnCPU

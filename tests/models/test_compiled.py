@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.algorithms.losses import SFTLoss
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.engines.plain import PlainEngine

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import ModelError
 from verl.metrics import notices, reset_notices
 from verl.models import hf_folder, load_causal_lm, load_value_model

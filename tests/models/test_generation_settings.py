@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.utils.model import get_generation_config
 
 

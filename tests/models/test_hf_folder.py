@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import ModelError
 from verl.models import export_weights, hf_folder, load_causal_lm
 

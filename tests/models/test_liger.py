@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from tests.engines.builders import make_engine
-from tests.support import tiny_model_dir
+from tests.harness.engines import make_engine
+from tests.harness.models import tiny_model_dir
 from verl.errors import ConfigError, ModelError
 from verl.models import load_causal_lm
 from verl.models.liger import apply_liger

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import ConfigError, ModelError
 from verl.models import load_causal_lm, load_model_config, load_value_model
 from verl.models.loading import value_head

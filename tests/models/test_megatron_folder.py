@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.converter_hf_to_mcore import main as converter
+from tests.harness.models import tiny_model_dir
 from tests.megatron.families import FAMILIES
-from tests.support import tiny_model_dir
 from verl.errors import ModelError
 from verl.metrics import notices, reset_notices
 from verl.models import load_causal_lm, load_value_model

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import make_engine, ragged_batch
-from tests.storage.hub import fake_hub
-from tests.support import tiny_model_dir
+from tests.harness.engines import make_engine, ragged_batch
+from tests.harness.hub import fake_hub
+from tests.harness.models import tiny_model_dir
 from verl import distributed
 from verl.algorithms.losses import SFTLoss
 from verl.checkpoint.part import write_part

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.checkpoint.part import read_part, write_part
 from verl.config import ActorConfig

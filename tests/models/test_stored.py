@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import ModelError
 from verl.models import load_causal_lm, load_value_model
 from verl.models.hollow import new_tensors

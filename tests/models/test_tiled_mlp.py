@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engines.builders import gradients, make_engine, model_dir, ragged_batch, relative_error
 from tests.engines.test_families import EXPERTS, LATENT
+from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import SFTLoss
 from verl.errors import ConfigError
 from verl.models.tiled_mlp import mlps, tile_mlps

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import ModelError
 from verl.models import count_parameters, export_weights, load_causal_lm, load_weights
 from verl.models.weights import named_tensors, names_in_memory, names_on_disk

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 
 SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c.islower() for c in solution_str) / max(len(solution_str), 1)

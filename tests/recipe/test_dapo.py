@@ -12,7 +12,8 @@ import pytest
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
 from recipe.dapo.main_dapo import DAPO, main
 from tests.brief.machine import guides_machine
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.config.topology import Topology
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from verl.errors import ConfigError
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

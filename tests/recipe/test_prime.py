@@ -24,7 +24,7 @@ from recipe.prime.core import (
     process_rewards,
 )
 from recipe.prime.main_prime import ESTIMATOR, PRIME, main
-from tests.trainer.ppo.small_runs import Seen, prepare, train
+from tests.harness.runs import Seen, prepare, train
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.aggregation import loss_norm
 from verl.config import load_config

@@ -10,8 +10,9 @@ import torch
 
 from recipe.retool.main_retool import HERE, RETOOL, main
 from recipe.retool.reward import compute_score
-from tests.agent_loop.scripted import Script, manager, rollout, rows
-from tests.support import tiny_model_dir, tiny_tokenizer, write_prompts
+from tests.harness.conversations import Script, manager, rollout, rows
+from tests.harness.models import tiny_model_dir, tiny_tokenizer
+from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.rewards import RewardFunction, RewardSample, Scorer, load_reward_function
 from verl.sandbox import Pool, SandboxRefused

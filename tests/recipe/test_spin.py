@@ -13,7 +13,7 @@ import torch
 
 from recipe.spin.core import dpo
 from recipe.spin.main_spin import SPIN, main
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from verl.algorithms.aggregation import loss_norm
 from verl.checkpoint.tensors import read_tensors
 from verl.config import load_config, record_reads

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.rewards.hostile import answers
+from tests.harness.hostile import answers
 from verl.rewards.scorers import code, geo3k, gsm8k, math_boxed, math_dapo, numina, search_qa, symbolic
 from verl.rewards.scorers.text import text_of
 from verl.sandbox import Outcome

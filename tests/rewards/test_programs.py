@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.harness.sandboxes import HERE
 from tests.rewards.files import Letters, batch
-from tests.sandbox.modes import HERE
 from verl.config import PPOTrainerConfig, record_reads, replace
 from verl.errors import SandboxError
 from verl.rewards import (

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.rollout.builders import prompt, reference_log_probs, requests, sample, tiny_model
+from tests.harness.samplers import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_updates_in_flight import hf, weights
 from verl.errors import RolloutError, WorkerError
 from verl.registry import TRANSPORTS

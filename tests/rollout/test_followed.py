@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.rollout.builders import prompt
+from tests.harness.samplers import prompt
 from tests.rollout.test_updates_in_flight import hf, turns, weights
 from verl.errors import ReplayError
 from verl.observability.schedule import Draws, Notes, counts_of

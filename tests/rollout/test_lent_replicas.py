@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.rollout.builders import prompt, requests, sample, tiny_model
+from tests.harness.samplers import prompt, requests, sample, tiny_model
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.service import SamplerService
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import RolloutError
 from verl.weight_sync import BroadcastTransport, DiskTransport, chunk_weights
 from verl.weight_sync.transport import PeerFailedError

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, stopped_at_work, tiny_model
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.samplers import largest_difference, prompt, requests, sample, stopped_at_work, tiny_model
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.rollout.builders import prompt, reference_log_probs, requests, sample, tiny_model
+from tests.harness.samplers import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_gated import Scripted
 from verl.errors import WorkerError
 from verl.registry import TRANSPORTS

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.sandboxes import MODES, NEWEST_LANDLOCK, OFFERED, arguments, open_pool
 from tests.sandbox.attacks import Box
-from tests.sandbox.modes import MODES, NEWEST_LANDLOCK, OFFERED, arguments, open_pool
 from verl.sandbox import Pool
 
 

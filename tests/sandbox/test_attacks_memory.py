@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from tests.harness.sandboxes import HERE, OFFERED, arguments, open_pool
 from tests.sandbox.attacks import Box
-from tests.sandbox.modes import HERE, OFFERED, arguments, open_pool
 from verl.sandbox import Limits, Outcome, Pool, process
 
 MAP = """

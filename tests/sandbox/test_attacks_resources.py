@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.sandboxes import HERE
 from tests.sandbox.attacks import Box, descendants, wait_until_quiet
-from tests.sandbox.modes import HERE
 from verl.sandbox import Limits, Outcome, Pool
 
 ONLY_MODES = ("whole", "without namespaces")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.sandboxes import MODES, NEWEST_LANDLOCK, OFFERED, arguments
 from tests.sandbox.attacks import Box
-from tests.sandbox.modes import MODES, NEWEST_LANDLOCK, OFFERED, arguments
 from verl.sandbox import Pool, process
 
 BEFORE_SCOPES = min(5, NEWEST_LANDLOCK)

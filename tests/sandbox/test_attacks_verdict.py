@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
+from tests.harness.sandboxes import HERE
 from tests.sandbox.attacks import Box
-from tests.sandbox.modes import HERE
 from verl.sandbox import CallCase, Limits, Pool, StdinCase, default_pool
 
 SQUARE = [StdinCase("3\n", "9"), StdinCase("12\n", "144")]

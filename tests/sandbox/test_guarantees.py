@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.sandboxes import OFFERED
 from tests.sandbox.guarantees import GUARANTEES, KERNELS, SLOW, measure
-from tests.sandbox.modes import OFFERED
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "docs" / "sandbox_guarantees.json").read_text(encoding="utf-8"))

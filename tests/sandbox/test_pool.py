@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.sandboxes import HERE
 from tests.sandbox.attacks import Box, all_end, descendants, keeper_processes, wait_until_quiet
-from tests.sandbox.modes import HERE
 from verl.errors import ConfigError
 from verl.sandbox import Limits, Pool, Session, process
 

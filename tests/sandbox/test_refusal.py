@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tests.sandbox.modes import HERE, OFFERED, arguments
+from tests.harness.sandboxes import HERE, OFFERED, arguments
 from verl.errors import ConfigError, SandboxError
 from verl.sandbox import LAYERS, Limits, Outcome, Pool, SandboxRefused, Session, check, process
 from verl.sandbox.inside import walls

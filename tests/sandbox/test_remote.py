@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.sandbox.http_service import HttpService, serving
+from tests.harness.sandbox_service import HttpService, serving
 from verl.errors import SandboxError
 from verl.sandbox import CallCase, Limits, RemoteSandbox, StdinCase
 from verl.sandbox import service as service_module

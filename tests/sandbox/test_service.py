@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.sandbox.http_service import HttpService, serving
+from tests.harness.sandbox_service import HttpService, serving
 from verl.errors import ConfigError
 from verl.sandbox import service as service_module
 from verl.sandbox.service import Service, ServiceError

@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
+from tests.harness.sandboxes import HERE, OFFERED, arguments
 from tests.sandbox.attacks import Box, all_end, is_alive, keeper_processes, wait_until_quiet
-from tests.sandbox.modes import HERE, OFFERED, arguments
 from verl.errors import SandboxError
 from verl.sandbox import Limits, Pool, Session
 

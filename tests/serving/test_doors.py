@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.agent_loop.server.endpoint import Endpoint
 from verl.config import PPOTrainerConfig
 from verl.config.loading import read_config

@@ -16,20 +16,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist.group import TIMEOUT, run_cells
-from tests.dist.programs import PROGRAMS, sft_arguments
-from tests.faults.harness import Server, grpo, prepare
+from tests.harness import open_files
+from tests.harness.forked_runs import Server, grpo, prepare
+from tests.harness.ranks import TIMEOUT, run_cells
+from tests.harness.sandboxes import HERE
+from tests.harness.training_programs import PROGRAMS, sft_arguments
 from tests.megatron.cells import TENSOR
 from tests.megatron.supervised_cells import cut, trained
-from tests.sandbox.modes import HERE
-from tests.serving import looking
 
 pytestmark = pytest.mark.dist
 
 SCORER = """
 from functools import cache
 
-from tests.serving.looking import write_down
+from tests.harness.open_files import write_down
 from verl.sandbox import Pool, Session
 
 
@@ -43,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     write_down{to}
     return len(set(solution_str)) / 10
 """
-AT_A_STEP = "from tests.serving.looking import at_every_step\nat_every_step{to}\n"
+AT_A_STEP = "from tests.harness.open_files import at_every_step\nat_every_step{to}\n"
 LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"0.0.0.0", "::"}
 COLUMNS = ("loopback", "every interface", "its address", "names", "sockets")
 TORCHS_OWN = "torchinductor_* 0755"
@@ -109,7 +109,7 @@ class MegatronCell:
 
     def __call__(self, ranks, folder: Path) -> None:
         tempfile.tempdir = str(self.run.temporary)
-        looking.at_every_step(self.run.to[0], os.getppid())
+        open_files.at_every_step(self.run.to[0], os.getppid())
         root = self.run.folder / "run"
         trained(ranks, "sft_trainer", root, [*sft_arguments(self.run.folder, root), *cut(TENSOR), ONE_STEP])
 
@@ -133,14 +133,14 @@ class Opened:
 
     kind: str
     run: Run
-    seen: looking.Seen
+    seen: open_files.Seen
 
 
 @pytest.fixture(scope="module")
 def all_opened(own_ray_folder, tmp_path_factory) -> dict[str, Opened]:
     """All kinds, at the same time."""
     runs = {kind: Run(tmp_path_factory.mktemp("run"), Path(tempfile.mkdtemp(prefix="v", dir="/tmp"))) for kind in KINDS}
-    before, umask = set(looking.names()), os.umask(0o022)
+    before, umask = set(open_files.names()), os.umask(0o022)
     try:
         for run in runs.values():
             (run.folder / "looks").mkdir()
@@ -153,7 +153,7 @@ def all_opened(own_ray_folder, tmp_path_factory) -> dict[str, Opened]:
         os.umask(umask)
         for run in runs.values():
             shutil.rmtree(run.temporary)
-    found = {kind: Opened(kind, run, looking.read(run.folder / "looks")) for kind, run in runs.items()}
+    found = {kind: Opened(kind, run, open_files.read(run.folder / "looks")) for kind, run in runs.items()}
     for one in found.values():
         one.seen.names = {path: facts for path, facts in one.seen.names.items() if path not in before}
     return found
@@ -167,7 +167,7 @@ def opened(request, all_opened) -> Opened:
 def private(folder: str) -> str:
     """The folder of this user's alone in which Ray's files lie; nobody else gets further, whatever their modes."""
     own = f"{folder}/verl-{os.geteuid()}"
-    assert not Path(own).exists() or with_mode("folder", looking.facts(own)) == "folder 0700"
+    assert not Path(own).exists() or with_mode("folder", open_files.facts(own)) == "folder 0700"
     return own
 
 
@@ -198,7 +198,7 @@ def test_a_run_opens_what_the_page_says_and_nothing_else(opened, own_ray_folder,
         found["its address"] = found["loopback"] & expected["its address"]
         found["loopback"] -= found["its address"]
     found["names"] = {with_mode(Path(path).name, facts) for path, facts in seen.names.items()} - {TORCHS_OWN}
-    sockets = seen.sockets | {folder: looking.facts(folder) for folder in map(os.path.dirname, seen.sockets)}
+    sockets = seen.sockets | {folder: open_files.facts(folder) for folder in map(os.path.dirname, seen.sockets)}
     own_folder = private(own_ray_folder)
     found["sockets"] = {with_mode(path.replace(own_folder, "/tmp/verl-uid"), mode) for path, mode in sockets.items()}
     assert found == expected and TORCHS_OWN in page.replace("`", "")

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from tests.serving.looking import ends, is_there
+from tests.harness.open_files import ends, is_there
 
 STUBBORN = """
 import os, signal, subprocess, sys, time

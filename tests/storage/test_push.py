@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.storage.hub import fake_hub
+from tests.harness.hub import fake_hub
 from verl.errors import ConfigError, MissingDependencyError, ModelError
 from verl.storage import push_to_hub
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sandbox.http_service import serving
+from tests.harness.sandbox_service import serving
 from verl.errors import ConfigError
 from verl.sandbox import SandboxRefused
 from verl.tools.loading import load_tools

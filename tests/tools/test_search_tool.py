@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sandbox.http_service import HttpService, serving
+from tests.harness.sandbox_service import HttpService, serving
 from verl.errors import ConfigError
 from verl.sandbox import service as service_module
 from verl.tools.search_tool import SearchTool

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support import addition_rows, tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import addition_rows, write_prompts
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo, sft_trainer
 

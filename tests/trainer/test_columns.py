@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from tests.support import tiny_model_dir, write_prompts
-from tests.trainer.logged_runs import SCORER, logged_steps
+from tests.harness.logged_runs import SCORER, logged_steps
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from tests.trainer.on_ray.conftest import SETTINGS
 from verl.protocol import DataProto, traffic
 from verl.protocol.lazy import LazyColumn, store_tensors

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.sandbox.modes import HERE
+from tests.harness.sandboxes import HERE
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices

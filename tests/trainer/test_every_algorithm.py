@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import load_config, record_reads
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl.trainer import main_ppo

@@ -14,7 +14,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support import addition_rows, tiny_model_dir, tiny_tokenizer, write_prompts
+from tests.harness.models import tiny_model_dir, tiny_tokenizer
+from tests.harness.rows import addition_rows, write_prompts
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.rollout import Completion, Sampler, SamplingParams

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import tiny_model_dir, write_prompts
-from tests.trainer.logged_runs import SCORER, logged_steps
+from tests.harness.logged_runs import SCORER, logged_steps
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.models.merging import merge
 from verl.trainer import sft_trainer

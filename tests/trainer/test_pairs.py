@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import tiny_model_dir
-from tests.trainer.ppo.reward_models import reward_worker
+from tests.harness.models import tiny_model_dir
+from tests.harness.reward_models import reward_worker
 from verl.trainer import dpo_trainer, rm_trainer
 from verl.trainer.pairs import split_at_answers
 

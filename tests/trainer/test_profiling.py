@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import ProfilerConfig, load_config
 from verl.config.loading import read_config
 from verl.config.nsight import nsight_options

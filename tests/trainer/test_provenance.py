@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.checkpoint import find_checkpoint
 from verl.config import provenance
 from verl.config.groups import NAMES

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.config.node import full_keys, place
 from verl.data import tokenizer_of

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tiny_model_dir, write_prompts
-from tests.trainer.logged_runs import SCORER, logged_steps
+from tests.harness.logged_runs import SCORER, logged_steps
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.errors import RolloutError, VerlError
 from verl.protocol import DataProto
 from verl.trainer.ppo.experts import balance

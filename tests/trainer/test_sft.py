@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer, sft_trainer_ray
 

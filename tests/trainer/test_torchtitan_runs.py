@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.group import run_cells
-from tests.dist.programs import PROGRAMS, STEPS, SftCell
-from tests.support import tiny_model_dir, write_prompts
-from tests.trainer.logged_runs import SCORER, logged_steps
+from tests.harness.logged_runs import SCORER, logged_steps
+from tests.harness.models import tiny_model_dir
+from tests.harness.ranks import run_cells
+from tests.harness.rows import write_prompts
+from tests.harness.training_programs import PROGRAMS, STEPS, SftCell
 from verl.models.hf_folder import read_weights
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tiny_model_dir
-from tests.trainer.ppo.small_runs import SCORER, prepare, train
+from tests.harness.models import tiny_model_dir
+from tests.harness.runs import SCORER, prepare, train
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer
 from verl.trainer.ppo.signs import signs_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing as processes
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
 from verl.errors import RolloutError
 from verl.models import export_weights
 from verl.ports import free_port

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.builders import make_engine, model_dir, ragged_batch
+from tests.harness.engines import make_engine, model_dir, ragged_batch
 from verl.config import ActorConfig, PolicyLossConfig
 from verl.errors import EngineError
 from verl.workers.actor import BasePPOActor

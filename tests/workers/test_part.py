@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.builders import ragged_batch
-from tests.support import tiny_model_dir
+from tests.harness.engines import ragged_batch
+from tests.harness.models import tiny_model_dir
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.loading import read_config
 from verl.engines.plain import PlainEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.trainer.ppo.reward_models import reward_model_dir, reward_worker
+from tests.harness.reward_models import reward_model_dir, reward_worker
 from verl.protocol import DataProto
 
 

@@ -10,7 +10,8 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.runner import RunnerLostError
 from verl.config import load_config, replace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.ppo.small_runs import COMMON, Keep, Seen, prepare
+from tests.harness.runs import COMMON, Keep, Seen, prepare
 from verl.config import load_config
 from verl.metrics import Metric
 from verl.single_controller.base import ResourcePoolManager, Role, register

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request

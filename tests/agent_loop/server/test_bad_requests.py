@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.agent_loop.server.scripted import Scripted, rollout
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.agent_loop.server.endpoint import Endpoint
 from verl.agent_loop.server.errors import ApiError
 from verl.agent_loop.server.prompts import Prompts

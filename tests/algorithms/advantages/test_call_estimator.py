@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import outcome_batch
+from tests.harness.algorithms import outcome_batch
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.advantages.gae import gae
 from verl.algorithms.advantages.grpo import grpo

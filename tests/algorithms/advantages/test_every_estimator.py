@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.advantages.oracles import ORACLES
-from tests.algorithms.fixtures import poison, ragged_mask
+from tests.harness.algorithms import poison, ragged_mask
 from verl.algorithms.advantages import call_estimator
 from verl.errors import ConfigError
 from verl.registry import ADVANTAGE_ESTIMATORS

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import poison, ragged_mask
+from tests.harness.algorithms import poison, ragged_mask
 from verl.algorithms.advantages.gae import gae
 from verl.algorithms.masked import masked_mean, masked_var
 from verl.metrics import notices, reset_notices

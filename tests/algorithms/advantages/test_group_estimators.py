@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import LENGTHS, SCORES, outcome_batch, poison
+from tests.harness.algorithms import LENGTHS, SCORES, outcome_batch, poison
 from verl.algorithms.advantages.gpg import gpg
 from verl.algorithms.advantages.opo import opo
 from verl.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline

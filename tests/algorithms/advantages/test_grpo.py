@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import outcome_batch, poison, ragged_mask
+from tests.harness.algorithms import outcome_batch, poison, ragged_mask
 from verl.algorithms.advantages.grpo import grpo
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices

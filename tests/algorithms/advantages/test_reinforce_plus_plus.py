@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.algorithms.fixtures import outcome_batch, poison
+from tests.harness.algorithms import outcome_batch, poison
 from verl.algorithms.advantages.gae import gae
 from verl.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 

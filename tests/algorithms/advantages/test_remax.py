@@ -1,6 +1,6 @@
 import torch
 
-from tests.algorithms.fixtures import outcome_batch, poison
+from tests.harness.algorithms import outcome_batch, poison
 from verl.algorithms.advantages.remax import remax
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.algorithms.fixtures import outcome_batch, poison
+from tests.harness.algorithms import outcome_batch, poison
 from verl.algorithms.advantages.gdpo import gdpo
 from verl.algorithms.advantages.grpo import grpo
 from verl.algorithms.advantages.grpo_passk import grpo_passk

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config, loss_batch, poison
+from tests.harness.algorithms import actor_config, loss_batch, poison
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.policy_losses import call_policy_loss

@@ -8,8 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import actor_config, poison, policy_loss_config, ragged_mask
 from tests.algorithms.policy_losses import oracles
+from tests.harness.algorithms import actor_config, poison, policy_loss_config, ragged_mask
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
 from verl.algorithms.calls import name_of
 from verl.algorithms.policy_losses import call_policy_loss

@@ -3,7 +3,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.fixtures import actor_config, loss_batch, poison, ragged_mask
+from tests.harness.algorithms import actor_config, loss_batch, poison, ragged_mask
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.vanilla import vanilla
 from verl.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config, loss_batch, policy_loss_config
+from tests.harness.algorithms import actor_config, loss_batch, policy_loss_config
 from verl.algorithms.policy_losses.base import Tokens
 from verl.algorithms.policy_losses.bypass import bypass_mode
 from verl.algorithms.policy_losses.cispo import cispo

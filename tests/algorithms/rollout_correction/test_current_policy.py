@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config, policy_loss_config
+from tests.harness.algorithms import actor_config, policy_loss_config
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.metrics import MetricSet

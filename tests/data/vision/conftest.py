@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import tiny_vision_dir
+from tests.harness.vision import tiny_vision_dir
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support import tiny_model_dir, tiny_tokenizer, tiny_vision_dir
+from tests.harness.models import tiny_model_dir, tiny_tokenizer
+from tests.harness.vision import tiny_vision_dir
 from verl.data.vision.processor import join_inputs, load_processor
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError
 

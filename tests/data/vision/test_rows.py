@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support import tiny_tokenizer, write_prompts
+from tests.harness.models import tiny_tokenizer
+from tests.harness.rows import write_prompts
 from verl.config import DataConfig
 from verl.config.data import CustomClassConfig
 from verl.config.preference import PreferenceDataConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rewards.hostile import answers
+from tests.harness.hostile import answers
 from verl.rewards import RewardSample, Scorer, ScoringLimits, load_reward_function
 from verl.rewards.scorers.math_verify import compute_score
 from verl.utils.reward_score import math_verify as facade

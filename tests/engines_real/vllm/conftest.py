@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
     import torch
     from safetensors.torch import load_file, save_file
 
-    from tests.support import tiny_model_dir
+    from tests.harness.models import tiny_model_dir
 
     made = tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=128, heads=4, kv_heads=2)
     file = made / "model.safetensors"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import command, curve, metrics
-from tests.support import write_prompts
+from tests.harness.programs import command, curve, metrics
+from tests.harness.rows import write_prompts
 from verl.trainer.replicas import __main__ as replicas
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]

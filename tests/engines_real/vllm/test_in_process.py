@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from tests.engines.builders import make_engine
-from tests.rollout.builders import reference_log_probs, requests, sample
+from tests.harness.engines import make_engine
+from tests.harness.samplers import reference_log_probs, requests, sample
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
 from verl.algorithms.losses import PPOPolicyLoss

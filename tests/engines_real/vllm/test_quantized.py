@@ -10,7 +10,7 @@ from torch import nn
 from torchao.core.config import config_to_dict
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from tests.rollout.builders import largest_difference, requests, sample
+from tests.harness.samplers import largest_difference, requests, sample
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.vllm.sampler import VLLMSampler
 from verl.weight_sync import chunk_weights

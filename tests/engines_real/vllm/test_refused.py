@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.vllm.sampler import VLLMSampler

@@ -11,9 +11,9 @@ import urllib.request
 import psutil
 import pytest
 
-from tests.engines.builders import make_engine
 from tests.engines_real.vllm.test_in_process import PROMPTS, TOLERANCE, as_batch, difference
-from tests.rollout.builders import requests, sample
+from tests.harness.engines import make_engine
+from tests.harness.samplers import requests, sample
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.errors import RolloutError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.models import tiny_model_dir
 from tests.matrix.cells import prepare, reason, start, unchecked, usual
-from tests.support import tiny_model_dir
 from verl.config import load_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]

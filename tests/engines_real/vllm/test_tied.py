@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.rollout.builders import largest_difference, requests, sample
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.samplers import largest_difference, requests, sample
 from verl.errors import RolloutError
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.vllm import versions

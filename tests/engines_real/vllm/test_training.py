@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.conftest import arithmetic  # noqa: F401  # a fixture
-from tests.e2e.runs import command, curve, metrics
+from tests.harness.programs import command, curve, metrics
 
 pytestmark = pytest.mark.e2e
 ACCURACY = "val-core/arithmetic/reward/mean@1"

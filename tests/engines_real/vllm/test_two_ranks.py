@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rollout.builders import requests, sample
+from tests.harness.samplers import requests, sample
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler

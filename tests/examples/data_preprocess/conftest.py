@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import tiny_tokenizer
+from tests.harness.models import tiny_tokenizer
 from verl.metrics import reset_notices
 
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from tests.harness.open_files import ends, is_there
 from tests.rewards.files import reward_file, samples
-from tests.serving.looking import ends, is_there
 from verl.rewards import Scorer, ScoringLimits, load_reward_function, wire
 from verl.rewards.runners.process import Child, ProcessRunner, _portions, _room
 from verl.rewards.samples import RewardFailure

@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.engines.builders import make_engine, ragged_batch
-from tests.rollout.builders import largest_difference, prompt, requests, sample
-from tests.support import tiny_model_dir
+from tests.harness.engines import make_engine, ragged_batch
+from tests.harness.models import tiny_model_dir
+from tests.harness.samplers import largest_difference, prompt, requests, sample
 from verl import metrics
 from verl.algorithms.losses import SFTLoss
 from verl.config import HFModelConfig, RolloutConfig

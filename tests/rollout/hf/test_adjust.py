@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.rollout.builders import EOS, largest_difference, prompt, renamed, requests, sample, tiny_model
+from tests.harness.samplers import EOS, largest_difference, prompt, renamed, requests, sample, tiny_model
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf.adjust import Adjustment

@@ -7,7 +7,7 @@ import copy
 import subprocess
 import sys
 
-from tests.rollout.builders import prompt, renamed, requests, sample, tiny_model
+from tests.harness.samplers import prompt, renamed, requests, sample, tiny_model
 from verl.rollout.hf.sampler import HFSampler
 
 TINIEST = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from tests.rollout.builders import prompt, requests, sample, tiny_model
+from tests.harness.samplers import prompt, requests, sample, tiny_model
 from verl.rollout.hf import kv_pool
 from verl.rollout.hf.kv_pool import BufferPool, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.rows import Prompt, Row

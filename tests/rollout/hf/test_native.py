@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
 from verl.metrics import notices, reset_notices
 from verl.models import export_weights
 from verl.rollout.hf import projections

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
 from verl.errors import RolloutError
 from verl.metrics import notices, reset_notices
 from verl.rollout.hf.attention import UnsupportedModelError

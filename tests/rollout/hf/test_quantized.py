@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
 from tests.rollout.hf.test_weights import push
 from verl.errors import ModelError, RolloutError
 from verl.models import export_weights

@@ -10,7 +10,7 @@ import copy
 
 import pytest
 
-from tests.rollout.builders import largest_difference, prompt, renamed, requests, sample, tiny_model
+from tests.harness.samplers import largest_difference, prompt, renamed, requests, sample, tiny_model
 from verl.errors import RolloutError
 from verl.metrics import notices, reset_notices
 from verl.rollout.hf.pool_runner import PoolRunner

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rollout.builders import prompt, requests, sample, tiny_model
+from tests.harness.samplers import prompt, requests, sample, tiny_model
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.batch import to_batch

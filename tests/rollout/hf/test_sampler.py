@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.rollout.builders import (
+from tests.harness.samplers import (
     EOS,
     FAMILIES,
     largest_difference,

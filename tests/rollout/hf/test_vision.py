@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from tests.support import tiny_model_dir
-from tests.vision_rows import pictures, processed, prompt_tokens, vision_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.vision import pictures, processed, prompt_tokens, vision_dir
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.models.vision import inputs as vision_inputs

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.rollout.builders import largest_difference, prompt, requests, sample, tiny_model
+from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
 from verl.errors import RolloutError
 from verl.models import export_weights
 from verl.rollout.hf.sampler import HFSampler

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.rollout.server.servers import Hangup, completion, raw, serving
+from tests.harness.servers import Hangup, completion, raw, serving
 from verl.errors import RolloutError
 from verl.rollout.lost import EngineBusyError, EngineLostError
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.server import own

@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 
-from tests.rollout.builders import requests, sample, stopped_at_work
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.samplers import requests, sample, stopped_at_work
 from verl.errors import RolloutError
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.server.host import LISTENING

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rollout.server.servers import completion, serving
+from tests.harness.models import tiny_model_dir
+from tests.harness.servers import completion, serving
 from tests.rollout.server.test_sampler import PATH, ask, over
-from tests.support import tiny_model_dir
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.server.sampler import place_of

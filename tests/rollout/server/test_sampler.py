@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.rollout.server.servers import Hangup, Silence, completion, raw, serving
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.servers import Hangup, Silence, completion, raw, serving
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.rollout import Request, SamplingParams

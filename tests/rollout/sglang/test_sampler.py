@@ -8,10 +8,10 @@ import sys
 import psutil
 import pytest
 
-from tests.rollout.server.servers import serving
+from tests.harness.models import tiny_model_dir
+from tests.harness.servers import serving
 from tests.rollout.server.test_kinds import sglang_answer
 from tests.rollout.server.test_sampler import ask
-from tests.support import tiny_model_dir
 from verl import env
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads, replace
 from verl.config.loading import read_config

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads
 from verl.config.loading import read_config
 from verl.errors import ConfigError, MissingDependencyError, NotBuiltError, RolloutError

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from tests.rollout.builders import requests, sample
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
+from tests.harness.samplers import requests, sample
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import RemoteSampler
 from verl.rollout.service import SamplerService

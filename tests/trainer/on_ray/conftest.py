@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from scripts.count_frames import counted
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.trainer import main_ppo
 
 SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):

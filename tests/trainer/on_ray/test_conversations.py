@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.agent_loop.every_answer import SETTINGS
+from tests.harness.every_answer import SETTINGS
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
 

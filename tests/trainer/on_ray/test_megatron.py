@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
 from verl.models.megatron_conversion import convert

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.ppo.reward_models import reward_model_dir
+from tests.harness.reward_models import reward_model_dir
 
 pytestmark = pytest.mark.dist
 WITH = (

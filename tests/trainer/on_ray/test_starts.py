@@ -17,9 +17,10 @@ import pytest
 from tests.brief.small import small
 from tests.brief.table import rows
 from tests.brief.test_runs import SCORER
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from tests.matrix.cells import prepare, reason, start, unchecked, usual
 from tests.matrix.test_starts import GRPO, SHIM, A, P, R, disagreeing
-from tests.support import tiny_model_dir, write_prompts
 from tests.trainer.on_ray.kept import Kept, kept_processes
 from verl.config import load_config
 from verl.config.topology import Topology

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config, loss_batch, outcome_batch, policy_loss_config
+from tests.harness.algorithms import actor_config, loss_batch, outcome_batch, policy_loss_config
 from verl.errors import ConfigError
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl.trainer.ppo import core_algos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from verl.config import PPOTrainerConfig, replace
 from verl.trainer.ppo.callbacks import Callback
 from verl.trainer.ppo.context import RunState

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.config.lending import KEY, lends
 from verl.config.trainer import HybridRolloutConfig

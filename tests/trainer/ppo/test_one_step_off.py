@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.ppo.small_runs import Seen, prepare, train
+from tests.harness.runs import Seen, prepare, train
 from verl.config import PPOTrainerConfig, load_config
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from tests.trainer.ppo.test_dynamic_sampling import GROUPS, PATTERNS, rows
 from verl.config import PPOTrainerConfig, replace
 from verl.metrics import reset_notices

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.algorithms.fixtures import actor_config
+from tests.harness.algorithms import actor_config
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.metrics import MetricSet

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.ppo.small_runs import Seen, prepare, train
+from tests.harness.runs import Seen, prepare, train
 from verl.agent_loop.failed import RunStops
 from verl.config import load_config
 from verl.config.pools import Pools, PoolSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from verl.errors import RolloutError
 from verl.rollout.hf.quantized import QuantizedLinear, quantized_layers
 from verl.rollout.hf.sampler import HFSampler

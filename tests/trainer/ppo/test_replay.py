@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import write_prompts
-from tests.trainer.ppo.small_runs import COMMON, prepare, train
+from tests.harness.rows import write_prompts
+from tests.harness.runs import COMMON, prepare, train
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
 from verl.metrics import reset_notices

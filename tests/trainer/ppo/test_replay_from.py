@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.ppo.small_runs import Seen, prepare, train
+from tests.harness.runs import Seen, prepare, train
 from verl.errors import ConfigError, ReplayError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.observability.ledger_reader import History

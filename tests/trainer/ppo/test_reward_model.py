@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.support import tiny_model_dir, write_prompts
-from tests.trainer.ppo.reward_models import direct_score, judge, reward_model_dir
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.models import tiny_model_dir
+from tests.harness.reward_models import direct_score, judge, reward_model_dir
+from tests.harness.rows import write_prompts
+from tests.harness.runs import prepare, train
 from verl.config import load_config
 from verl.errors import ConfigError, NotBuiltError, VerlError
 from verl.metrics import notices, reset_notices

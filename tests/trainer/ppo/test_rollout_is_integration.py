@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.ppo.small_runs import Seen, prepare, train
+from tests.harness.runs import Seen, prepare, train
 from verl.config import PPOTrainerConfig, RolloutCorrectionConfig, replace
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.support import tiny_vision_dir
+from tests.harness.vision import tiny_vision_dir
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
 from verl.protocol import DataProto

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError
 from verl.json_text import read_json
 from verl.metrics import notices, reset_notices

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.ppo.small_runs import prepare, train
+from tests.harness.runs import prepare, train
 from verl.config import PPOTrainerConfig, off_policy, replace
 from verl.config.partial_rollouts import problems
 from verl.config.root import updates_once

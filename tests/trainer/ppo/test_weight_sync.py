@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.ppo.small_runs import Seen, prepare, train
+from tests.harness.runs import Seen, prepare, train
 from verl.errors import RolloutError
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler

@@ -1,10 +1,7 @@
-"""Small real inputs for tests: a tokenizer, a model folder, a prompt file; each is written in well under a second."""
+"""Small real models: a byte-level tokenizer, and folders of randomly initialised language models."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,54 +82,3 @@ def tiny_model_dir(
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
-
-
-def addition_rows(count: int, data_source: str = "test/addition") -> list[dict[str, Any]]:
-    """Prompt rows in the full schema: chat prompt, data_source, ability, reward_model, extra_info."""
-    return [
-        {
-            "data_source": data_source,
-            "prompt": [{"role": "user", "content": f"{i % 10}+{i % 7}="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(i % 10 + i % 7)},
-            "extra_info": {"index": i, "split": "train"},
-        }
-        for i in range(count)
-    ]
-
-
-def write_prompts(path: str | Path, rows: int | Sequence[Mapping[str, Any]] = 8) -> Path:
-    """Write rows (or that many addition prompts) as parquet, jsonl or json, whichever the suffix names."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records = addition_rows(rows) if isinstance(rows, int) else [dict(row) for row in rows]
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(records), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
-    else:
-        path.write_text(json.dumps(records), encoding="utf-8")
-    return path
-
-
-def vision_example(name: str) -> Any:
-    """One file of ``examples/vision`` as a module."""
-    path = Path(__file__).parents[1] / "examples/vision" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"vision_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def tiny_vision_dir(folder: str | Path, family: str = "qwen2_5_vl", **sizes: Any) -> Path:
-    """A complete Hugging Face folder of a small vision-language model with tokenizer, template and processor.
-
-    Args:
-        sizes: of ``build_model`` in ``examples/vision/make_model.py``; as small as they go where nothing is given.
-    """
-    small = {"hidden": 32, "layers": 2, "vision_layers": 2, "kv_heads": 2}
-    return vision_example("make_model").write_model(folder, family, **{**small, **sizes})

@@ -1,7 +1,8 @@
-"""Rows with images for tests: pictures of different sizes, their patches, prompts with as many placeholders."""
+"""Models that see, and rows with images: pictures of different sizes, their patches, as many placeholders."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.support import tiny_vision_dir, vision_example
 from verl.protocol import DataProto
 
 TEXT = 7
@@ -111,6 +111,26 @@ def log_probs_row_by_row(model: Any, batch: DataProto) -> Tensor:
     logits = logits_row_by_row(model, batch).float().log_softmax(-1)
     chosen = logits.gather(-1, batch.batch["responses"][..., None])[..., 0]
     return chosen * batch.batch["response_mask"]
+
+
+def vision_example(name: str) -> Any:
+    """One file of ``examples/vision`` as a module."""
+    path = Path(__file__).parents[2] / "examples/vision" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"vision_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny_vision_dir(folder: str | Path, family: str = "qwen2_5_vl", **sizes: Any) -> Path:
+    """A complete Hugging Face folder of a small vision-language model with tokenizer, template and processor.
+
+    Args:
+        sizes: of ``build_model`` in ``examples/vision/make_model.py``; as small as they go where nothing is given.
+    """
+    small = {"hidden": 32, "layers": 2, "vision_layers": 2, "kv_heads": 2}
+    return vision_example("make_model").write_model(folder, family, **{**small, **sizes})
 
 
 def vision_dir(folder: Path, family: str) -> Path:

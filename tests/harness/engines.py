@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
 from verl.protocol import DataProto

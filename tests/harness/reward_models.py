@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedTokenizerFast
 
-from tests.support import tiny_model_dir
+from tests.harness.models import tiny_model_dir
 from verl.config import PPOTrainerConfig, replace
 from verl.trainer.models import reward_model
 from verl.workers import RewardModelWorker

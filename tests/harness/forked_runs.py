@@ -20,7 +20,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):

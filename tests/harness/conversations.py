@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
 from verl.tools import BaseTool, ToolResponse
 
-HERE = "tests.agent_loop.scripted"
+HERE = "tests.harness.conversations"
 
 
 class Script:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.runs import PROJECT, command, run
+from tests.harness.programs import PROJECT, command, run
 
 WARM_UP = 320
 

@@ -27,7 +27,7 @@ def weather() -> str:
 
 SETTINGS = (
     "actor_rollout_ref.rollout.multi_turn.enable=true",
-    "actor_rollout_ref.rollout.multi_turn.format=tests.agent_loop.every_answer.EveryAnswer",
+    "actor_rollout_ref.rollout.multi_turn.format=tests.harness.every_answer.EveryAnswer",
     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={__file__}",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
     "data.max_response_length=160",

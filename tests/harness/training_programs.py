@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.dist.group import run_cells
-from tests.support import tiny_model_dir, write_prompts
+from tests.harness.models import tiny_model_dir
+from tests.harness.ranks import run_cells
+from tests.harness.rows import write_prompts
 from verl.models.hf_folder import read_weights
 
 SAVE_AT, STEPS = 2, 4
