@@ -17,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+pytest_plugins = ["tests.harness.plugin"]
+
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 # Below tests/: what a clock may fail, or another test's sockets, shared memory or processes. Nothing runs beside these.

@@ -217,11 +217,8 @@ def test_a_trajectory_is_scored_as_soon_as_it_ends():
     assert batch.non_tensor_batch["reward_score"].tolist() == [3.0, 1.0]
 
 
-def test_it_works_inside_a_running_event_loop_too():
-    async def inside():
-        return manager(Table()).generate_sequences(prompts([[2]], ["a"]))
-
-    assert asyncio.run(inside()).batch["responses"].tolist() == [[2, 1]]
+async def test_it_works_inside_a_running_event_loop_too():
+    assert manager(Table()).generate_sequences(prompts([[2]], ["a"])).batch["responses"].tolist() == [[2, 1]]
 
 
 def test_an_unknown_sampling_parameter_is_refused_with_the_nearest_name():

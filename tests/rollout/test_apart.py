@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.harness.plugin import within
 from tests.harness.samplers import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_updates_in_flight import hf, weights
 from verl.errors import RolloutError, WorkerError
@@ -64,7 +65,8 @@ def test_concurrent_requests_join_the_same_forward_passes_and_get_the_same_bits(
     assert not threads()
 
 
-def test_a_forward_pass_lets_calls_through_and_is_left_for_new_weights():
+@within(30)
+async def test_a_forward_pass_lets_calls_through_and_is_left_for_new_weights():
     """No other pass is begun with the old ones, and the pass that was left draws nothing."""
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
     sampler = ApartSampler(inner)
@@ -73,50 +75,45 @@ def test_a_forward_pass_lets_calls_through_and_is_left_for_new_weights():
         while not condition():
             await asyncio.sleep(0.001)
 
-    async def run():
-        work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
-        inner.passes.release(2)
-        await until(lambda: inner.begun == 3)
-        assert await sampler.confirm(0) == 0
-        update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
-        await asyncio.sleep(0)  # by then the update is announced and behind the pass in work
-        assert sampler.version == 0 and not update.done()
-        assert all(map(torch.equal, inner.model.state_dict().values(), tiny_model(seed=0).state_dict().values()))
-        inner.passes.release()
-        await update
-        assert inner.weights_seen == ["0"] * 3
-        inner.passes.release(LONG.max_tokens)
-        await until(lambda: inner.begun > 5)
-        assert await sampler.abort() == 1
-        return await work
-
-    done = asyncio.run(asyncio.wait_for(run(), 30))
+    work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
+    inner.passes.release(2)
+    await until(lambda: inner.begun == 3)
+    assert await sampler.confirm(0) == 0
+    update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
+    await asyncio.sleep(0)  # by then the update is announced and behind the pass in work
+    assert sampler.version == 0 and not update.done()
+    assert all(map(torch.equal, inner.model.state_dict().values(), tiny_model(seed=0).state_dict().values()))
+    inner.passes.release()
+    await update
+    assert inner.weights_seen == ["0"] * 3
+    inner.passes.release(LONG.max_tokens)
+    await until(lambda: inner.begun > 5)
+    assert await sampler.abort() == 1
+    done = await work
     assert done.finish_reason == "abort" and done.token_versions[:3] == (0, 0, 1)
     assert inner.weights_seen[3:] == ["1"] * (len(inner.weights_seen) - 3), "a pass saw new weights alone"
     sampler.close()
 
 
-def test_updates_that_meet_every_pass_leave_each_version_its_tokens():
+@within(30)
+async def test_updates_that_meet_every_pass_leave_each_version_its_tokens():
     """The pass after an update computes the prompt and draws a token: it is not left for the next update."""
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
     sampler = ApartSampler(inner)
 
-    async def run():
-        work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
-        for version in (1, 2):
-            while inner.begun < version:
-                await asyncio.sleep(0.001)
-            update = asyncio.ensure_future(sampler.update_weights(weights(version), version))
-            await asyncio.sleep(0)  # by then the update is announced and behind the pass in work
-            inner.passes.release()
-            await update
-        inner.passes.release(LONG.max_tokens)
-        while inner.begun < 6:
+    work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
+    for version in (1, 2):
+        while inner.begun < version:
             await asyncio.sleep(0.001)
-        await sampler.abort()
-        return await work
-
-    versions = asyncio.run(asyncio.wait_for(run(), 30)).token_versions
+        update = asyncio.ensure_future(sampler.update_weights(weights(version), version))
+        await asyncio.sleep(0)  # by then the update is announced and behind the pass in work
+        inner.passes.release()
+        await update
+    inner.passes.release(LONG.max_tokens)
+    while inner.begun < 6:
+        await asyncio.sleep(0.001)
+    await sampler.abort()
+    versions = (await work).token_versions
     assert versions[:3] == (0, 1, 2) and set(versions[2:]) == {2}, "one pass for each version that met one"
     sampler.close()
 
@@ -139,26 +136,24 @@ def test_a_pass_that_is_left_for_an_update_that_never_comes_is_computed_again_wi
     assert any(left) and announced.stats()["response_tokens"] == plain.stats()["response_tokens"]
 
 
-def test_an_update_that_is_cancelled_while_the_pass_runs_changes_nothing_and_the_next_one_works():
+@within(30)
+async def test_an_update_that_is_cancelled_while_the_pass_runs_changes_nothing_and_the_next_one_works():
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
     sampler = ApartSampler(inner)
 
-    async def run():
-        work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
-        inner.passes.release()
-        while inner.begun < 2:
-            await asyncio.sleep(0.001)
-        update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
-        await asyncio.sleep(0)  # by then the update is announced and behind the pass in work
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-        inner.passes.release(LONG.max_tokens)
-        await sampler.update_weights(weights(2), 2)
-        await sampler.abort()
-        return await work
-
-    assert set(asyncio.run(asyncio.wait_for(run(), 30)).token_versions) <= {0, 2} and sampler.version == 2
+    work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
+    inner.passes.release()
+    while inner.begun < 2:
+        await asyncio.sleep(0.001)
+    update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
+    await asyncio.sleep(0)  # by then the update is announced and behind the pass in work
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    inner.passes.release(LONG.max_tokens)
+    await sampler.update_weights(weights(2), 2)
+    await sampler.abort()
+    assert set((await work).token_versions) <= {0, 2} and sampler.version == 2
     sampler.close()
 
 
@@ -242,26 +237,24 @@ def test_a_request_whose_replica_is_killed_goes_on_elsewhere_from_what_it_had_re
         one.close()
 
 
-def test_what_is_reported_keeps_the_version_that_drew_each_token_and_is_nothing_beside_recorded_experts():
+@within(60)
+async def test_what_is_reported_keeps_the_version_that_drew_each_token_and_is_nothing_beside_recorded_experts():
     """So the bound on staleness, which holds every token's version, holds the oldest one of a prefix that is kept."""
     inner = HFSampler(tiny_model(seed=0), at_update="pause", owns_model=True)
     long = replace(LONG, max_tokens=100)
 
-    async def reported():
-        work = asyncio.ensure_future(inner.generate(Request("a", (5, 6), long, generated_prefix=(7,), uid="a")))
-        while inner.stats()["response_tokens"] < 10:
-            await asyncio.sleep(0)
-        await inner.update_weights(weights(1), 1)
-        while inner.stats()["response_tokens"] < 20:
-            await asyncio.sleep(0)
-        some = await inner.drawn({"a": 1, "gone": 0})
-        rest, none = await inner.drawn({"a": 4}), await inner.drawn({"a": 90})
-        inner._runner.recorder, kept = object(), inner._runner.recorder
-        beside_experts = await inner.drawn({"a": 1})
-        inner._runner.recorder = kept
-        return some, rest, none, beside_experts, await work
-
-    some, rest, none, beside_experts, done = asyncio.run(asyncio.wait_for(reported(), 60))
+    work = asyncio.ensure_future(inner.generate(Request("a", (5, 6), long, generated_prefix=(7,), uid="a")))
+    while inner.stats()["response_tokens"] < 10:
+        await asyncio.sleep(0)
+    await inner.update_weights(weights(1), 1)
+    while inner.stats()["response_tokens"] < 20:
+        await asyncio.sleep(0)
+    some = await inner.drawn({"a": 1, "gone": 0})
+    rest, none = await inner.drawn({"a": 4}), await inner.drawn({"a": 90})
+    inner._runner.recorder, kept = object(), inner._runner.recorder
+    beside_experts = await inner.drawn({"a": 1})
+    inner._runner.recorder = kept
+    done = await work
     count = len(some["a"].token_ids)
     assert some.keys() == {"a"} and none == beside_experts == {} and 20 <= count < 99
     for name in ("token_ids", "log_probs", "token_versions"):
@@ -270,27 +263,25 @@ def test_what_is_reported_keeps_the_version_that_drew_each_token_and_is_nothing_
     assert set(some["a"].token_versions[:10]) == {0} and some["a"].token_versions[-1] == 1
 
 
-def test_an_abort_reaches_the_requests_of_the_same_turn_and_a_cancelled_one_frees_its_place():
+@within(30)
+async def test_an_abort_reaches_the_requests_of_the_same_turn_and_a_cancelled_one_frees_its_place():
     inner = HFSampler(tiny_model())
     sampler = ApartSampler(inner)
 
-    async def run():
-        tasks = [asyncio.ensure_future(sampler.generate(Request(name, (5, 6), LONG))) for name in "ab"]
-        await asyncio.sleep(0)
-        assert await sampler.abort(["a"]) == 1
-        assert (await tasks[0]).finish_reason == "abort"
-        tasks[1].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[1]
-        never = asyncio.ensure_future(sampler.generate(Request("b", (5, 6), LONG)))
-        await asyncio.sleep(0)
-        never.cancel()  # before it was sent to the other loop
-        with pytest.raises(asyncio.CancelledError):
-            await never
-        short = Request("b", (5, 6), SamplingParams(max_tokens=2, ignore_eos=True))
-        return await sampler.generate(short)
-
-    assert len(asyncio.run(asyncio.wait_for(run(), 30)).token_ids) == 2
+    tasks = [asyncio.ensure_future(sampler.generate(Request(name, (5, 6), LONG))) for name in "ab"]
+    await asyncio.sleep(0)
+    assert await sampler.abort(["a"]) == 1
+    assert (await tasks[0]).finish_reason == "abort"
+    tasks[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    never = asyncio.ensure_future(sampler.generate(Request("b", (5, 6), LONG)))
+    await asyncio.sleep(0)
+    never.cancel()  # before it was sent to the other loop
+    with pytest.raises(asyncio.CancelledError):
+        await never
+    short = Request("b", (5, 6), SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len((await sampler.generate(short)).token_ids) == 2
     assert not inner._in_flight
 
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.harness.plugin import within
 from tests.harness.samplers import prompt
 from tests.rollout.test_updates_in_flight import hf, turns, weights
 from verl.errors import ReplayError
@@ -142,16 +143,14 @@ def test_a_request_that_cannot_draw_what_it_drew_says_so():
         followed(wanted)
 
 
-def test_a_conversation_that_begins_anew_leaves_only_the_notes_of_its_last_run():
+@within(60)
+async def test_a_conversation_that_begins_anew_leaves_only_the_notes_of_its_last_run():
     """The process of its loop was lost after its second turn; the next one ends after the first."""
 
-    async def run():
-        service = FollowedService({"a": hf("pause", full_determinism=True)})
-        await service.publish(0)
-        service.note(["row-0"])
-        for turn in (0, 1, 0):
-            await service.generate(Request(f"row-0-{turn}", prompt(5, 1), SamplingParams(max_tokens=4), uid="row"))
-        return service.notes(["row-0"])
-
-    notes = asyncio.run(asyncio.wait_for(run(), 60))
+    service = FollowedService({"a": hf("pause", full_determinism=True)})
+    await service.publish(0)
+    service.note(["row-0"])
+    for turn in (0, 1, 0):
+        await service.generate(Request(f"row-0-{turn}", prompt(5, 1), SamplingParams(max_tokens=4), uid="row"))
+    notes = service.notes(["row-0"])
     assert {name: counts_of({"spans": its.spans}) for name, its in notes.items()} == {"row-0-0": [[0, 4]]}

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from tests.harness.plugin import within
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.gated import GatedSampler, Sampled, invalid_reason, request_seed
@@ -56,72 +57,62 @@ async def soon():
         await asyncio.sleep(0)
 
 
-def test_an_update_waits_for_running_requests_and_waiting_ones_get_the_new_version():
-    async def run():
-        sampler = Scripted()
-        first = asyncio.ensure_future(sampler.generate(ASKED))
-        await soon()
-        update = asyncio.ensure_future(sampler.update_weights(chunks(7), 7))
-        await soon()
-        second = asyncio.ensure_future(sampler.generate(dataclasses.replace(ASKED, id="b")))
-        await soon()
-        assert sampler.log == ["a in"]
-        sampler.may_answer.set()
-        return await first, await second, await update, sampler.log
-
-    first, second, _, log = asyncio.run(asyncio.wait_for(run(), 10))
+@within(10)
+async def test_an_update_waits_for_running_requests_and_waiting_ones_get_the_new_version():
+    sampler = Scripted()
+    first = asyncio.ensure_future(sampler.generate(ASKED))
+    await soon()
+    update = asyncio.ensure_future(sampler.update_weights(chunks(7), 7))
+    await soon()
+    second = asyncio.ensure_future(sampler.generate(dataclasses.replace(ASKED, id="b")))
+    await soon()
+    assert sampler.log == ["a in"]
+    sampler.may_answer.set()
+    first, second, _, log = await first, await second, await update, sampler.log
     assert first.token_versions == (0, 0) and second.token_versions == (7, 7)
     assert log == ["a in", "a out", "load 7", "b in", "b out"]
 
 
-def test_a_failed_update_stops_the_sampler_until_a_whole_one_came():
+async def test_a_failed_update_stops_the_sampler_until_a_whole_one_came():
     def broken():
         yield next(iter(chunks(1)))
         raise RolloutError("the trainer is gone")
 
-    async def run():
-        sampler = Scripted()
-        sampler.may_answer.set()
-        with pytest.raises(RolloutError, match="the trainer is gone"):
-            await sampler.update_weights(broken(), 1)
-        with pytest.raises(RolloutError, match="version 1 did not finish; send them again"):
-            await sampler.generate(ASKED)
-        await sampler.update_weights(chunks(2), 2)
-        return await sampler.generate(ASKED)
-
-    assert asyncio.run(run()).token_versions == (2, 2)
+    sampler = Scripted()
+    sampler.may_answer.set()
+    with pytest.raises(RolloutError, match="the trainer is gone"):
+        await sampler.update_weights(broken(), 1)
+    with pytest.raises(RolloutError, match="version 1 did not finish; send them again"):
+        await sampler.generate(ASKED)
+    await sampler.update_weights(chunks(2), 2)
+    assert (await sampler.generate(ASKED)).token_versions == (2, 2)
 
 
-def test_a_cancelled_request_lets_the_update_through():
-    async def run():
-        sampler = Scripted()
-        task = asyncio.ensure_future(sampler.generate(ASKED))
-        await soon()
-        update = asyncio.ensure_future(sampler.update_weights(chunks(1), 1))
-        await soon()
-        task.cancel()
-        await update
-        return sampler.version
-
-    assert asyncio.run(asyncio.wait_for(run(), 10)) == 1
+@within(10)
+async def test_a_cancelled_request_lets_the_update_through():
+    sampler = Scripted()
+    task = asyncio.ensure_future(sampler.generate(ASKED))
+    await soon()
+    update = asyncio.ensure_future(sampler.update_weights(chunks(1), 1))
+    await soon()
+    task.cancel()
+    await update
+    assert sampler.version == 1
 
 
-def test_a_sleeping_sampler_samples_nothing_and_after_level_2_wants_weights():
-    async def run():
-        sampler = Scripted()
-        sampler.may_answer.set()
-        await sampler.sleep(2)
-        with pytest.raises(RolloutError, match="call wake"):
-            await sampler.generate(ASKED)
-        await sampler.wake()
-        with pytest.raises(RolloutError, match="freed by sleep"):
-            await sampler.generate(ASKED)
-        await sampler.update_weights(chunks(3), 3)
-        assert (await sampler.generate(ASKED)).token_ids == (4, 5)
-        with pytest.raises(RolloutError, match="no such sleep level"):
-            await sampler.sleep(3)
-
-    asyncio.run(run())
+async def test_a_sleeping_sampler_samples_nothing_and_after_level_2_wants_weights():
+    sampler = Scripted()
+    sampler.may_answer.set()
+    await sampler.sleep(2)
+    with pytest.raises(RolloutError, match="call wake"):
+        await sampler.generate(ASKED)
+    await sampler.wake()
+    with pytest.raises(RolloutError, match="freed by sleep"):
+        await sampler.generate(ASKED)
+    await sampler.update_weights(chunks(3), 3)
+    assert (await sampler.generate(ASKED)).token_ids == (4, 5)
+    with pytest.raises(RolloutError, match="no such sleep level"):
+        await sampler.sleep(3)
 
 
 @pytest.mark.parametrize(
@@ -136,16 +127,13 @@ def test_a_sleeping_sampler_samples_nothing_and_after_level_2_wants_weights():
         (Sampled((4,), (0.5,), "stop"), "a log-prob of 0.5"),
     ],
 )
-def test_nonsense_from_an_engine_is_named(answer, said):
+async def test_nonsense_from_an_engine_is_named(answer, said):
     assert said in invalid_reason(ASKED, answer, 10)
 
-    async def run():
+    with pytest.raises(RolloutError, match="answered request 'a' with nonsense"):
         sampler = Scripted(answer)
         sampler.may_answer.set()
         await sampler.generate(ASKED)
-
-    with pytest.raises(RolloutError, match="answered request 'a' with nonsense"):
-        asyncio.run(run())
 
 
 def test_nothing_is_wrong_with_an_empty_aborted_answer_or_with_missing_log_probs():

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from tests.harness.plugin import within
 from verl.errors import RolloutError, WorkerError
 from verl.metrics import notices, reset_notices
 from verl.rollout import Completion, Request, SamplingParams
@@ -92,18 +93,15 @@ def test_requests_that_belong_to_nothing_are_spread_evenly():
     assert [len(fake.log) for fake in fakes] == [4, 4, 4]
 
 
-def test_the_turns_of_a_conversation_meet_their_cache():
+async def test_the_turns_of_a_conversation_meet_their_cache():
     _, replicas = make(3)
 
-    async def run():
-        talks = {}
-        for turn in range(4):
-            done = await asyncio.gather(*(replicas.generate(asked(t, f"u{t}/{turn}", f"talk {t}")) for t in range(9)))
-            for talk, completion in enumerate(done):
-                talks.setdefault(talk, set()).add(completion.token_ids)
-        return talks
-
-    assert all(len(places) == 1 for places in asyncio.run(run()).values())
+    talks = {}
+    for turn in range(4):
+        done = await asyncio.gather(*(replicas.generate(asked(t, f"u{t}/{turn}", f"talk {t}")) for t in range(9)))
+        for talk, completion in enumerate(done):
+            talks.setdefault(talk, set()).add(completion.token_ids)
+    assert all(len(places) == 1 for places in talks.values())
 
 
 def test_the_samples_of_a_prompt_share_a_replica_unless_it_is_far_ahead():
@@ -238,65 +236,56 @@ def test_an_abort_reaches_the_replicas_that_hold_the_requests():
     assert all(len([entry for entry in fake.log if entry[0] == "abort"]) == 2 for fake in fakes)
 
 
-def test_sleep_and_wake_reach_all_and_a_dead_one_is_noted():
+async def test_sleep_and_wake_reach_all_and_a_dead_one_is_noted():
     fakes, replicas = make(3)
     fakes[0].error = WorkerError("gone")
 
-    async def run():
-        await replicas.sleep(1)
-        await replicas.wake()
-
-    asyncio.run(run())
+    await replicas.sleep(1)
+    await replicas.wake()
     assert [entry[0] for entry in fakes[1].log] == ["sleep", "wake"] and replicas.stats()["replicas_alive"] == 2
 
 
-def test_a_replica_that_joins_takes_its_share_and_one_that_leaves_answers_what_it_has():
+async def test_a_replica_that_joins_takes_its_share_and_one_that_leaves_answers_what_it_has():
     fakes, service = make(2)
     late = Fake(2)
 
-    async def run():
-        fakes[0].silent = True
-        begun = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
-        while sum(len(fake.log) for fake in fakes) < 4:
-            await asyncio.sleep(0)
-        leaving = asyncio.ensure_future(service.remove("replica 1"))
-        await service.add("replica 2", late)
-        assert (await leaving) is fakes[1]
-        for i in range(5):
-            await service.generate(asked(10 + i))
-        assert [len(fake.log) for fake in fakes] == [2, 2] and len(late.log) == 5, "the silent one is ahead of it"
-        fakes[0].silent = False
-        for task in begun:
-            task.cancel()
-        return [task.result().token_ids for task in begun if task.done() and not task.cancelled()]
-
-    assert asyncio.run(run()) == [(1,), (1,)]
+    fakes[0].silent = True
+    begun = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
+    while sum(len(fake.log) for fake in fakes) < 4:
+        await asyncio.sleep(0)
+    leaving = asyncio.ensure_future(service.remove("replica 1"))
+    await service.add("replica 2", late)
+    assert (await leaving) is fakes[1]
+    for i in range(5):
+        await service.generate(asked(10 + i))
+    assert [len(fake.log) for fake in fakes] == [2, 2] and len(late.log) == 5, "the silent one is ahead of it"
+    fakes[0].silent = False
+    for task in begun:
+        task.cancel()
+    assert [task.result().token_ids for task in begun if task.done() and not task.cancelled()] == [(1,), (1,)]
     assert list(service.replica_stats()) == ["replica 0", "replica 2"]
     assert service.replica_stats()["replica 2"]["completed"] == 5 and service.stats()["replicas_lost"] == 0
 
 
-def test_a_replica_is_not_gone_before_its_last_answer():
+async def test_a_replica_is_not_gone_before_its_last_answer():
     fakes, service = make(2)
 
-    async def run():
-        held = asyncio.Event()
-        generate = fakes[0].generate
+    held = asyncio.Event()
+    generate = fakes[0].generate
 
-        async def slow(request):
-            await held.wait()
-            return await generate(request)
+    async def slow(request):
+        await held.wait()
+        return await generate(request)
 
-        fakes[0].generate = fakes[1].generate = slow
-        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
-        leaving = asyncio.ensure_future(service.remove("replica 0"))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not leaving.done() and len(service.replicas) == 2
-        held.set()
-        await leaving
-        return await asyncio.gather(*tasks)
-
-    done = asyncio.run(run())
+    fakes[0].generate = fakes[1].generate = slow
+    tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
+    leaving = asyncio.ensure_future(service.remove("replica 0"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not leaving.done() and len(service.replicas) == 2
+    held.set()
+    await leaving
+    done = await asyncio.gather(*tasks)
     assert sorted(completion.request_id for completion in done) == ["0", "1", "2", "3"]
     assert [replica.name for replica in service.replicas] == ["replica 1"]
 
@@ -364,83 +353,71 @@ def test_what_became_of_a_replica_that_has_left_is_nothing_to_the_others():
     assert service.version == 1 and service.stats()["replicas_alive"] == 1
 
 
-def test_an_update_waits_for_what_is_being_sampled_and_nothing_mixes_versions():
+async def test_an_update_waits_for_what_is_being_sampled_and_nothing_mixes_versions():
     _, service = make(2)
 
-    async def run():
-        before = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
-        await asyncio.sleep(0)
-        update = asyncio.ensure_future(service.update_weights(chunks(1), 1))
-        await asyncio.sleep(0)
-        after = [asyncio.ensure_future(service.generate(asked(10 + i))) for i in range(4)]
-        await update
-        versions = [(await asyncio.gather(*tasks)) for tasks in (before, after)]
-        return [{done.token_versions for done in answers} for answers in versions]
-
-    assert asyncio.run(run()) == [{(0,)}, {(1,)}]
+    before = [asyncio.ensure_future(service.generate(asked(i))) for i in range(4)]
+    await asyncio.sleep(0)
+    update = asyncio.ensure_future(service.update_weights(chunks(1), 1))
+    await asyncio.sleep(0)
+    after = [asyncio.ensure_future(service.generate(asked(10 + i))) for i in range(4)]
+    await update
+    versions = [(await asyncio.gather(*tasks)) for tasks in (before, after)]
+    assert [{done.token_versions for done in answers} for answers in versions] == [{(0,)}, {(1,)}]
 
 
-def test_requests_without_a_slot_wait_for_whichever_replica_has_one_first():
+@within(20)
+async def test_requests_without_a_slot_wait_for_whichever_replica_has_one_first():
     """Replica 0 keeps its two requests; the other ten go through the slots of replica 1."""
     fakes, service = make(2, slots=2)
 
-    async def run():
-        fakes[0].silent = True
-        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(12)]
-        while sum(task.done() for task in tasks) < 10:
-            await asyncio.sleep(0)
-        loads = [replica.load for replica in service.replicas]
-        for task in tasks:
-            task.cancel()
-        return loads, [len(fake.log) for fake in fakes]
-
-    assert asyncio.run(asyncio.wait_for(run(), 20)) == ([2, 0], [2, 10])
+    fakes[0].silent = True
+    tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(12)]
+    while sum(task.done() for task in tasks) < 10:
+        await asyncio.sleep(0)
+    loads = [replica.load for replica in service.replicas]
+    for task in tasks:
+        task.cancel()
+    assert (loads, [len(fake.log) for fake in fakes]) == ([2, 0], [2, 10])
 
 
-def test_those_that_wait_hear_that_no_replica_is_left():
+@within(20)
+async def test_those_that_wait_hear_that_no_replica_is_left():
     fakes, service = make(2, slots=1)
     for fake in fakes:
         fake.error = WorkerError("gone")
 
-    async def run():
-        return await asyncio.gather(*(service.generate(asked(i)) for i in range(6)), return_exceptions=True)
-
-    assert all(isinstance(one, EngineLostError) for one in asyncio.run(asyncio.wait_for(run(), 20)))
+    errors = await asyncio.gather(*(service.generate(asked(i)) for i in range(6)), return_exceptions=True)
+    assert all(isinstance(error, EngineLostError) for error in errors)
 
 
-def test_a_lost_replica_frees_its_memory_too_and_one_that_is_silent_is_not_waited_for():
+async def test_a_lost_replica_frees_its_memory_too_and_one_that_is_silent_is_not_waited_for():
     (first, second, third), service = make(3, lost_seconds=0.05)
     second.version = 7  # it never got version 1
     third.silent = True
     service.replicas[2].lost_at = 0.0
 
-    async def run():
-        first.version = 1
-        third.log.clear()
-        failed = {"replica 2": RolloutError("its process hangs")}
-        await service.publish(1, failed)
-        await asyncio.wait_for(service.sleep(), 5)
-        await service.wake()
-
-    asyncio.run(run())
+    first.version = 1
+    third.log.clear()
+    failed = {"replica 2": RolloutError("its process hangs")}
+    await service.publish(1, failed)
+    await asyncio.wait_for(service.sleep(), 5)
+    await service.wake()
     assert [replica.is_lost for replica in service.replicas] == [False, True, True]
     assert [[method for method, _ in fake.log] for fake in (first, second, third)] == [
         ["sleep", "wake"], ["sleep"], ["sleep"]
     ]  # fmt: skip
 
 
-def test_before_any_update_a_lost_replica_wakes_with_the_others_because_it_is_tried_again():
+async def test_before_any_update_a_lost_replica_wakes_with_the_others_because_it_is_tried_again():
     clock = Clock()
     fakes, service = make(2, clock=clock, retry_seconds=5.0)
 
-    async def run():
-        fakes[0].error = WorkerError("gone")
-        await asyncio.gather(*(service.generate(asked(i)) for i in range(2)))
-        fakes[0].error = None
-        await service.sleep()
-        await service.wake()
-
-    asyncio.run(run())
+    fakes[0].error = WorkerError("gone")
+    await asyncio.gather(*(service.generate(asked(i)) for i in range(2)))
+    fakes[0].error = None
+    await service.sleep()
+    await service.wake()
     assert [replica.is_lost for replica in service.replicas] == [True, False]
     assert [[method for method, _ in fake.log][-2:] for fake in fakes] == [["sleep", "wake"]] * 2
 
@@ -470,47 +447,43 @@ def test_an_abort_ends_what_waits_for_a_slot_and_no_replica_begins_it():
     assert sum(entry[0] == "generate" for fake in fakes for entry in fake.log) == 2
 
 
-def test_an_abort_ends_what_waits_at_the_gate_of_an_update_and_no_replica_begins_it():
+@within(20)
+async def test_an_abort_ends_what_waits_at_the_gate_of_an_update_and_no_replica_begins_it():
     fakes, service = make(2)
 
-    async def run():
-        update = asyncio.ensure_future(service.update_weights(chunks(1), 1))
-        await asyncio.sleep(0)
-        tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(3)]
-        await asyncio.sleep(0)
-        counts = await service.abort(["1", "unknown"]), await service.abort(["2"])
-        await update
-        return counts, await asyncio.gather(*tasks)
-
-    counts, ended = asyncio.run(asyncio.wait_for(run(), 20))
+    update = asyncio.ensure_future(service.update_weights(chunks(1), 1))
+    await asyncio.sleep(0)
+    tasks = [asyncio.ensure_future(service.generate(asked(i))) for i in range(3)]
+    await asyncio.sleep(0)
+    counts = await service.abort(["1", "unknown"]), await service.abort(["2"])
+    await update
+    ended = await asyncio.gather(*tasks)
     assert counts == (1, 1)
     assert [done.finish_reason for done in ended] == ["stop", "abort", "abort"]
     assert [entry[1][0].id for fake in fakes for entry in fake.log if entry[0] == "generate"] == ["0"]
 
 
-def test_a_slot_that_the_next_request_may_not_take_goes_to_another_one():
+@within(5)
+async def test_a_slot_that_the_next_request_may_not_take_goes_to_another_one():
     """Replica 1 is busy for good; replica 0 fails once on a sample of that prompt, which then waits for replica 1."""
     clock = Clock()
     fakes, service = make(2, slots=1, clock=clock)
 
-    async def run():
-        fakes[1].silent = True
-        tasks = [asyncio.ensure_future(service.generate(asked(0, uid="long")))]
+    fakes[1].silent = True
+    tasks = [asyncio.ensure_future(service.generate(asked(0, uid="long")))]
+    await asyncio.sleep(0)
+    fakes[0].error = EngineLostError("a bad answer")
+    tasks += [asyncio.ensure_future(service.generate(asked(1, uid="long")))]
+    tasks += [asyncio.ensure_future(service.generate(asked(i, uid="short"))) for i in range(2, 6)]
+    await asyncio.sleep(0)
+    clock.now += 9.0  # so the other sample of its prompt is expected to take longest, and is called first
+    while not service.stats()["resent"]:
         await asyncio.sleep(0)
-        fakes[0].error = EngineLostError("a bad answer")
-        tasks += [asyncio.ensure_future(service.generate(asked(1, uid="long")))]
-        tasks += [asyncio.ensure_future(service.generate(asked(i, uid="short"))) for i in range(2, 6)]
-        await asyncio.sleep(0)
-        clock.now += 9.0  # so the other sample of its prompt is expected to take longest, and is called first
-        while not service.stats()["resent"]:
-            await asyncio.sleep(0)
-        fakes[0].error = None
-        await asyncio.gather(*tasks[2:])
-        for task in tasks[:2]:
-            task.cancel()
-        return [replica.load for replica in service.replicas]
-
-    assert asyncio.run(asyncio.wait_for(run(), 5)) == [0, 1]
+    fakes[0].error = None
+    await asyncio.gather(*tasks[2:])
+    for task in tasks[:2]:
+        task.cancel()
+    assert [replica.load for replica in service.replicas] == [0, 1]
 
 
 def elastic(count):
@@ -518,21 +491,19 @@ def elastic(count):
     return fakes, SamplerService({str(fake.number): fake for fake in fakes}, is_elastic=True)
 
 
-def test_where_replicas_are_replaced_requests_wait_for_one_that_joins_and_go_there():
+@within(5)
+async def test_where_replicas_are_replaced_requests_wait_for_one_that_joins_and_go_there():
     (first,), service = elastic(1)
 
-    async def run():
-        first.error = WorkerError("killed")
-        tasks = [asyncio.ensure_future(service.generate(asked(number, uid="row"))) for number in range(3)]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not any(task.done() for task in tasks)
-        assert await service.abort(["2"]) == 1, "one that waits can be ended"
-        service.discard("0")
-        await service.add("1", Fake(1))
-        return [done.token_ids for done in await asyncio.gather(*tasks)]
-
-    assert asyncio.run(asyncio.wait_for(run(), 5)) == [(1,), (1,), ()]
+    first.error = WorkerError("killed")
+    tasks = [asyncio.ensure_future(service.generate(asked(number, uid="row"))) for number in range(3)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    assert await service.abort(["2"]) == 1, "one that waits can be ended"
+    service.discard("0")
+    await service.add("1", Fake(1))
+    assert [done.token_ids for done in await asyncio.gather(*tasks)] == [(1,), (1,), ()]
     assert service.take_moved() == [("row", 0, 0), ("row", 1, 0), ("row", 2, 0)] and service.take_moved() == []
 
 
@@ -554,19 +525,17 @@ def test_an_update_that_finds_every_replica_dead_counts_for_those_that_replace_t
         asyncio.run(service.publish(2, {name: RolloutError("no room") for name in ("0", "1", "2", "3")}))
 
 
-def test_once_no_replica_comes_any_more_every_request_hears_the_last_error():
+@within(5)
+async def test_once_no_replica_comes_any_more_every_request_hears_the_last_error():
     (only,), service = elastic(1)
 
-    async def run():
-        only.error = WorkerError("killed")
-        tasks = [asyncio.ensure_future(service.generate(asked(number))) for number in range(5)]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not any(task.done() for task in tasks)
-        service.give_up("2 of 2 replacements were made. Its last error: out of memory")
-        tasks.append(asyncio.ensure_future(service.generate(asked(9))))
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    errors = asyncio.run(asyncio.wait_for(run(), 5))
+    only.error = WorkerError("killed")
+    tasks = [asyncio.ensure_future(service.generate(asked(number))) for number in range(5)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    service.give_up("2 of 2 replacements were made. Its last error: out of memory")
+    tasks.append(asyncio.ensure_future(service.generate(asked(9))))
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert len(errors) == 6 and all(isinstance(error, EngineLostError) for error in errors)
     assert {str(error) for error in errors} == {"2 of 2 replacements were made. Its last error: out of memory"}

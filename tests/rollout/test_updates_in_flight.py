@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.harness.plugin import within
 from tests.harness.samplers import prompt, reference_log_probs, requests, sample, tiny_model
 from tests.rollout.test_gated import Scripted
 from verl.errors import WorkerError
@@ -111,21 +112,19 @@ def test_with_unchanged_weights_the_tokens_are_those_of_an_undisturbed_request_b
 
 
 @pytest.mark.parametrize("at_update", ["pause", "abort"])
-def test_updates_without_a_pause_between_them_let_every_response_end(at_update):
+@within(60)
+async def test_updates_without_a_pause_between_them_let_every_response_end(at_update):
     """Two slots, prompts in pieces of 4 tokens, and an update whenever the last one is done."""
     sampler = as_sampler(at_update, max_num_seqs=2, max_num_batched_tokens=4)
     wanted = requests([prompt(n, n) for n in (3, 9, 17)], max_tokens=5, ignore_eos=True)
 
-    async def run():
-        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        version = 0
-        await turns(1)
-        while not all(task.done() for task in tasks):
-            version += 1
-            await sampler.update_weights(weights(version, seed=version % 4), version)
-        return version, await asyncio.gather(*tasks)
-
-    count, found = asyncio.run(asyncio.wait_for(run(), 60))
+    tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+    version = 0
+    await turns(1)
+    while not all(task.done() for task in tasks):
+        version += 1
+        await sampler.update_weights(weights(version, seed=version % 4), version)
+    count, found = version, await asyncio.gather(*tasks)
     assert [len(done.token_ids) for done in found] == [5, 5, 5]
     assert set().union(*(done.token_versions for done in found)) >= set(range(count)), "each version drew a token"
 
@@ -200,7 +199,8 @@ def test_an_engine_elsewhere_gets_prompt_and_prefix_with_what_is_left_of_the_bud
     assert sampler.stats()["requests"] == 1 and sampler.stats()["response_tokens"] == 9
 
 
-def test_a_request_that_comes_back_while_weights_are_loaded_waits_for_their_end():
+@within(10)
+async def test_a_request_that_comes_back_while_weights_are_loaded_waits_for_their_end():
     """As one does that travelled: it was aborted by this very update."""
 
     class SlowToLoad(Slowly):
@@ -208,18 +208,15 @@ def test_a_request_that_comes_back_while_weights_are_loaded_waits_for_their_end(
             await turns(20)
             await super()._load(chunks, version)
 
-    async def run():
-        sampler = SlowToLoad("abort")
-        first = asyncio.ensure_future(sampler.generate(ASKED))
-        await turns(4)
-        update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
-        part = await first
-        await turns(8)
-        assert part.is_interrupted and not update.done()
-        rest = await sampler.generate(continued(ASKED, part))
-        return joined([part, rest])
-
-    done = asyncio.run(asyncio.wait_for(run(), 10))
+    sampler = SlowToLoad("abort")
+    first = asyncio.ensure_future(sampler.generate(ASKED))
+    await turns(4)
+    update = asyncio.ensure_future(sampler.update_weights(weights(1), 1))
+    part = await first
+    await turns(8)
+    assert part.is_interrupted and not update.done()
+    rest = await sampler.generate(continued(ASKED, part))
+    done = joined([part, rest])
     assert done.token_ids == tuple(range(9)) and set(done.token_versions) == {0, 1}
 
 
@@ -230,18 +227,16 @@ def test_a_server_that_gives_nothing_of_an_aborted_answer_is_waited_for_the_seco
     assert sampler.prefixes == [(), ()] and sampler.version == 3
 
 
-def test_who_gives_up_a_response_between_two_attempts_gets_what_there_is():
-    async def run():
-        sampler = Slowly("pause")
-        task = asyncio.ensure_future(sampler.generate(ASKED))
-        await turns(4)
-        held = sampler._gate.shut(sampler._interrupt)
-        async with held:
-            await turns(3)
-            assert await sampler.abort() == 1
-        return await task
-
-    done = asyncio.run(asyncio.wait_for(run(), 10))
+@within(10)
+async def test_who_gives_up_a_response_between_two_attempts_gets_what_there_is():
+    sampler = Slowly("pause")
+    task = asyncio.ensure_future(sampler.generate(ASKED))
+    await turns(4)
+    held = sampler._gate.shut(sampler._interrupt)
+    async with held:
+        await turns(3)
+        assert await sampler.abort() == 1
+    done = await task
     assert done.finish_reason == "abort" and 0 < len(done.token_ids) < 9 and not done.is_interrupted
 
 

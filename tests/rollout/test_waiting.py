@@ -56,42 +56,33 @@ class Waiting:
         return self.order
 
 
-def test_first_an_unknown_prompt_then_those_whose_samples_took_longest():
-    async def run():
-        waiting = Waiting()
-        await waiting.add(*(sample(prompt, number) for prompt in ("short", "long", "new") for number in range(2)))
-        waiting.ran("short", 1.0)
-        waiting.ran("long", 5.0)
-        waiting.ran("long", 3.0)  # 4 seconds in the mean
-        waiting.queue.call_next()
-        await asyncio.sleep(0)
-        waiting.ran("new", 2.0)
-        return await waiting.call(5)
-
-    assert asyncio.run(run()) == ["new0", "long0", "long1", "new1", "short0", "short1"]
+async def test_first_an_unknown_prompt_then_those_whose_samples_took_longest():
+    waiting = Waiting()
+    await waiting.add(*(sample(prompt, number) for prompt in ("short", "long", "new") for number in range(2)))
+    waiting.ran("short", 1.0)
+    waiting.ran("long", 5.0)
+    waiting.ran("long", 3.0)  # 4 seconds in the mean
+    waiting.queue.call_next()
+    await asyncio.sleep(0)
+    waiting.ran("new", 2.0)
+    assert await waiting.call(5) == ["new0", "long0", "long1", "new1", "short0", "short1"]
 
 
-def test_a_sample_that_still_runs_takes_at_least_as_long_as_it_has_run():
-    async def run():
-        waiting = Waiting()
-        await waiting.add(sample("ended", 0), sample("running", 0))
-        waiting.queue.began(sample("running", 9), waiting.queue.arrived())
-        waiting.ran("ended", 3.0)
-        waiting.clock.now += 1.0  # the other one runs for 4 seconds
-        return await waiting.call(2)
-
-    assert asyncio.run(run()) == ["running0", "ended0"]
+async def test_a_sample_that_still_runs_takes_at_least_as_long_as_it_has_run():
+    waiting = Waiting()
+    await waiting.add(sample("ended", 0), sample("running", 0))
+    waiting.queue.began(sample("running", 9), waiting.queue.arrived())
+    waiting.ran("ended", 3.0)
+    waiting.clock.now += 1.0  # the other one runs for 4 seconds
+    assert await waiting.call(2) == ["running0", "ended0"]
 
 
-def test_an_answer_that_was_broken_off_says_nothing_of_how_long_others_take():
-    async def run():
-        waiting = Waiting()
-        await waiting.add(sample("b", 0), sample("a", 0))
-        waiting.ran("a", 1.0)
-        waiting.ran("b", 9.0, in_full=False)
-        return await waiting.call(2)
-
-    assert asyncio.run(run()) == ["a0", "b0"]
+async def test_an_answer_that_was_broken_off_says_nothing_of_how_long_others_take():
+    waiting = Waiting()
+    await waiting.add(sample("b", 0), sample("a", 0))
+    waiting.ran("a", 1.0)
+    waiting.ran("b", 9.0, in_full=False)
+    assert await waiting.call(2) == ["a0", "b0"]
 
 
 def test_whose_turn_it_is_among_many_is_what_a_look_at_each_of_them_says():
@@ -127,62 +118,50 @@ def test_whose_turn_it_is_among_many_is_what_a_look_at_each_of_them_says():
         asyncio.run(run(seed))
 
 
-def test_the_one_that_came_first_is_not_passed_over_for_ever():
-    async def run():
-        waiting = Waiting()
-        await waiting.add(sample("short", 0))
-        waiting.ran("short", 1.0)
-        await waiting.add(*(sample(f"new{number}", 0) for number in range(2 * OLDEST_EVERY)))
-        return await waiting.call(OLDEST_EVERY)
-
-    order = asyncio.run(run())
+async def test_the_one_that_came_first_is_not_passed_over_for_ever():
+    waiting = Waiting()
+    await waiting.add(sample("short", 0))
+    waiting.ran("short", 1.0)
+    await waiting.add(*(sample(f"new{number}", 0) for number in range(2 * OLDEST_EVERY)))
+    order = await waiting.call(OLDEST_EVERY)
     assert order[-1] == "short0" and len(order) == OLDEST_EVERY == 8
 
 
-def test_who_has_to_wait_again_keeps_its_place_and_who_has_gone_takes_no_turn():
-    async def run():
-        waiting = Waiting()
-        early = waiting.queue.arrived()
-        await waiting.add(sample("a", 1), sample("a", 2))
-        again = asyncio.ensure_future(waiting.queue.turn(sample("a", 0), early))
-        await asyncio.sleep(0)
-        assert waiting.queue.waiting == 3
-        waiting._tasks[0].cancel()
-        await asyncio.sleep(0)
-        assert waiting.queue.waiting == 2
-        waiting.queue.call_next()
-        await asyncio.sleep(0)
-        assert again.done() and waiting.order == []
-        return await waiting.call(1)
-
-    assert asyncio.run(run()) == ["a2"]
+async def test_who_has_to_wait_again_keeps_its_place_and_who_has_gone_takes_no_turn():
+    waiting = Waiting()
+    early = waiting.queue.arrived()
+    await waiting.add(sample("a", 1), sample("a", 2))
+    again = asyncio.ensure_future(waiting.queue.turn(sample("a", 0), early))
+    await asyncio.sleep(0)
+    assert waiting.queue.waiting == 3
+    waiting._tasks[0].cancel()
+    await asyncio.sleep(0)
+    assert waiting.queue.waiting == 2
+    waiting.queue.call_next()
+    await asyncio.sleep(0)
+    assert again.done() and waiting.order == []
+    assert await waiting.call(1) == ["a2"]
 
 
-def test_a_turn_that_came_as_its_request_was_cancelled_is_the_next_one_s():
-    async def run():
-        waiting = Waiting()
-        await waiting.add(sample("a", 0), sample("b", 0))
-        waiting.queue.call_next()
-        waiting._tasks[0].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting._tasks[0]
-        await asyncio.sleep(0)
-        return waiting.order
-
-    assert asyncio.run(run()) == ["b0"]
+async def test_a_turn_that_came_as_its_request_was_cancelled_is_the_next_one_s():
+    waiting = Waiting()
+    await waiting.add(sample("a", 0), sample("b", 0))
+    waiting.queue.call_next()
+    waiting._tasks[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting._tasks[0]
+    await asyncio.sleep(0)
+    assert waiting.order == ["b0"]
 
 
-def test_nothing_is_kept_of_prompts_that_are_through():
-    async def run():
-        waiting = Waiting()
-        await waiting.add(sample("a", 0))
-        waiting.ran("a", 1.0)
-        await waiting.call(1)
-        waiting.ran("b", 1.0)
-        waiting.queue.call_next()
-        return waiting.queue._samples, waiting.queue._waiting
-
-    assert asyncio.run(run()) == ({}, {})
+async def test_nothing_is_kept_of_prompts_that_are_through():
+    waiting = Waiting()
+    await waiting.add(sample("a", 0))
+    waiting.ran("a", 1.0)
+    await waiting.call(1)
+    waiting.ran("b", 1.0)
+    waiting.queue.call_next()
+    assert (waiting.queue._samples, waiting.queue._waiting) == ({}, {})
 
 
 def test_a_long_tailed_batch_over_four_replicas_takes_three_quarters_of_a_static_split(monkeypatch: pytest.MonkeyPatch):

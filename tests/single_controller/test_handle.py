@@ -55,33 +55,27 @@ class Server:
         return None
 
 
-def test_async_and_plain_methods_answer_with_any_keyword():
-    async def main():
-        handle = LocalHandle(Server())
-        assert await handle.call("echo", name="n", timeout=3, method="m") == ("n", 3, "m")
-        assert await handle.call("thread") is not threading.main_thread()
-        assert await handle.call("coroutine") == ("late", None, None)
-
-    asyncio.run(main())
+async def test_async_and_plain_methods_answer_with_any_keyword():
+    handle = LocalHandle(Server())
+    assert await handle.call("echo", name="n", timeout=3, method="m") == ("n", 3, "m")
+    assert await handle.call("thread") is not threading.main_thread()
+    assert await handle.call("coroutine") == ("late", None, None)
 
 
-def test_plain_methods_do_not_stop_the_loop_and_keep_their_order():
-    async def main():
-        server = Server()
-        handle = LocalHandle(server)
-        blocked = asyncio.ensure_future(handle.call("block"))
-        behind = asyncio.ensure_future(handle.call("thread"))
-        assert await handle.call("echo", "while it blocks") == ("while it blocks", None, None)
-        assert not blocked.done() and not behind.done()
-        server.release.set()
-        assert await blocked is True
-        await behind
-        handle.close()
-
-    asyncio.run(main())
+async def test_plain_methods_do_not_stop_the_loop_and_keep_their_order():
+    server = Server()
+    handle = LocalHandle(server)
+    blocked = asyncio.ensure_future(handle.call("block"))
+    behind = asyncio.ensure_future(handle.call("thread"))
+    assert await handle.call("echo", "while it blocks") == ("while it blocks", None, None)
+    assert not blocked.done() and not behind.done()
+    server.release.set()
+    assert await blocked is True
+    await behind
+    handle.close()
 
 
-def test_two_plain_calls_run_at_once_where_allowed():
+async def test_two_plain_calls_run_at_once_where_allowed():
     class Meeting:
         def __init__(self):
             self.barrier = threading.Barrier(2)
@@ -89,51 +83,39 @@ def test_two_plain_calls_run_at_once_where_allowed():
         def meet(self):
             return self.barrier.wait(60) >= 0
 
-    async def main():
-        handle = LocalHandle(Meeting(), max_concurrency=2)
-        assert await asyncio.gather(handle.call("meet"), handle.call("meet")) == [True, True]
-
-    asyncio.run(main())
+    handle = LocalHandle(Meeting(), max_concurrency=2)
+    assert await asyncio.gather(handle.call("meet"), handle.call("meet")) == [True, True]
 
 
-def test_the_objects_exception_arrives_unchanged_with_a_note():
-    async def main():
-        with pytest.raises(KeyError, match="mine") as caught:
-            await LocalHandle(Server(), name="rollout[0]").call("fail")
-        assert caught.value.__notes__ == ["(in worker rollout[0].fail)"]
-        with pytest.raises(TimeoutError, match="my own"):
-            await LocalHandle(Server(), timeout=60).call("fail_by_timeout")
-
-    asyncio.run(main())
+async def test_the_objects_exception_arrives_unchanged_with_a_note():
+    with pytest.raises(KeyError, match="mine") as caught:
+        await LocalHandle(Server(), name="rollout[0]").call("fail")
+    assert caught.value.__notes__ == ["(in worker rollout[0].fail)"]
+    with pytest.raises(TimeoutError, match="my own"):
+        await LocalHandle(Server(), timeout=60).call("fail_by_timeout")
 
 
-def test_a_call_that_takes_too_long_is_given_up_and_cancelled():
-    async def main():
-        server, seconds = Server(), 0.01
-        while not server.started:  # a call that is given up before it begins is never cancelled
-            seconds *= 2
-            handle = LocalHandle(server, name="rollout[0]").with_timeout(seconds)
-            with pytest.raises(WorkerError, match=rf"rollout\[0\].hang did not answer within {seconds:g} s"):
-                await handle.call("hang")
+async def test_a_call_that_takes_too_long_is_given_up_and_cancelled():
+    server, seconds = Server(), 0.01
+    while not server.started:  # a call that is given up before it begins is never cancelled
+        seconds *= 2
+        handle = LocalHandle(server, name="rollout[0]").with_timeout(seconds)
+        with pytest.raises(WorkerError, match=rf"rollout\[0\].hang did not answer within {seconds:g} s"):
+            await handle.call("hang")
+    await asyncio.sleep(0)
+    assert server.cancelled == 1
+
+
+async def test_cancelling_the_waiting_task_cancels_the_call():
+    server = Server()
+    task = asyncio.ensure_future(LocalHandle(server).call("hang"))
+    while not server.started:
         await asyncio.sleep(0)
-        assert server.cancelled == 1
-
-    asyncio.run(main())
-
-
-def test_cancelling_the_waiting_task_cancels_the_call():
-    async def main():
-        server = Server()
-        task = asyncio.ensure_future(LocalHandle(server).call("hang"))
-        while not server.started:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(0)
-        assert (server.started, server.cancelled) == (1, 1)
-
-    asyncio.run(main())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert (server.started, server.cancelled) == (1, 1)
 
 
 def test_the_error_of_a_call_that_was_cancelled_is_printed_nowhere():
@@ -155,36 +137,30 @@ def test_the_error_of_a_call_that_was_cancelled_is_printed_nowhere():
     assert said == []
 
 
-def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
-    async def main():
-        server = Server()
-        handle = LocalHandle(server)
-        hanging = [asyncio.ensure_future(handle.call("hang")) for _ in range(2)]
-        blocked = asyncio.ensure_future(handle.call("block"))
-        while server.started < 2:
-            await asyncio.sleep(0)
-        counts: list[int] = []
-        thread = threading.Thread(target=lambda: counts.append(handle.cancel("hang")))
-        thread.start()
-        results = await asyncio.gather(*hanging, return_exceptions=True)
-        thread.join()
-        assert counts == [2] and server.cancelled == 2 and not blocked.done()
-        assert all(isinstance(r, WorkerError) and "was cancelled" in str(r) for r in results)
-        server.release.set()
-        assert await blocked and handle.cancel() == 0
-
-    asyncio.run(main())
+async def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
+    server = Server()
+    handle = LocalHandle(server)
+    hanging = [asyncio.ensure_future(handle.call("hang")) for _ in range(2)]
+    blocked = asyncio.ensure_future(handle.call("block"))
+    while server.started < 2:
+        await asyncio.sleep(0)
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.append(handle.cancel("hang")))
+    thread.start()
+    results = await asyncio.gather(*hanging, return_exceptions=True)
+    thread.join()
+    assert counts == [2] and server.cancelled == 2 and not blocked.done()
+    assert all(isinstance(r, WorkerError) and "was cancelled" in str(r) for r in results)
+    server.release.set()
+    assert await blocked and handle.cancel() == 0
 
 
-def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
-    async def main():
-        handle = LocalHandle(Server())
-        with pytest.raises(WorkerError, match="'thread'"):
-            await handle.call("threat")
-        with pytest.raises(WorkerError, match="no method '_private'"):
-            await handle.call("_private")
-
-    asyncio.run(main())
+async def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
+    handle = LocalHandle(Server())
+    with pytest.raises(WorkerError, match="'thread'"):
+        await handle.call("threat")
+    with pytest.raises(WorkerError, match="no method '_private'"):
+        await handle.call("_private")
 
 
 class Drawer(Worker):

@@ -72,13 +72,11 @@ def test_every_receiver_gets_the_stream_and_at_most_a_bucket_and_a_weight_of_it_
     assert source.made == COUNT and source.most <= BUCKET // BYTES * BYTES + BYTES and source.now == 0
 
 
-def test_more_receivers_than_an_event_loop_has_threads_of_its_own_are_served():
+async def test_more_receivers_than_an_event_loop_has_threads_of_its_own_are_served():
     receivers = [Receiver() for _ in range((os.cpu_count() or 1) + 5)]  # one more than `ThreadPoolExecutor()` has
 
-    async def run():
-        return await asyncio.wait_for(deliver(receivers, chunk_weights(Alive(), BUCKET, 3), 3), 20)
-
-    assert asyncio.run(run()) == [None] * len(receivers)
+    errors = await asyncio.wait_for(deliver(receivers, chunk_weights(Alive(), BUCKET, 3), 3), 20)
+    assert errors == [None] * len(receivers)
     assert all(receiver.seen == WHOLE for receiver in receivers)
 
 

@@ -155,7 +155,7 @@ def test_rows_of_a_process_of_agent_loops_that_is_killed_are_run_by_the_others_w
         assert "abort" not in got.non_tensor_batch["finish_reason"]
 
 
-def test_the_request_of_a_lost_process_is_given_up_for_that_of_the_row_that_runs_anew(config):
+async def test_the_request_of_a_lost_process_is_given_up_for_that_of_the_row_that_runs_anew(config):
     class Sampling:
         def __init__(self):
             self.aborted, self.in_flight = asyncio.Event(), set()
@@ -172,16 +172,13 @@ def test_the_request_of_a_lost_process_is_given_up_for_that_of_the_row_that_runs
             assert request_ids == ["a-0-0"]
             self.aborted.set()
 
-    async def both():
-        policy = config.actor_rollout_ref
-        manager = AgentLoopManager(policy.rollout, Sampling(), tokenizer_of(policy.model))
-        first = asyncio.ensure_future(manager.serve(Request("a-0-0", (1,), SamplingParams(), priority=1)))
-        await asyncio.sleep(0)
-        second = await asyncio.wait_for(manager.serve(Request("a-0-0", (1,), SamplingParams(), priority=2)), 20)
-        await first
-        assert second.token_ids == (2,) and not manager._served
-
-    asyncio.run(both())
+    policy = config.actor_rollout_ref
+    manager = AgentLoopManager(policy.rollout, Sampling(), tokenizer_of(policy.model))
+    first = asyncio.ensure_future(manager.serve(Request("a-0-0", (1,), SamplingParams(), priority=1)))
+    await asyncio.sleep(0)
+    second = await asyncio.wait_for(manager.serve(Request("a-0-0", (1,), SamplingParams(), priority=2)), 20)
+    await first
+    assert second.token_ids == (2,) and not manager._served
 
 
 def test_a_row_whose_second_process_is_lost_too_ends_the_call(config):

@@ -124,11 +124,8 @@ def test_what_the_sampler_itself_refuses_comes_back_as_a_400():
     visit(check, Checked("fine"))
 
 
-def test_every_route_wants_the_right_token_and_takes_it_from_the_header_only():
-    async def all_routes():
-        return list(Endpoint().server.routes)
-
-    routes = asyncio.run(all_routes())
+async def test_every_route_wants_the_right_token_and_takes_it_from_the_header_only():
+    routes = list(Endpoint().server.routes)
     assert ("POST", CHAT) in routes
 
     def check(base_url, key):

@@ -82,35 +82,29 @@ def test_rows_wait_while_the_cache_is_full():
     assert [c.token_ids for c in found] == [c.token_ids for c in sample(HFSampler(model), wanted)]
 
 
-def test_a_request_larger_than_the_cache_is_refused_and_others_go_on():
+async def test_a_request_larger_than_the_cache_is_refused_and_others_go_on():
     model = tiny_model()
     sampler = recording(model, cache_bytes=128 * token_bytes(model))
     good = requests([prompt(10, 1)], max_tokens=20)[0]
     large = renamed(good, id="large", token_ids=prompt(120, 2))
 
-    async def run():
-        return await asyncio.gather(*map(sampler.generate, [large, good]), return_exceptions=True)
-
-    found = asyncio.run(run())
+    found = await asyncio.gather(*map(sampler.generate, [large, good]), return_exceptions=True)
     assert isinstance(found[0], RolloutError) and "at most 128 tokens" in str(found[0])
     assert found[1].token_ids
 
 
-def test_an_aborted_and_a_cancelled_request_give_their_room_back():
+async def test_an_aborted_and_a_cancelled_request_give_their_room_back():
     model = tiny_model()
     sampler = recording(model, max_num_batched_tokens=8, max_num_seqs=4, cache_bytes=800 * token_bytes(model))
     wanted = requests([prompt(30, n) for n in range(3)], max_tokens=200, ignore_eos=True)
 
-    async def run():
-        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        for _ in range(7):
-            await asyncio.sleep(0)
-        assert sampler._runner._promised and sampler._runner.rows, "one is computed, one decodes"
-        tasks[0].cancel()
-        await sampler.abort([wanted[1].id, wanted[2].id])
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(run())
+    tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+    for _ in range(7):
+        await asyncio.sleep(0)
+    assert sampler._runner._promised and sampler._runner.rows, "one is computed, one decodes"
+    tasks[0].cancel()
+    await sampler.abort([wanted[1].id, wanted[2].id])
+    await asyncio.gather(*tasks, return_exceptions=True)
     assert not sampler._runner._promised
 
 

@@ -223,41 +223,35 @@ def test_an_interrupted_request_goes_on_as_if_there_had_been_no_interruption(mod
     assert rest.log_probs == pytest.approx(full.log_probs[7:], abs=2e-5)
 
 
-def test_abort_returns_what_there_is():
+async def test_abort_returns_what_there_is():
     sampler = HFSampler(tiny_model(), max_num_seqs=2)
     wanted = requests([prompt(3, n) for n in range(4)], max_tokens=200, ignore_eos=True)
 
-    async def run():
-        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert await sampler.abort([wanted[0].id]) == 1
-        assert await sampler.abort() == 3
-        return await asyncio.gather(*tasks)
-
-    found = asyncio.run(run())
+    tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert await sampler.abort([wanted[0].id]) == 1
+    assert await sampler.abort() == 3
+    found = await asyncio.gather(*tasks)
     assert [c.finish_reason for c in found] == ["abort"] * 4
     assert len(found[0].token_ids) == len(found[0].log_probs) > 0
     assert found[2].token_ids == found[3].token_ids == (), "they had no slot yet"
     assert sampler._runner.rows == [] and sampler._scheduler.is_empty
 
 
-def test_cancelling_the_caller_frees_the_slot():
+async def test_cancelling_the_caller_frees_the_slot():
     sampler = HFSampler(tiny_model(), max_num_seqs=1)
     endless, short = requests([prompt(3, 0), prompt(3, 1)], max_tokens=[200, 3], ignore_eos=True)
 
-    async def run():
-        task = asyncio.ensure_future(sampler.generate(endless))
-        waiting = asyncio.ensure_future(sampler.generate(short))
-        for _ in range(6):
-            await asyncio.sleep(0)
-        task.cancel()
-        found = await asyncio.wait_for(waiting, timeout=10)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return found
-
-    assert len(asyncio.run(run()).token_ids) == 3
+    task = asyncio.ensure_future(sampler.generate(endless))
+    waiting = asyncio.ensure_future(sampler.generate(short))
+    for _ in range(6):
+        await asyncio.sleep(0)
+    task.cancel()
+    found = await asyncio.wait_for(waiting, timeout=10)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(found.token_ids) == 3
     assert sampler.stats()["steps"] < 20
 
 

@@ -41,39 +41,33 @@ def test_a_mixture_model_takes_weights_under_the_names_they_have_on_disk():
     assert largest_difference(new, WANTED, sample(sampler, WANTED)) < 2e-5
 
 
-def test_running_requests_end_with_the_old_weights_and_waiting_ones_start_with_the_new():
+async def test_running_requests_end_with_the_old_weights_and_waiting_ones_start_with_the_new():
     old, new = tiny_model(), tiny_model(seed=1)
     sampler = HFSampler(old, max_num_seqs=2)
     wanted = requests([prompt(4, n) for n in range(4)], max_tokens=15, ignore_eos=True)
     reference = tiny_model()
 
-    async def run():
-        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        for _ in range(6):
-            await asyncio.sleep(0)
-        await sampler.update_weights(chunk_weights(export_weights(new), 1 << 20, 9), 9)
-        return await asyncio.gather(*tasks)
-
-    found = asyncio.run(run())
+    tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+    for _ in range(6):
+        await asyncio.sleep(0)
+    await sampler.update_weights(chunk_weights(export_weights(new), 1 << 20, 9), 9)
+    found = await asyncio.gather(*tasks)
     assert [set(c.token_versions) for c in found] == [{0}, {0}, {9}, {9}]
     assert largest_difference(reference, wanted[:2], found[:2]) < 2e-5
     assert largest_difference(new, wanted[2:], found[2:]) < 2e-5
 
 
-def test_a_prompt_computed_in_pieces_starts_again_after_an_update():
+async def test_a_prompt_computed_in_pieces_starts_again_after_an_update():
     old, new = tiny_model(), tiny_model(seed=1)
     sampler = HFSampler(old, max_num_seqs=4, max_num_batched_tokens=8)
     wanted = requests([prompt(40, 1)], samples=3, max_tokens=4, ignore_eos=True)
 
-    async def run():
-        tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
-        for _ in range(4):
-            await asyncio.sleep(0)
-        assert 0 < sampler.stats()["prefill_tokens"] < 40
-        await sampler.update_weights(chunk_weights(export_weights(new), 1 << 20, 1), 1)
-        return await asyncio.gather(*tasks)
-
-    found = asyncio.run(run())
+    tasks = [asyncio.ensure_future(sampler.generate(request)) for request in wanted]
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert 0 < sampler.stats()["prefill_tokens"] < 40
+    await sampler.update_weights(chunk_weights(export_weights(new), 1 << 20, 1), 1)
+    found = await asyncio.gather(*tasks)
     assert {v for c in found for v in c.token_versions} == {1}
     assert largest_difference(new, wanted, found) < 2e-5
 
@@ -93,20 +87,18 @@ def test_an_interrupted_update_is_refused_and_a_whole_one_heals():
     assert largest_difference(new, WANTED, sample(sampler, WANTED)) < 2e-5
 
 
-def test_a_trainer_that_fails_while_it_exports_leaves_an_unusable_sampler_and_its_own_error():
+async def test_a_trainer_that_fails_while_it_exports_leaves_an_unusable_sampler_and_its_own_error():
     sampler = HFSampler(tiny_model())
 
     def broken():
         yield WeightChunk(1, [("model.norm.weight", torch.ones(32))], last=False)
         raise ZeroDivisionError("the trainer's bug")
 
-    async def run():
-        waiting = asyncio.ensure_future(sampler.generate(WANTED[0]))
-        with pytest.raises(ZeroDivisionError):
-            await sampler.update_weights(broken(), 1)
-        return (await asyncio.gather(waiting, return_exceptions=True))[0]
-
-    assert "did not finish" in str(asyncio.run(run())), "who waited is told, not left waiting"
+    waiting = asyncio.ensure_future(sampler.generate(WANTED[0]))
+    with pytest.raises(ZeroDivisionError):
+        await sampler.update_weights(broken(), 1)
+    (error,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert "did not finish" in str(error), "who waited is told, not left waiting"
 
 
 def test_unknown_and_missing_weights_and_other_shapes_are_named():
