@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-pytest_plugins = ["tests.harness.plugin"]
+pytest_plugins = ["tests.harness.plugin", "tests.harness.fixtures"]
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ WAITING = (
 )
 
 # What one worker runs from its first to its last test: runs of several processes, which would be too many at once, and
-# those on the model of tests/e2e/conftest.py, which takes a minute to make.
+# those on the model of tests/harness/arithmetic.py, which takes a minute to make.
 ONE_WORKER = {
     "several processes": ("dist/", "distributed/", "faults/", "megatron/"),
     "arithmetic": (

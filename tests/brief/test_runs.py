@@ -7,7 +7,6 @@ A row whose feature is not built is refused by name here as well, and runs from 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,9 @@ from tests.brief.small import in_one_process
 from tests.brief.states import REFUSED, of_attempt
 from tests.brief.table import rows
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import talks, write_prompts
+from tests.harness.runs import records
+from tests.harness.scorers import LETTERS
 from verl.metrics import reset_notices
 from verl.trainer import dpo_trainer, main_ppo, rm_trainer, sft_trainer
 
@@ -31,9 +32,6 @@ COMMANDS = [
 PROGRAMS = {
     "ppo_trainer": main_ppo, "sft_trainer": sft_trainer, "dpo_trainer": dpo_trainer, "rm_trainer": rm_trainer,
 }  # fmt: skip
-SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 10
-"""
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +40,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     tiny_model_dir(folder / "model")
     write_prompts(folder / "train.parquet", 4)
-    chats = [{"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
-             for i in range(4)]  # fmt: skip
-    write_prompts(folder / "chats.parquet", chats)
+    write_prompts(folder / "chats.parquet", talks(4))
     pairs = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "chosen": str(i + 1), "rejected": str(i)}
              for i in range(4)]  # fmt: skip
     write_prompts(folder / "pairs.parquet", pairs)
-    (folder / "scorer.py").write_text(SCORER)
+    (folder / "scorer.py").write_text(LETTERS)
     return folder
 
 
@@ -71,6 +67,6 @@ def test_a_command_of_the_guides_trains_a_tiny_model_in_one_process(attempt, hom
     if refused:
         assert "not built" in capsys.readouterr().err
     else:
-        logged = [json.loads(line) for line in (folder / "guide" / "run.jsonl").read_text().splitlines()]
+        logged = records(folder / "guide" / "run.jsonl")
         assert logged[-1]["step"] == 1
         assert any(key.endswith(("pg_loss", "train/loss")) for key in logged[-1]["data"])

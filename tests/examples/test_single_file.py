@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
@@ -12,18 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
-from verl.config import load_config
+from tests.harness.runs import prepare, train
+from tests.harness.scorers import scorer
 from verl.models.loading import load_value_model
-from verl.trainer import main_ppo
-from verl.trainer.ppo.callbacks import Callback
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/single_file"
-SCORER = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(sum(map(ord, solution_str)) % 3)
-"""
 
 
 def reference(name: str):
@@ -35,51 +27,17 @@ def reference(name: str):
     return module
 
 
-class Keep(Callback):
-    """Keeps the batch that a step trained on."""
-
-    def __init__(self):
-        self.batch = None
-
-    def on_step_end(self, trainer, batch):
-        self.batch = batch
-
-
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("single_file")
-    tiny_model_dir(folder / "model", initializer_range=0.2)
-    write_prompts(folder / "train.jsonl", 8)
-    (folder / "scorer.py").write_text(SCORER)
-    return folder
+def inputs(shared_workplace: Path) -> Path:
+    prepare(scorer("float(sum(map(ord, solution_str)) % 3)"), initializer_range=0.2)
+    return shared_workplace
 
 
-def library_run(folder: Path, monkeypatch, name: str, *arguments: str):
+def library_run(*arguments: str):
     """One step of the library with two epochs over two mini-batches: the trained batch, and the step's metrics."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
-    kept = Keep()
-
-    class Runner(main_ppo.TaskRunner):
-        def make_trainer(self, *args, **kwargs):
-            trainer = super().make_trainer(*args, **kwargs)
-            trainer.callbacks.insert(0, kept)
-            return trainer
-
-    config = load_config(
-        "ppo_trainer",
-        [
-            "data.train_files=train.jsonl", "data.train_batch_size=4", "data.max_prompt_length=64",
-            "data.max_response_length=6", "actor_rollout_ref.model.path=model", "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2",
-            "actor_rollout_ref.actor.optim.lr=3e-2", "reward.custom_reward_function.path=scorer.py",
-            "trainer.logger=[file]", "trainer.resume_mode=disable", "trainer.total_training_steps=1",
-            "trainer.project_name=single", f"trainer.experiment_name={name}", *arguments,
-        ],
-    )  # fmt: skip
-    main_ppo.run_ppo(config, Runner)
-    line = (folder / "logs/single" / f"{name}.jsonl").read_text().splitlines()[-1]
-    return kept.batch, json.loads(line)["data"]
+    actor = (f"actor_rollout_ref.actor.{word}" for word in ("ppo_mini_batch_size=2", "ppo_epochs=2", "optim.lr=3e-2"))
+    seen = train("data.max_response_length=6", *actor, *arguments)
+    return seen.batches[-1], seen.metrics[-1]
 
 
 def as_rollouts(module, batch, **more):
@@ -97,9 +55,9 @@ def weighted(values: list[float], weights: list[int]) -> float:
     return sum(v * w for v, w in zip(values, weights)) / sum(weights)
 
 
-def test_grpo_gives_the_librarys_losses(inputs, monkeypatch):
+def test_grpo_gives_the_librarys_losses(inputs):
     grpo = reference("grpo")
-    batch, metrics = library_run(inputs, monkeypatch, "grpo", "algorithm.adv_estimator=grpo")
+    batch, metrics = library_run("algorithm.adv_estimator=grpo")
     uids = list(batch.non_tensor_batch["uid"])
     groups = torch.tensor([uids.index(uid) for uid in uids])
     rewards = batch.batch["token_level_scores"].sum(-1)
@@ -117,10 +75,10 @@ def test_grpo_gives_the_librarys_losses(inputs, monkeypatch):
     assert weighted(losses, sizes(batch)) == pytest.approx(metrics["actor/pg_loss"], abs=1e-5)
 
 
-def test_ppo_gives_the_librarys_losses(inputs, monkeypatch):
+def test_ppo_gives_the_librarys_losses(inputs):
     ppo = reference("ppo")
     extra = ("algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.9", "critic.ppo_mini_batch_size=2")
-    batch, metrics = library_run(inputs, monkeypatch, "ppo", *extra, "critic.ppo_epochs=2", "critic.optim.lr=3e-2")
+    batch, metrics = library_run(*extra, "critic.ppo_epochs=2", "critic.optim.lr=3e-2")
     s = ppo.Settings(samples_per_prompt=4, mini_batch=2, epochs=2, gamma=0.99, lam=0.9)
     critic = load_value_model(str(inputs / "model"), seed=1)  # trainer.seed
     rollouts, rewards = as_rollouts(ppo, batch), batch.batch["token_level_scores"]

@@ -48,6 +48,7 @@ from tests.harness.forked_runs import (
 )
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.scorers import scorer
 from verl.json_text import read_json
 from verl.observability.ledger_reader import History
 from verl.observability.spans import read_spans
@@ -56,9 +57,7 @@ PROMPTS, SAMPLES, GROUPS, LENGTH = 24, 4, 8, 8
 """Prompts of the data set, answers to each, prompts of a step, tokens of an answer."""
 FOLLOW, RECORDS = "trainer.replay_from", "schedule*.jsonl"
 MODE, R, A = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-SCORER = f"""def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(c.isdigit() for c in solution_str) / {LENGTH}
-"""
+SCORER = scorer(f"sum(c.isdigit() for c in solution_str) / {LENGTH}")
 COMMON = (
     "algorithm.adv_estimator=grpo",
     "algorithm.rollout_correction.bypass_mode=true",

@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.ranks import run_cells
-from tests.harness.rows import write_prompts
+from tests.harness.rows import turns, write_prompts
 from tests.megatron.cells import SHIM
 from verl.checkpoint import find_checkpoint
 from verl.models.hf_folder import read_weights
@@ -45,8 +45,7 @@ def prepare(folder: Path) -> Path:
     """Model and rows."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model_dir(folder / "model", "qwen3", hidden=16, layers=1, heads=2, kv_heads=1, tie_word_embeddings=True)
-    texts = [(f"{n}+1=", str(n + 1) * (1 + n % 3)) for n in range(8)]
-    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in texts]
+    rows = [{"messages": turns(f"{n}+1=", str(n + 1) * (1 + n % 3))} for n in range(8)]
     write_prompts(folder / "train.parquet", rows)
     return folder
 

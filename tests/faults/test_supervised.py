@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.forked_runs import HANGS, ROOT, Server, assert_no_process_left, metrics, weights
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import talks, write_prompts
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.dist
@@ -36,11 +36,7 @@ SFT = [
 def prepare(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model_dir(folder / "model", hidden=16, layers=1, heads=2, kv_heads=1)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
-        for i in range(12)
-    ]
-    write_prompts(folder / "train.parquet", rows)
+    write_prompts(folder / "train.parquet", talks(12))
     return folder
 
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.programs import PROJECT, command, run
+from tests.harness.programs import PROJECT, fine_tuned, run
 
 WARM_UP = 320
 
@@ -47,27 +47,12 @@ def warmed_up(folder: Path) -> Arithmetic:
     if task.model.exists():
         return task
     quickstart = PROJECT / "examples/quickstart"
-    sizes = ["--train_size", "3072", "--sft_size", "4096"]
+    counts = ["--train_size", "3072", "--sft_size", "4096"]
     write = PROJECT / "examples/data_preprocess/arithmetic.py"
-    run([sys.executable, f"{write}", "--local_save_dir", "data", *sizes, "--seed", "0"], cwd=folder)
+    run([sys.executable, f"{write}", "--local_save_dir", "data", *counts, "--seed", "0"], cwd=folder)
     run([sys.executable, f"{quickstart}/demonstrations.py", "data/sft.parquet", "data/pupil.parquet"], cwd=folder)
     run([sys.executable, f"{quickstart}/model.py", "base"], cwd=folder)
-    command(
-        "verl.trainer.sft_trainer",
-        "data.train_files=data/pupil.parquet",
-        "data.train_batch_size=128",
-        "data.max_length=32",
-        "model.path=base",
-        "optim.lr=3e-3",
-        "optim.lr_warmup_steps=20",
-        "optim.lr_scheduler_type=cosine",
-        f"trainer.total_training_steps={WARM_UP}",
-        f"trainer.save_freq={WARM_UP}",
-        "trainer.default_local_dir=sft",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=sft",
-        "trainer.logger=[file]",
-        "checkpoint.save_contents=[model]",
-        cwd=folder,
-    )
+    schedule = ("optim.lr=3e-3", "optim.lr_warmup_steps=20", "optim.lr_scheduler_type=cosine")
+    sizes = ("data.train_batch_size=128", "data.max_length=32")
+    fine_tuned(folder, WARM_UP, "data.train_files=data/pupil.parquet", *sizes, *schedule)
     return task

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
+from tests.harness.rows import columns
 from verl.agent_loop import AgentLoopManager
 from verl.config import DataConfig, RolloutConfig, replace
 from verl.interactions import BaseInteraction
@@ -61,14 +60,10 @@ def manager(config: RolloutConfig, sampler: Any, tokenizer: Any, **more: Any) ->
     return AgentLoopManager(config, sampler, tokenizer, data_config=DataConfig(), **more)
 
 
-def rows(*prompts: list[dict[str, Any]], **columns: list[Any]) -> DataProto:
+def rows(*prompts: list[dict[str, Any]], **more: list[Any]) -> DataProto:
     """One row per conversation, each with a uid of its own."""
-    arrays = {"raw_prompt": list(prompts), "uid": [f"u{i}" for i in range(len(prompts))], **columns}
-    made = {}
-    for name, values in arrays.items():
-        made[name] = np.empty(len(values), dtype=object)
-        made[name][:] = values
-    return DataProto.from_dict(non_tensors=made)
+    uids = [f"u{i}" for i in range(len(prompts))]
+    return DataProto.from_dict(non_tensors=columns(**{"raw_prompt": prompts, "uid": uids, **more}))
 
 
 def schema(name: str, **properties: Any) -> dict[str, Any]:

@@ -22,11 +22,9 @@ from safetensors.torch import load_file
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.scorers import LETTERS
 
 ROOT = Path(__file__).resolve().parents[2]
-SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 10
-"""
 TIMINGS = ("timing", "perf/", "memory")
 STEPS = 6
 HANGS = 300.0
@@ -69,7 +67,7 @@ def prepare(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model_dir(folder / "model", hidden=16, layers=1, heads=2, kv_heads=1)
     write_prompts(folder / "train.parquet", 6)
-    (folder / "scorer.py").write_text(SCORER)
+    (folder / "scorer.py").write_text(LETTERS)
     return folder
 
 

@@ -11,13 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Keeps what was created and committed; refuses everything if ``refuses`` is set."""
+    """Keeps what was created and committed; refuses everything if ``refuses`` is set. ``variables`` lead to it."""
 
     daemon_threads = True
 
     def __init__(self, refuses: int = 0):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.variables = {"HF_ENDPOINT": self.url, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0"}
         self.refuses = refuses
         self.created: list[dict] = []
         self.files: dict[str, bytes] = {}

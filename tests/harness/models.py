@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +59,12 @@ def tiny_model_dir(
 ) -> Path:
     """A complete Hugging Face folder of a randomly initialised causal language model with tokenizer and chat template.
 
+    Each is made once per process; a test gets a copy, which it may change.
+
     Args:
         family: any ``model_type`` of transformers whose configuration takes the usual names (qwen2, qwen3, llama, ...).
         config: further fields of the configuration (``tie_word_embeddings=True``, ...).
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizer(folder)
     settings = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -72,13 +74,36 @@ def tiny_model_dir(
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
         "max_position_embeddings": max_positions,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
         **config,
     }
+    key = json.dumps([family, seed, settings], sort_keys=True, default=repr)
+    if key not in _made:
+        _made[key] = Path(_store(), f"{os.getpid()}-{len(_made)}")  # a fork has the store of its parent
+        _make(_made[key], family, seed, settings)
+    shutil.copytree(_made[key], folder, copy_function=shutil.copy, dirs_exist_ok=True)
+    return Path(folder)
+
+
+_made: dict[str, Path] = {}
+
+
+@functools.cache
+def _store() -> str:
+    """A folder of this process, which goes with it."""
+    folder, owner = tempfile.mkdtemp(prefix="tiny_models"), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    return folder
+
+
+def _make(folder: Path, family: str, seed: int, settings: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = tiny_tokenizer(folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32)
+        config = AutoConfig.for_model(family, **{**ends, **settings})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    return folder

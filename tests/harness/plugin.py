@@ -1,4 +1,4 @@
-"""Tests that are coroutines: pytest runs none by itself."""
+"""Tests that are coroutines, which pytest does not run by itself, and those that may be repeated."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def within(seconds: float) -> Callable[[Any], Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs in an event loop depends on a clock, whatever its module imports."""
+    """What runs in an event loop depends on a clock, and `programs` starts processes."""
     for item in items:
-        if inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        names = vars(getattr(item, "module", item)).values()
+        starts = any(getattr(value, "__module__", None) == "tests.harness.programs" for value in names)
+        if starts or inspect.iscoroutinefunction(getattr(item, "obj", None)):
             item.add_marker("timed")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def addition_rows(count: int, data_source: str = "test/addition") -> list[dict[str, Any]]:
     """Prompt rows in the full schema: chat prompt, data_source, ability, reward_model, extra_info."""
@@ -20,6 +22,23 @@ def addition_rows(count: int, data_source: str = "test/addition") -> list[dict[s
         }
         for i in range(count)
     ]
+
+
+def turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def talks(count: int) -> list[dict[str, Any]]:
+    """Conversations of one sum each."""
+    return [{"messages": turns(f"{i}+1=", str(i + 1))} for i in range(count)]
+
+
+def columns(**values: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Columns of a batch that hold anything, one entry per row."""
+    made = {name: np.empty(len(entries), dtype=object) for name, entries in values.items()}
+    for name, entries in values.items():
+        made[name][:] = list(entries)
+    return made
 
 
 def write_prompts(path: str | Path, rows: int | Sequence[Mapping[str, Any]] = 8) -> Path:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.ranks import run_cells
-from tests.harness.rows import write_prompts
+from tests.harness.rows import turns, write_prompts
 from verl.models.hf_folder import read_weights
 
 SAVE_AT, STEPS = 2, 4
@@ -92,15 +92,7 @@ def sft_arguments(inputs: Path, root: Path) -> list[str]:
 
 def _prepare_sft(inputs: Path) -> None:
     tiny_model_dir(inputs / "model", "qwen3", tie_word_embeddings=True)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{a}+{b}="},
-                {"role": "assistant", "content": str(a + b) * (1 + a % 3)},
-            ]
-        }
-        for a, b in SUMS
-    ]
+    rows = [{"messages": turns(f"{a}+{b}=", str(a + b) * (1 + a % 3))} for a, b in SUMS]
     write_prompts(inputs / "sft.parquet", rows)
 
 

@@ -12,7 +12,8 @@ from unittest import mock
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.ranks import _end_groups
-from tests.harness.rows import write_prompts
+from tests.harness.rows import talks, write_prompts
+from tests.harness.scorers import scorer
 
 MODELS = {
     "dense": ("qwen2", {"heads": 4, "kv_heads": 2, "layers": 2}),
@@ -20,16 +21,14 @@ MODELS = {
     "odd_heads": ("qwen2", {"heads": 3, "kv_heads": 3, "hidden": 24, "layers": 2}),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
-SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
+SCORER = scorer("len(solution_str)")
 
 
 def prepare(folder: Path) -> None:
     """Tiny models, conversations, prompts and a scorer."""
     for name, (family, sizes) in MODELS.items():
         tiny_model_dir(folder / name, family, **sizes)
-    talks = [{"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
-             for i in range(4)]  # fmt: skip
-    write_prompts(folder / "chats.jsonl", talks)
+    write_prompts(folder / "chats.jsonl", talks(4))
     write_prompts(folder / "prompts.parquet", 4)
     (folder / "scorer.py").write_text(SCORER)
 

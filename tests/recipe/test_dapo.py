@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
 from recipe.dapo.main_dapo import DAPO, main
 from tests.brief.machine import guides_machine
 from tests.harness.models import tiny_model_dir
+from tests.harness.programs import run
 from tests.harness.rows import write_prompts
 from verl.config import load_config
 from verl.config.topology import Topology
@@ -23,18 +22,14 @@ REQUIRED = ["data.train_files=train.jsonl", "data.train_batch_size=4", "actor_ro
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(workplace: Path) -> None:
     """A working directory in which the required settings can stand."""
-    monkeypatch.chdir(tmp_path)
     write_prompts(Path("train.jsonl"), 4)
     tiny_model_dir("model")
 
 
 def script(root: Path, folder: Path, name: str, *settings: str, **variables: str) -> subprocess.CompletedProcess:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(root), **variables}
-    words = ["bash", str(root / "recipe/dapo" / name), *settings]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return run(["bash", str(root / "recipe/dapo" / name), *settings], cwd=folder, check=False, **variables)
 
 
 def test_the_settings_are_those_of_the_paper_and_the_command_line_wins(here):

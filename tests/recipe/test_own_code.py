@@ -15,16 +15,15 @@ MODE = f"{A}.policy_loss.loss_mode=my_pairs:hinge"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project_root: Path):
+def here(workplace: Path, monkeypatch: pytest.MonkeyPatch, project_root: Path):
     """The working folder, with the code of the documentation's page."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(workplace)
     prepare(hidden=16, heads=2, kv_heads=1, layers=1)
     page = (project_root / "docs/extending.md").read_text(encoding="utf-8")
     for name in ("my_pairs", "my_bonus"):
         code = page.partition(f"`{name}.py`:")[2].partition("```python\n")[2].partition("```")[0]
         Path(f"{name}.py").write_text(code)
-    yield tmp_path
+    yield workplace
     for name in ("my_pairs", "my_bonus"):
         sys.modules.pop(name, None)
 

@@ -25,6 +25,7 @@ from recipe.prime.core import (
 )
 from recipe.prime.main_prime import ESTIMATOR, PRIME, main
 from tests.harness.runs import Seen, prepare, train
+from tests.harness.scorers import scorer
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.aggregation import loss_norm
 from verl.config import load_config
@@ -36,9 +37,7 @@ A, RM, IMPLICIT = "actor_rollout_ref.actor", "reward.reward_model", "reward.rewa
 LOG_RATIOS = torch.tensor([[1.0, -2.0, 0.5], [0.4, 0.2, torch.nan]])
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 RIGHT = torch.tensor([1.0, 0.0])
-LOWER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(sum(c.islower() for c in solution_str) >= 2)
-"""
+LOWER = scorer("float(sum(c.islower() for c in solution_str) >= 2)")
 
 
 def loss_of(log_ratios: torch.Tensor, outcomes: torch.Tensor, mask: torch.Tensor, norm=None, beta: float = 0.05):
@@ -118,12 +117,9 @@ def test_advantages_are_the_worked_example_with_the_kl_of_the_run_on_top(estimat
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    reset_notices()
+def here(workplace):
     prepare(LOWER, 64, hidden=16, heads=2, kv_heads=1, layers=1)
-    return tmp_path
+    return workplace
 
 
 def run(*changes: str) -> Seen:
@@ -332,7 +328,6 @@ def test_settings_that_do_nothing_are_told(here, capsys):
     ],
 )
 def test_a_spelling_of_upstreams_recipe_sets_the_current_setting_and_says_its_name(old, value, key, expected):
-    reset_notices()
     found = read_config("ppo_trainer", [ESTIMATOR, f"{old}={value}"]).reward.reward_model.implicit
     for part in key.split("."):
         found = found[part]
@@ -343,6 +338,5 @@ def test_a_spelling_of_upstreams_recipe_sets_the_current_setting_and_says_its_na
     "old", ["reward_model.model.tokenizer_path", "reward_model.model.fused_kernel_options.impl_backend"]
 )
 def test_a_spelling_that_means_nothing_here_gives_one_notice(old):
-    reset_notices()
     read_config("ppo_trainer", [ESTIMATOR, f"{old}=x"])
     assert any(old.startswith(key) and "has no effect" in said for key, said in notices().items())

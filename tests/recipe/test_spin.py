@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +10,8 @@ import torch
 
 from recipe.spin.core import dpo
 from recipe.spin.main_spin import SPIN, main
-from tests.harness.runs import prepare, train
+from tests.harness.programs import run
+from tests.harness.runs import logged, prepare, train
 from verl.algorithms.aggregation import loss_norm
 from verl.checkpoint.tensors import read_tensors
 from verl.config import load_config, record_reads
@@ -93,10 +91,9 @@ def equal(one: dict, other: dict) -> bool:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def here(workplace):
     prepare(hidden=16, heads=2, kv_heads=1, layers=1)
-    return tmp_path
+    return workplace
 
 
 def spin(steps: int, folder: str, *changes: str, watch: Watch | None = None):
@@ -144,9 +141,7 @@ def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
     with record_reads() as found:
         status = main(settings)
     assert {f"{A}.dpo_beta", FREQ} <= found
-    steps = [
-        json.loads(line)["data"] for line in (lower_case_task / "logs/verl-spin/spin.jsonl").read_text().splitlines()
-    ]
+    steps = logged("logs/verl-spin", "spin")
     means = [step["critic/score/mean"] for step in steps]
     assert status == 0 and len(means) == 12
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.4, means
@@ -209,7 +204,6 @@ def test_a_pair_has_the_budgets_of_all_processes_that_share_its_rows(here):
 
 
 def test_settings_of_other_losses_have_no_effect_and_so_has_a_frequency_without_a_reference(here):
-    reset_notices()
     load_config("ppo_trainer", words(f"{A}.clip_ratio=0.3", f"{A}.loss_agg_mode=token-sum"))
     assert "no ratio to clip" in notices()[f"{A}.clip_ratio"] and "mean over pairs" in notices()[f"{A}.loss_agg_mode"]
     reset_notices()
@@ -229,7 +223,7 @@ def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str
 
 def test_the_script_gives_settings_that_are_accepted_and_those_of_its_command_line_last(project_root, here):
     words = ["bash", str(project_root / "recipe/spin/run_spin.sh"), "trainer.device=cpu"]
-    shown = subprocess.run(words, env={**os.environ, "SHOW": "1"}, capture_output=True, text=True, check=True).stdout
+    shown = run(words, SHOW="1").stdout
     given = shown.splitlines()
     assert given[-1] == "trainer.device=cpu" and f"{FREQ}=1" in given
     ours = ["actor_rollout_ref.model.path=model", f"{R}.name=hf", "data.val_files=null", "trainer.n_gpus_per_node=1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import torch
 
 from recipe.sppo.core import centred, centred_over_batch, softmean, sppo
 from recipe.sppo.main_sppo import SPPO, main
+from tests.harness.runs import logged
 from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.groups import Groups
 
@@ -95,9 +95,7 @@ def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
             "trainer.save_freq=-1", f"{A}.sppo_eta=5",
         ]
     )  # fmt: skip
-    steps = [
-        json.loads(line)["data"] for line in (lower_case_task / "logs/verl-sppo/sppo.jsonl").read_text().splitlines()
-    ]
+    steps = logged("logs/verl-sppo", "sppo")
     means = [step["critic/score/mean"] for step in steps]
     assert status == 0 and len(means) == 12
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.5, means

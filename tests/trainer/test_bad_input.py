@@ -8,44 +8,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness.models import tiny_model_dir
+from tests.harness.configs import changed
 from tests.harness.rows import addition_rows, write_prompts
-from verl.metrics import notices, reset_notices
+from tests.harness.runs import COMMON, prepare
+from tests.harness.scorers import scorer
+from verl.metrics import notices
 from verl.trainer import main_ppo, sft_trainer
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def run(workplace: Path, capsys: pytest.CaptureFixture[str]):
     """Runs `main_ppo` for one step with some settings changed; returns exit status and what was printed as an error."""
-    monkeypatch.chdir(tmp_path)
-    reset_notices()
-    write_prompts(tmp_path / "train.parquet", 8)
-    (tmp_path / "good.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
-    )
+    prepare(scorer("0.5"))
+    capsys.readouterr()
+    small = ("data.train_batch_size=2", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+             "actor_rollout_ref.actor.ppo_mini_batch_size=2")  # fmt: skip
 
     def go(*changes: str) -> tuple[int, str]:
-        arguments = {
-            "algorithm.adv_estimator": "grpo",
-            "data.train_files": "train.parquet",
-            "data.train_batch_size": "2",
-            "data.max_prompt_length": "64",
-            "data.max_response_length": "4",
-            "actor_rollout_ref.model.path": str(model),
-            "actor_rollout_ref.rollout.n": "2",
-            "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
-            "reward.custom_reward_function.path": "good.py",
-            "trainer.total_training_steps": "1",
-            "trainer.logger": "[file]",
-        }
-        arguments |= dict(change.split("=", 1) for change in changes)
-        status = main_ppo.main([f"{key}={value}" for key, value in arguments.items() if value != "-"])
-        return status, capsys.readouterr().err
+        words = changed(COMMON, *small, *changes)
+        return main_ppo.main([word for word in words if not word.endswith("=-")]), capsys.readouterr().err
 
     return go
 

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from tests.harness.logged_runs import SCORER, logged_steps
-from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.runs import logged_steps, numbers, prepare
+from tests.harness.scorers import scorer
 from tests.trainer.on_ray.conftest import SETTINGS
 from verl.protocol import DataProto, traffic
 from verl.protocol.lazy import LazyColumn, store_tensors
 from verl.single_controller.local.worker_group import LocalWorkerGroup
 
-CLOCKS = ("timing", "perf/")
 GRPO = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
 RUNS = {
     "grpo that filters groups": (
@@ -39,13 +37,9 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("columns")
-    tiny_model_dir(folder / "model")
-    write_prompts(folder / "train.parquet", 12)
-    (folder / "scorer.py").write_text(SCORER)
-    return folder
+@pytest.fixture(scope="module", autouse=True)
+def here(shared_workplace: Path) -> None:
+    prepare(scorer("len(solution_str) % 5"), 12)
 
 
 @pytest.fixture(autouse=True)
@@ -91,19 +85,13 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_whose_columns_lie_elsewhere_computes_the_same_bits(name: str, folder: Path, monkeypatch):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
+def test_a_run_whose_columns_lie_elsewhere_computes_the_same_bits(name: str, monkeypatch):
     words = (*SETTINGS, "trainer.runtime=local", "trainer.total_training_steps=2", *RUNS[name])
     label = name.replace(" ", "_")
     usual = logged_steps(f"{label}_here", *words)
     elsewhere(monkeypatch)
     lazy = logged_steps(f"{label}_away", *words)
     assert len(usual) == 2
-
-    def numbers(step: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in step.items() if not key.startswith(CLOCKS)}
-
     assert [numbers(step) for step in lazy] == [numbers(step) for step in usual]
     assert not any(key.startswith("perf/controller/") for step in usual for key in step)
     read = sum(step.get("perf/controller/fetched/responses_mb", 0) for step in lazy)

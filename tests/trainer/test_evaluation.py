@@ -7,14 +7,14 @@ import math
 from itertools import combinations
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.harness.rows import write_prompts
 from tests.harness.sandboxes import HERE
 from verl.config import load_config
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rewards import programs as places
 from verl.trainer import main_eval
 from verl.trainer.evaluation import interval, pass_at_k
@@ -35,17 +35,14 @@ def write(name: str, answers: list, truths: list[str] = TRUTHS, source: str | No
         | ({"data_source": source} if source else {})
         for i, (given, truth) in enumerate(zip(answers, truths, strict=True))
     ]
-    pq.write_table(pa.Table.from_pylist(rows), name)
+    write_prompts(name, rows)
     return name
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def here(workplace: Path) -> Path:
     Path("scorer.py").write_text(SCORER)
-    reset_notices()
-    yield tmp_path
-    reset_notices()
+    return workplace
 
 
 def evaluate(*words: str) -> dict:
@@ -131,7 +128,7 @@ def test_programs_are_scored_in_the_sandbox(here, monkeypatch):
         }
         for i, (test, text) in enumerate(zip(tests, programs))
     ]
-    pq.write_table(pa.Table.from_pylist(rows), "out.parquet")
+    write_prompts("out.parquet", rows)
     words = ["data.path=out.parquet", "report.json=report.json", "report.samples=samples.parquet"]
     assert main_eval.main(words) == 0
     one = json.loads(Path("report.json").read_text())["data_sources"]["taco"]
@@ -218,7 +215,7 @@ def test_the_majority_votes_with_every_scorer(here, source, right, wrong):
 def test_runs_without_a_common_prompt_cannot_be_compared(here, capsys):
     mine, other = write("a.parquet", [["1"]], ["1"]), "b.parquet"
     row = {"prompt": "another", "data_source": "sums", "reward_model": {"ground_truth": "1"}, "responses": ["1"]}
-    pq.write_table(pa.Table.from_pylist([row]), other)
+    write_prompts(other, [row])
     assert (
         main_eval.main([f"data.path={mine}", "custom_reward_function.path=scorer.py", f"report.compare={other}"]) == 2
     )
@@ -239,7 +236,7 @@ def test_runs_without_a_common_prompt_cannot_be_compared(here, capsys):
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_what_is_missing(here, capsys, rows, words, said):
-    pq.write_table(pa.Table.from_pylist(rows), "out.parquet")
+    write_prompts("out.parquet", rows)
     assert main_eval.main(["data.path=out.parquet", "custom_reward_function.path=scorer.py", *words]) == 2
     assert said in capsys.readouterr().err
 

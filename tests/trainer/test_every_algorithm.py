@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.configs import changed
+from tests.harness.runs import logged, prepare
 from verl.config import load_config, record_reads
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl.trainer import main_ppo
@@ -22,7 +21,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": digits + len(solution_str) % 3, "digits": digits, "thirds": len(solution_str) % 3}
 """
 COMMON = [
-    "data.train_files=train.jsonl",
+    "data.train_files=train.parquet",
     "data.train_batch_size=4",
     "data.max_prompt_length=64",
     "data.max_response_length=6",
@@ -95,28 +94,20 @@ EXACT_KL = {"actor/kl_loss": f"{A}.kl_loss_type", "actor/reward_kl_penalty": f"{
 reads: set[str] = set()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("every_algorithm")
-    tiny_model_dir(made / "model", hidden=16, heads=2, kv_heads=1, layers=1)
-    write_prompts(made / "train.jsonl", 16)
-    (made / "scorer.py").write_text(SCORER)
-    return made
+@pytest.fixture(scope="module", autouse=True)
+def here(shared_workplace: Path) -> None:
+    prepare(SCORER, 16, hidden=16, heads=2, kv_heads=1, layers=1)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_runs_by_configuration_alone(folder, monkeypatch, name):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
-    words = [*COMMON, f"trainer.experiment_name={name.replace(' ', '_')}", "trainer.project_name=all", *RUNS[name]]
-    keys = [word.split("=")[0] for word in words]
-    words = [word for i, word in enumerate(words) if keys[i] not in keys[i + 1 :]]
+def test_it_runs_by_configuration_alone(name):
+    label = name.replace(" ", "_")
+    words = changed(COMMON, f"trainer.experiment_name={label}", *RUNS[name])
     config = load_config("ppo_trainer", words)
     with record_reads() as found:
         main_ppo.run_ppo(config)
     reads.update(found)
-    lines = (folder / "logs/all" / f"{name.replace(' ', '_')}.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["data"] for line in lines]
+    steps = logged("logs", label)
     assert len(steps) == 10
     for step in steps:
         for key in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/advantages/mean"):

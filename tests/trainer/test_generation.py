@@ -14,10 +14,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from tests.harness.configs import changed
 from tests.harness.models import tiny_model_dir, tiny_tokenizer
 from tests.harness.rows import addition_rows, write_prompts
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rollout import Completion, Sampler, SamplingParams
 from verl.trainer import main_generation, main_generation_server
 from verl.trainer.generation import Job, generate_file, model_identity
@@ -39,15 +40,13 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    reset_notices()
     yield folder
     for file in folder.glob("out*"):
         file.unlink()
 
 
 def run(*changes):
-    given = {word.partition("=")[0] for word in changes}
-    return main_generation.main([key for key in KEYS if key.partition("=")[0] not in given] + list(changes))
+    return main_generation.main(changed(KEYS, *changes))
 
 
 def responses(file="out.parquet"):

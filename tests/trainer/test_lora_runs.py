@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.harness.logged_runs import SCORER, logged_steps
-from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import turns, write_prompts
+from tests.harness.runs import logged, logged_steps, prepare
+from tests.harness.scorers import scorer
 from verl.config import load_config
 from verl.models.merging import merge
 from verl.trainer import sft_trainer
@@ -22,19 +19,17 @@ LORA = ["lora_rank=4", "lora_alpha=8", "target_modules=[q_proj,v_proj,up_proj]"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    tiny_model_dir("model")
-    write_prompts("train.parquet", 8)
-    Path("scorer.py").write_text(SCORER)
-    return tmp_path
+def here(workplace):
+    prepare(scorer("len(solution_str) % 5"))
+    return workplace
 
 
 def run_ppo(steps: int, folder: str, *more: str) -> list[dict]:
     return logged_steps(
         folder,
         *(f"actor_rollout_ref.model.{word}" for word in LORA),
+        "data.train_batch_size=2",
+        "data.max_response_length=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.optim.lr=0.05",
@@ -65,8 +60,7 @@ def test_an_rl_run_trains_the_adapter_against_its_own_base_and_resumes(here):
 
 
 def test_a_supervised_run_trains_the_adapter(here):
-    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 8), "sft.parquet")
+    write_prompts("sft.parquet", [{"messages": turns("1+1=", "2")}] * 8)
     config = load_config(
         "sft_trainer",
         [
@@ -84,7 +78,7 @@ def test_a_supervised_run_trains_the_adapter(here):
         ],
     )
     sft_trainer.run_sft(config)
-    losses = [json.loads(line)["data"]["train/loss"] for line in Path("logs/lora/sft.jsonl").read_text().splitlines()]
+    losses = [step["train/loss"] for step in logged("logs/lora", "sft")]
     assert losses[-1] < losses[0] - 0.1
     (saved,) = Path("sft").glob("global_step_4/*/huggingface/adapter_model.safetensors")
     assert len(load_file(saved)) == 2 * 3 * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -12,14 +11,14 @@ from safetensors.torch import load_file
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.reward_models import reward_worker
+from tests.harness.rows import write_prompts
+from tests.harness.runs import logged
 from verl.trainer import dpo_trainer, rm_trainer
 from verl.trainer.pairs import split_at_answers
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+def here(workplace: Path) -> Path:
     tiny_model_dir("model")
     draw = random.Random(0)
     for name, count in (("train", 48), ("val", 16)):
@@ -27,8 +26,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for _ in range(count):
             a, b = draw.randint(0, 9), draw.randint(0, 9)
             rows.append({"prompt": f"{a}+{b}=", "chosen": f"{a + b} ok", "rejected": f"no idea {b}"})
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+        write_prompts(f"{name}.jsonl", rows)
+    return workplace
 
 
 def train(program, name: str, *changes: str) -> list[dict]:
@@ -47,8 +46,7 @@ def train(program, name: str, *changes: str) -> list[dict]:
         "trainer.logger=[file]",
     ]
     assert program.main([*arguments, *changes]) == 0
-    (log,) = Path("logs").rglob(f"{name}.jsonl")
-    return [json.loads(line)["data"] for line in log.read_text().splitlines()]
+    return logged("logs", name)
 
 
 def weights(name: str, step: int) -> dict[str, torch.Tensor]:

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.configs import changed
+from tests.harness.rows import talks, write_prompts
+from tests.harness.runs import COMMON, prepare
+from tests.harness.scorers import scorer
 from verl.config import ProfilerConfig, load_config
 from verl.config.loading import read_config
 from verl.config.nsight import nsight_options
@@ -25,34 +25,25 @@ from verl.observability.profiler import ProfiledSteps, RoleProfiler, mini_batch_
 from verl.trainer import main_ppo, runtime, sft_trainer
 from verl.trainer.placement import topology_of
 
-SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
-RUN = [
-    "algorithm.adv_estimator=grpo",
-    "data.train_files=train.parquet",
-    "data.train_batch_size=4",
-    "data.max_prompt_length=64",
+RUN = changed(
+    COMMON,
     "data.max_response_length=4",
-    "actor_rollout_ref.model.path=model",
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.use_kl_loss=true",
-    "reward.custom_reward_function.path=scorer.py",
     "trainer.device=cpu",
     "trainer.total_training_steps=2",
     "trainer.logger=[]",
     "global_profiler.tool=torch",
     "global_profiler.save_path=found",
-]
+)
 ACTOR, REF = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    tiny_model_dir("model")
-    write_prompts("train.parquet", 8)
-    Path("scorer.py").write_text(SCORER)
-    return tmp_path
+def here(workplace: Path) -> Path:
+    prepare(scorer("len(solution_str)"))
+    return workplace
 
 
 def files(folder: str | Path = "found") -> list[str]:
@@ -96,8 +87,7 @@ def test_steps_in_a_row_share_a_recording_that_is_written_at_the_end_of_the_run_
 
 
 def test_a_supervised_run_records_its_steps(here):
-    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 6), "sft.parquet")
+    write_prompts("sft.parquet", talks(6))
     told = ["data.train_files=sft.parquet", "data.train_batch_size=2", "model.path=model", "trainer.total_epochs=1"]
     told += ["trainer.device=cpu", "trainer.logger=[]", "trainer.profile_interval=[2,3]", "profiler.enable=true"]
     sft_trainer.run_sft(load_config("sft_trainer", [*told, "profiler.save_path=found"]))

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.configs import changed
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import turns, write_prompts
+from tests.harness.runs import COMMON, prepare
+from tests.harness.scorers import scorer
 from verl.checkpoint import find_checkpoint
 from verl.config import provenance
 from verl.config.groups import NAMES
@@ -19,30 +22,18 @@ from verl.config.schema import schema_of
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo, sft_trainer
 
-SCORER = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) / 9\n"
-)
 KEY = "trainer.resume_changed"
-GRPO = [
-    "algorithm.adv_estimator=grpo", "data.train_files=train.parquet", "data.train_batch_size=2",
-    "data.max_prompt_length=64", "data.max_response_length=4", "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "reward.custom_reward_function.path=scorer.py", "trainer.logger=[file]", "trainer.default_local_dir=run",
-    "trainer.save_freq=1", "trainer.runtime=local", "trainer.rollout_data_dir=samples",
-]  # fmt: skip
+GRPO = changed(
+    COMMON, "data.train_batch_size=2", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.default_local_dir=run", "trainer.save_freq=1",
+    "trainer.resume_mode=auto", "trainer.rollout_data_dir=samples",
+)  # fmt: skip
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    reset_notices()
-    tiny_model_dir("model", hidden=16, layers=1, heads=2, kv_heads=1)
-    write_prompts("train.parquet", 4)
-    Path("scorer.py").write_text(SCORER)
-    yield tmp_path
-    reset_notices()
+def here(workplace):
+    prepare(scorer("len(solution_str) / 9"), 4, hidden=16, layers=1, heads=2, kv_heads=1)
+    return workplace
 
 
 @pytest.fixture
@@ -80,6 +71,10 @@ def test_a_run_that_is_refused_leaves_the_configuration_as_it_was(run):
     assert names("logs") == ["verl_examples/gsm8k.jsonl"]
 
 
+def other_scorer() -> None:
+    Path("scorer.py").write_text(scorer("len(solution_str) / 8"))
+
+
 def other_model() -> None:
     tiny_model_dir("model", hidden=16, layers=1, heads=2, kv_heads=1, seed=5)
 
@@ -91,7 +86,7 @@ SERIOUS = {
     "seed": (["trainer.seed=2"], None, "trainer.seed"),
     "samples per prompt": (["actor_rollout_ref.rollout.n=4"], None, "rollout.n"),
     "base model": ([], other_model, "model.path"),
-    "reward": ([], lambda: Path("scorer.py").write_text(SCORER.replace("9", "8")), "custom_reward_function.path"),
+    "reward": ([], other_scorer, "custom_reward_function.path"),
     "data": ([], lambda: write_prompts("train.parquet", 6), "data.train_files"),
 }
 
@@ -151,10 +146,7 @@ def test_each_run_that_begins_has_metrics_and_samples_of_its_own_and_one_that_go
 
 
 def test_supervised_runs_are_held_to_the_same(run):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "b"}]} for i in range(8)
-    ]
-    Path("sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_prompts("sft.jsonl", [{"messages": turns(f"{i}", "b")} for i in range(8)])
     words = ["data.train_files=sft.jsonl", "data.train_batch_size=4", "data.max_length=64", "model.path=model",
              "trainer.save_freq=1", "trainer.default_local_dir=run", "trainer.logger=[file]"]  # fmt: skip
     settings = {"program": sft_trainer, "words": words}

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import talks, write_prompts
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.config.node import full_keys, place
 from verl.data import tokenizer_of
@@ -24,8 +24,7 @@ from verl.workers.part import layout, make_engine
 def words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_prompts("rows.parquet", 2)
-    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    write_prompts("talks.parquet", [{"messages": talk}] * 2)
+    write_prompts("talks.parquet", talks(2))
     path = tiny_model_dir(tmp_path / "model")
     return ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "trainer.device=cpu"], path
 

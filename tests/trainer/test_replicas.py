@@ -76,9 +76,7 @@ def configured(*changes: str):
 def no_files(monkeypatch):
     """Only the rules about replicas, whatever this machine has."""
     monkeypatch.setattr("verl.config.validate.validate", lambda cfg, served=False: None)
-    reset_notices()
     yield
-    reset_notices()
 
 
 @pytest.mark.usefixtures("no_files")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.logged_runs import SCORER, logged_steps
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.runs import logged_steps, prepare
+from tests.harness.scorers import scorer
 from verl.errors import RolloutError, VerlError
 from verl.protocol import DataProto
 from verl.trainer.ppo.experts import balance
@@ -20,21 +20,22 @@ EVERY = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
 R3 = [f"{MODE}=R3", f"{RECORD}=true"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("mixture")
-    tiny_model_dir(folder / "dense")
-    tiny_model_dir(folder / "model", "qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-    write_prompts(folder / "train.parquet", 8)
-    (folder / "scorer.py").write_text(SCORER)
-    return folder
+@pytest.fixture(scope="module", autouse=True)
+def folder(shared_workplace) -> Path:
+    tiny_model_dir("dense")
+    prepare(
+        scorer("len(solution_str) % 5"),
+        family="qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    return shared_workplace
 
 
-def run(folder: Path, name: str, monkeypatch, *more: str) -> list[dict]:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
-    short = ("actor_rollout_ref.actor.optim.lr=1e-4", "trainer.total_training_steps=2", "trainer.save_freq=-1")
-    return logged_steps(name, *short, *more)
+def run(name: str, *more: str) -> list[dict]:
+    few = ("data.train_batch_size=2", "data.max_response_length=6", "actor_rollout_ref.actor.optim.lr=1e-4")
+    return logged_steps(name, *few, "trainer.total_training_steps=2", "trainer.save_freq=-1", *more)
 
 
 TWO_UPDATES = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.dtype=bfloat16"]
@@ -42,7 +43,7 @@ TWO_UPDATES = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_r
 
 def test_the_samplers_experts_are_replayed_in_old_log_probs_and_updates(folder, monkeypatch):
     more = [*TWO_UPDATES, "actor_rollout_ref.actor.use_kl_loss=true", f"{EVERY}=2"]
-    steps = run(folder, "r3", monkeypatch, *R3, *more)
+    steps = run("r3", *R3, *more)
     for step in steps[-2:]:
         assert 0 <= step["moe/replay_differs"] < 0.05 and step["training/rollout_probs_diff_max"] < 0.01
     assert ["rollout/moe/entropy" in step for step in steps[-2:]] == [False, True]
@@ -58,14 +59,14 @@ def test_the_samplers_experts_are_replayed_in_old_log_probs_and_updates(folder, 
 def test_a_reference_that_replays_the_experts_starts_where_the_actor_does(folder, monkeypatch):
     once = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.dtype=bfloat16"]
     more = [*once, f"{KL}=true", f"{REF}=R3"]
-    steps = run(folder, "reference", monkeypatch, *R3, *more)
+    steps = run("reference", *R3, *more)
     assert abs(steps[-2]["actor/kl_loss"]) < 1e-12, "the same weights and experts"
     assert steps[-1]["actor/kl_loss"] > 1e-9, "after an update they are another policy"
     assert not any(name.startswith("rollout/moe") for name in steps[-1]), "nobody has asked for it"
 
 
 def test_the_trainers_own_experts_are_replayed_with_several_updates(folder, monkeypatch):
-    steps = run(folder, "r2", monkeypatch, f"{MODE}=R2", *TWO_UPDATES)
+    steps = run("r2", f"{MODE}=R2", *TWO_UPDATES)
     # The first update of a batch is where the experts were recorded; the second has other weights.
     assert all(0 <= step["moe/replay_differs"] < 0.05 for step in steps[-2:])
     assert not any(name.startswith("rollout/moe") for name in steps[-1])
@@ -77,7 +78,7 @@ def test_a_loop_that_loses_the_experts_is_no_run_with_replay(folder, monkeypatch
     made = single_turn.AgentLoopOutput
     monkeypatch.setattr(single_turn, "AgentLoopOutput", lambda **given: made(**{**given, "routed_experts": None}))
     with pytest.raises(RolloutError, match="no sample came with them"):
-        run(folder, "lost", monkeypatch, *R3, *TWO_UPDATES)
+        run("lost", *R3, *TWO_UPDATES)
 
 
 REFUSED = {
@@ -101,7 +102,7 @@ REFUSED = {
 def test_what_cannot_be_replayed_is_refused_before_a_model_is_loaded(folder, monkeypatch, why):
     more, message = REFUSED[why]
     with pytest.raises(VerlError, match=message):
-        run(folder, "refused", monkeypatch, *more)
+        run("refused", *more)
     assert not (folder / "logs" / "logged" / "refused.jsonl").exists()
 
 

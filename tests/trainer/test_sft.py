@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 
 from tests.harness.models import tiny_model_dir
+from tests.harness.rows import turns, write_prompts
+from tests.harness.runs import logged, records
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer, sft_trainer_ray
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+def here(workplace: Path) -> Path:
     tiny_model_dir("model")
     draw = random.Random(0)
     letters = [[draw.choice("abcdefgh") for _ in range(3)] for _ in range(112)]
     for name, part in (("train", letters[:96]), ("val", letters[96:])):
-        rows = [{"messages": [say("user", "".join(word)), say("assistant", "said " + word[0] * 3)]} for word in part]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def say(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+        rows = [{"messages": turns("".join(word), "said " + word[0] * 3)} for word in part]
+        write_prompts(f"{name}.jsonl", rows)
+    return workplace
 
 
 def test_the_loss_on_held_out_conversations_falls(here):
@@ -38,8 +33,7 @@ def test_the_loss_on_held_out_conversations_falls(here):
         "trainer.default_local_dir=sft", "trainer.experiment_name=sft", "trainer.logger=[file]",
     ]  # fmt: skip
     assert sft_trainer.main(words) == 0
-    (log,) = Path("logs").rglob("sft.jsonl")
-    steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
+    steps = logged("logs", "sft")
     losses = [step["val/loss"] for step in steps if "val/loss" in step]
     assert steps[0]["train/loss"] > 5  # log 259 = 5.6: a new model knows nothing
     assert len(losses) == 3 and losses[-1] < losses[0] and losses[-1] < 0.9
@@ -55,7 +49,7 @@ def test_each_epoch_ends_with_a_validation_and_a_checkpoint(here):
     ]  # fmt: skip
     assert sft_trainer.main(words) == 0
     (log,) = Path("logs").rglob("epochs.jsonl")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = records(log)
     assert [line["step"] for line in lines if "val/loss" in line["data"]] == [6, 8]
     assert sorted(path.name for path in Path("sft").glob("global_step_*")) == ["global_step_6", "global_step_8"]
 

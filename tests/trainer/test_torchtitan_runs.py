@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.logged_runs import SCORER, logged_steps
 from tests.harness.models import tiny_model_dir
 from tests.harness.ranks import run_cells
-from tests.harness.rows import write_prompts
+from tests.harness.runs import logged_steps, prepare
+from tests.harness.scorers import scorer
 from tests.harness.training_programs import PROGRAMS, STEPS, SftCell
 from verl.models.hf_folder import read_weights
 
@@ -20,20 +20,12 @@ SFT = PROGRAMS["sft"]
 A = "actor_rollout_ref.actor"
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    return tmp_path
-
-
-def test_grpo_gives_the_numbers_of_the_plain_engine_also_after_its_checkpoint(here):
+def test_grpo_gives_the_numbers_of_the_plain_engine_also_after_its_checkpoint(workplace):
     """With prompts shared in a group, a KL to a reference, and weights handed to the sampler before every step."""
-    tiny_model_dir("model", "qwen3")
-    write_prompts("train.parquet", 6)
-    Path("scorer.py").write_text(SCORER)
-    common = ("trainer.total_training_steps=3", "trainer.save_freq=2", f"{A}.use_kl_loss=true",
-              f"{A}.ppo_mini_batch_size=2", f"{A}.optim.lr=1e-3", "trainer.device=cpu")  # fmt: skip
+    prepare(scorer("len(solution_str) % 5"), 6, family="qwen3")
+    common = ("data.train_batch_size=2", "data.max_response_length=6", f"{A}.ppo_mini_batch_size=2",
+              f"{A}.use_kl_loss=true", f"{A}.optim.lr=1e-3", "trainer.total_training_steps=3", "trainer.save_freq=2",
+              "trainer.device=cpu")  # fmt: skip
     plain = logged_steps("plain", *common)
     titan = logged_steps("titan", *common, "model_engine=torchtitan")
     (again,) = logged_steps("again", *common, "model_engine=torchtitan", "trainer.resume_mode=resume_path",
@@ -46,19 +38,20 @@ def test_grpo_gives_the_numbers_of_the_plain_engine_also_after_its_checkpoint(he
 
 
 @pytest.mark.dist
-def test_fine_tuning_with_shared_layers_or_in_stages_gives_the_curve_of_one_process(here):
+def test_fine_tuning_with_shared_layers_or_in_stages_gives_the_curve_of_one_process(workplace):
     """Their checkpoints hold the weights under their names of the files."""
-    SFT.prepare(here)
-    tiny_model_dir(here / "model", "qwen3", tie_word_embeddings=False)  # as stages need it
+    SFT.prepare(workplace)
+    tiny_model_dir(workplace / "model", "qwen3", tie_word_embeddings=False)  # as stages need it
+    on_titan = ("engine=torchtitan", "trainer.device=cpu")
     cells = {
-        name: SftCell(here, here / name, ("engine=torchtitan", f"engine.torchtitan.{name}=2", "trainer.device=cpu"))
+        name: SftCell(workplace, workplace / name, (*on_titan, f"engine.torchtitan.{name}=2"))
         for name in ("tensor_parallel_size", "pipeline_parallel_size")
     }
-    run_cells(1, [SftCell(here, here / "plain")], here / "notes")
-    plain, stored = SFT.metrics(here / "plain"), read_weights(here / "model")
+    run_cells(1, [SftCell(workplace, workplace / "plain")], workplace / "notes")
+    plain, stored = SFT.metrics(workplace / "plain"), read_weights(workplace / "model")
     for name, cell in cells.items():
-        run_cells(2, [cell], here / f"notes_{name}")
-        shared = SFT.metrics(here / name)
+        run_cells(2, [cell], workplace / f"notes_{name}")
+        shared = SFT.metrics(workplace / name)
         assert list(shared) == list(plain) == list(range(1, STEPS + 1))
         for step, expected in plain.items():
             # Tensor-parallel ranks get as many tokens each, so some rows have padding that others have not.
@@ -66,4 +59,4 @@ def test_fine_tuning_with_shared_layers_or_in_stages_gives_the_curve_of_one_proc
             names = [name for name in names if "time" not in name and name != "train/padding_waste"]
             assert "train/loss" in names
             assert {n: shared[step][n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4)
-        assert SFT.weights(here / name).keys() == stored.keys()
+        assert SFT.weights(workplace / name).keys() == stored.keys()

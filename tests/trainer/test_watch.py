@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.harness.models import tiny_model_dir
-from tests.harness.runs import SCORER, prepare, train
-from verl.metrics import notices, reset_notices
+from tests.harness.rows import turns, write_prompts
+from tests.harness.runs import prepare, train
+from tests.harness.scorers import LETTERS, scorer
+from verl.metrics import notices
 from verl.trainer import sft_trainer
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.watch import PATIENCE, Watch, signs_of_supervised
@@ -23,11 +22,8 @@ SIGNS = (
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    reset_notices()
-    yield
-    reset_notices()
+def here(workplace):
+    """Every test of this file."""
 
 
 def told() -> dict[str, str]:
@@ -38,10 +34,6 @@ def run(scorer: str, *changes: str, **model) -> dict[str, str]:
     prepare(scorer, **model)
     train("trainer.total_training_steps=2", "actor_rollout_ref.rollout.ignore_eos=true", *changes)
     return told()
-
-
-def scorer(expression: str) -> str:
-    return f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {expression}\n"
 
 
 def test_equal_rewards_are_told_with_the_likely_cause_and_where_to_look():
@@ -64,16 +56,16 @@ def test_groups_without_signal_are_told_where_the_batch_varies():
 def test_samples_that_are_all_cut_off_are_told():
     """Of the 259 tokens one ends an answer: none of the 8 that this seed draws."""
     few = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-    found = run(SCORER, *few, "actor_rollout_ref.rollout.ignore_eos=false", "data.max_response_length=1")
+    found = run(LETTERS, *few, "actor_rollout_ref.rollout.ignore_eos=false", "data.max_response_length=1")
     assert "cut off" in found["response_length/clip_ratio"]
 
 
 def test_a_learning_rate_of_zero_is_told():
-    assert set(run(SCORER, "actor_rollout_ref.actor.optim.lr=0")) == {"actor/lr"}
+    assert set(run(LETTERS, "actor_rollout_ref.actor.optim.lr=0")) == {"actor/lr"}
 
 
 def test_a_healthy_run_is_told_nothing():
-    assert run(SCORER, "trainer.total_training_steps=6") == {}
+    assert run(LETTERS, "trainer.total_training_steps=6") == {}
 
 
 def test_a_sign_is_told_when_it_has_held_for_some_steps_and_once():
@@ -130,8 +122,7 @@ def test_collapse_and_samples_that_are_all_masked_are_told():
 
 def test_supervised_training_that_repeats_its_loss_says_so():
     tiny_model_dir("model")
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_prompts("train.jsonl", [{"messages": turns("a", "b")}] * 8)
     words = ["data.train_files=train.jsonl", "data.train_batch_size=4", "data.max_length=64", "model.path=model",
              "optim.lr=0", "trainer.total_training_steps=2", "trainer.logger=[file]"]  # fmt: skip
     assert sft_trainer.main(words) == 0

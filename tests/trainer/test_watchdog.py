@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.harness.programs import python
 from verl import stacks
 from verl.errors import WorkerError
 from verl.observability.spans import Activity, Span, Spans, now
@@ -133,8 +134,7 @@ def test_a_run_that_does_not_hear_of_it_is_ended_after_a_while(tmp_path):
         with watchdog.Watchdog(spans, 0.2, Path(sys.argv[1]), list), spans.span("gen", 1):
             time.sleep(600)
     """
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    ended = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
+    ended = python("-c", code, str(tmp_path), check=False, timeout=300)
     assert ended.returncode == 2
     assert ended.stderr.count("trainer.hang_seconds: nothing has happened for") == 1
     assert "It had to be killed; finished checkpoints are untouched" in ended.stderr

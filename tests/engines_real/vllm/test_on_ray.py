@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import arithmetic  # noqa: F401  # a fixture
 from tests.harness.programs import command, curve, metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
@@ -12,7 +11,7 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
-def test_grpo_with_vllm_in_its_own_actor_trains_on_what_the_new_weights_sample(arithmetic, own_ray_folder, backend):  # noqa: F811
+def test_grpo_with_vllm_in_its_own_actor_trains_on_what_the_new_weights_sample(arithmetic, own_ray_folder, backend):
     done = command(
         "verl.trainer.main_ppo",
         *arithmetic.arguments,
@@ -36,7 +35,7 @@ def test_grpo_with_vllm_in_its_own_actor_trains_on_what_the_new_weights_sample(a
     assert rewards[-1] > rewards[0] + 0.02
 
 
-def test_groups_that_vllm_samples_beside_training_go_on_with_new_weights(arithmetic, own_ray_folder):  # noqa: F811
+def test_groups_that_vllm_samples_beside_training_go_on_with_new_weights(arithmetic, own_ray_folder):
     """Old log-probs are recomputed with the newest version, so that their gap to vLLM's shows its staleness alone."""
     command(
         "verl.trainer.main_ppo",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import arithmetic  # noqa: F401  # a fixture
 from tests.harness.programs import command, curve, metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 STEPS = 6
 
 
-def test_grpo_with_one_engine_of_two_processes_beside_two_trainers_learns(arithmetic, own_ray_folder):  # noqa: F811
+def test_grpo_with_one_engine_of_two_processes_beside_two_trainers_learns(arithmetic, own_ray_folder):
     done = command(
         "verl.trainer.main_ppo",
         *arithmetic.arguments,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import arithmetic  # noqa: F401  # a fixture
 from tests.harness.programs import command, curve, metrics
 
 pytestmark = pytest.mark.e2e
@@ -12,7 +11,7 @@ ACCURACY = "val-core/arithmetic/reward/mean@1"
 STEPS = 30
 
 
-def test_grpo_over_vllm_reaches_the_accuracy_of_hf(arithmetic):  # noqa: F811  # the fixture
+def test_grpo_over_vllm_reaches_the_accuracy_of_hf(arithmetic):  # the fixture
     found = {}
     for engine in ("hf", "vllm"):
         command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,11 +14,10 @@ from safetensors.torch import load_file
 from scripts.count_frames import counted
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.runs import logged, records
+from tests.harness.scorers import LETTERS
 from verl.trainer import main_ppo
 
-SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 10
-"""
 SETTINGS = (
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=true",
@@ -88,7 +86,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ray_runs")
     tiny_model_dir(folder / "model")
     write_prompts(folder / "train.parquet", 12)
-    (folder / "scorer.py").write_text(SCORER)
+    (folder / "scorer.py").write_text(LETTERS)
     return folder
 
 
@@ -111,11 +109,8 @@ def train(task: Path, two_nodes: str) -> Callable[..., Run]:
         finally:
             os.chdir(before)
             del os.environ["VERL_FILE_LOGGER_ROOT"]
-        (log,) = (task / "logs").rglob(f"{name}.jsonl")
-        steps_logged = [record["data"] for record in map(json.loads, log.read_text().splitlines())]
         dumped = sorted((task / name / "samples").glob("*.jsonl"), key=lambda file: int(file.stem))
-        samples = [[json.loads(line) for line in file.read_text().splitlines()] for file in dumped]
-        return Run(steps_logged, samples, task / name)
+        return Run(logged(task / "logs", name), [records(file) for file in dumped], task / name)
 
     return run
 

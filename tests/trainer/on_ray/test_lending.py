@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
+from tests.harness.runs import records
 from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.spans import read_spans
 from verl.trainer.ppo.lending import LendingRule
@@ -58,7 +57,7 @@ def test_a_trainer_that_lends_its_device_trains_on_the_samples_of_one_that_has_n
     moved = sum(step["separate_async/switch/moved_requests"] for step in lent.steps)
     assert moved == (lent.folder / "ledger.jsonl").read_text().count('"moved"')
     assert all(step["training/off_policy/trajectory_staleness_worst/max"] <= 1 for step in lent.steps)
-    decisions = [json.loads(line) for line in (lent.folder / "schedule.jsonl").read_text().splitlines()]
+    decisions = records(lent.folder / "schedule.jsonl")
     drew = {span[0] for one in decisions if one["event"] == "ended" for group in one["groups"]
             for request in group["requests"].values() for span in request["spans"]}  # fmt: skip
     assert drew == {"replica of rollout[0]", "replica of actor[0]"}

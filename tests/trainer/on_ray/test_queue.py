@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.harness.runs import records
 from verl.metrics import notices
 from verl.observability import ledger_reader
 from verl.observability.gantt import busy_seconds, by_role
@@ -148,7 +149,7 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     ours, theirs = run.weights(3), in_turn.weights(3)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     moved = sum(step["rollout/replicas/resent"] for step in run.steps)
-    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    lines = records(folder / "ledger.jsonl")
     assert 0 < moved <= sum(line["event"] == "moved" for line in lines)
     assert run.steps[-1]["rollout/replicas/alive"] == 3 and run.steps[-1]["rollout/replicas/replaced"] >= 4
     said = notices()["rollout, replica 1, replaced"]
@@ -208,7 +209,7 @@ def test_requests_of_a_killed_replica_go_on_elsewhere_from_what_it_had_reported(
              "data.max_response_length=1500", "actor_rollout_ref.rollout.ignore_eos=true",
              "actor_rollout_ref.model.override_config.max_position_embeddings=2048")  # fmt: skip
     run = train("kept", 1, *loose)
-    lines = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    lines = records(run.folder / "ledger.jsonl")
     kept = [line["kept"] for line in lines if line["event"] == "moved"]
     assert killed and kept and 5 < max(kept) < 1500, kept
     tokens = [line["tokens"] for line in lines if line["event"] == "sampled"]

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from scripts.count_frames import LOCAL_FRAMES, RAY_FRAMES, SETTING, counted
+from tests.harness.runs import numbers
 from tests.trainer.on_ray.conftest import Run
 from verl.metrics import notices, reset_notices
 
 pytestmark = pytest.mark.dist
 CLOCKS = ("timing", "perf/", "global_seqlen/")
 STEP = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
-
-
-def numbers(step: dict) -> dict[str, float]:
-    """The metrics that say what was computed, not how fast."""
-    return {name: value for name, value in step.items() if not name.startswith(CLOCKS)}
 
 
 def agree(run: Run, reference: Run, tolerance: float = 1e-5, steps: slice = slice(None)) -> None:
@@ -30,7 +26,7 @@ def agree(run: Run, reference: Run, tolerance: float = 1e-5, steps: slice = slic
 def test_ray_with_one_worker_gives_the_bits_of_this_process(train: Callable[..., Run], alone: Run):
     with counted() as frames:
         ray = train("one", 4, "trainer.runtime=ray", "trainer.save_freq=4", SETTING)
-    assert [numbers(step) for step in ray.steps] == [numbers(step) for step in alone.steps]
+    assert [numbers(step, CLOCKS) for step in ray.steps] == [numbers(step, CLOCKS) for step in alone.steps]
     assert ray.samples == alone.samples and len(ray.samples) == 4
     ours, theirs = ray.weights(4), alone.weights(4)
     assert ours.keys() == theirs.keys() and len(ours) > 50
@@ -71,7 +67,7 @@ def test_samplers_in_actors_of_their_own_and_weights_in_the_background_change_no
 ):
     hosted = "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"
     beside = train("beside", 2, "trainer.n_gpus_per_node=2", hosted, "trainer.async_weight_update=true")
-    assert [numbers(step) for step in beside.steps] == [numbers(step) for step in two.steps]
+    assert [numbers(step, CLOCKS) for step in beside.steps] == [numbers(step, CLOCKS) for step in two.steps]
     assert beside.samples == two.samples
 
 
@@ -87,7 +83,7 @@ def test_four_workers_on_two_nodes_do_so_too_and_say_where_they_are(train: Calla
 def test_roles_in_pools_of_their_own_give_the_bits_of_a_shared_pool(train: Callable[..., Run], alone: Run):
     pools = "trainer.resource_pools={critics:{roles:[critic],processes:[1]},references:{roles:[ref],processes:[1]}}"
     split = train("split", 4, "trainer.save_freq=4", pools)
-    assert [numbers(step) for step in split.steps] == [numbers(step) for step in alone.steps]
+    assert [numbers(step, CLOCKS) for step in split.steps] == [numbers(step, CLOCKS) for step in alone.steps]
     ours, theirs = split.weights(4), alone.weights(4)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.on_ray.conftest import SCORER
+from tests.harness.scorers import LETTERS
 from tests.trainer.on_ray.kept import Kept, kept_processes
 from tests.trainer.on_ray.test_sglang import assert_each_version_came_once, log, noted_in  # noqa: F401  # a fixture
 from verl.config import load_config
@@ -111,7 +111,7 @@ def train(kept: Kept, task: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """``train(name, steps, groups, *words)``: GRPO on so many groups a step, one mini-batch."""
     monkeypatch.chdir(task)
     monkeypatch.syspath_prepend(task)
-    (task / "scorer.py").write_text(SCORER)
+    (task / "scorer.py").write_text(LETTERS)
     (task / "slow.py").write_text(SLOW)
     (task / "late.py").write_text(LATE)
 

@@ -6,7 +6,6 @@ requests that are documented for 0.5.23.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.harness.runs import records
 from tests.trainer.on_ray.conftest import Run
 
 pytestmark = pytest.mark.dist
@@ -77,7 +77,7 @@ def log(task: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def noted_in(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return records(log)
 
 
 def assert_each_version_came_once(noted: list[dict[str, Any]]) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from tests.brief.small import small
 from tests.brief.table import rows
-from tests.brief.test_runs import SCORER
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.scorers import LETTERS
 from tests.matrix.cells import prepare, reason, start, unchecked, usual
 from tests.matrix.test_starts import GRPO, SHIM, A, P, R, disagreeing
 from tests.trainer.on_ray.kept import Kept, kept_processes
@@ -89,7 +89,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guides")
     tiny_model_dir(folder / "model")
     write_prompts(folder / "train.parquet", 8)
-    (folder / "scorer.py").write_text(SCORER)
+    (folder / "scorer.py").write_text(LETTERS)
     return folder
 
 

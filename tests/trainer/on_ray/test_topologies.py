@@ -13,6 +13,7 @@ from statistics import mean
 
 import pytest
 
+from tests.harness.scorers import scorer
 from tests.trainer.on_ray.conftest import Run
 from verl.rollout.server.client import HttpClient
 from verl.rollout.server.host import LISTENING
@@ -21,9 +22,7 @@ from verl.rollout.server.process import KEY
 
 pytestmark = pytest.mark.dist
 R, SECRET = "actor_rollout_ref.rollout", "a key that both sides know"
-EVEN = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(ord(character) % 2 == 0 for character in solution_str) / 6
-"""
+EVEN = scorer("sum(ord(character) % 2 == 0 for character in solution_str) / 6")
 STEPS = 5
 LEARN = (
     "algorithm.adv_estimator=grpo",

@@ -10,7 +10,6 @@ import torch
 
 from tests.harness.runs import prepare, train
 from verl.errors import ConfigError, DataError
-from verl.metrics import reset_notices
 
 # Sample k of a prompt is right if letter k of its ground truth is 1. `acc` decides what is kept, the score is something
 # else; every call is written down.
@@ -51,9 +50,7 @@ def rows(patterns: list[str]) -> list[dict]:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    reset_notices()
+def here(workplace):
     prepare(PATTERNS, rows(GROUPS))
 
 
@@ -149,7 +146,6 @@ LETTERS = """def compute_score(data_source, solution_str, ground_truth, extra_in
 @pytest.fixture
 def letters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    reset_notices()
 
     def make(fails: bool) -> None:
         prepare(LETTERS.replace("FAILS", str(fails)), rows(["x"] * 4))

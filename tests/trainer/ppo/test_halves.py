@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.runs import prepare, train
+from tests.harness.runs import numbers, prepare, train
+from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, replace
 from verl.trainer.ppo.callbacks import Callback
 from verl.trainer.ppo.context import RunState
@@ -12,9 +13,7 @@ from verl.trainer.ppo.schedules.sync import SyncSchedule
 from verl.trainer.ppo.step import collect, learn
 
 LEARNS = ("adv", "update_actor", "old_log_prob")
-SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": len(set(solution_str)) / 10, "letters": len(solution_str)}
-"""
+SCORER = scorer("{'score': len(set(solution_str)) / 10, 'letters': len(solution_str)}")
 RUN = (
     "trainer.total_training_steps=3",
     "trainer.skip_old_log_prob=false",
@@ -60,17 +59,12 @@ class Books(Callback):
         self.books.append((ctx.step, ctx.epoch, ctx.sample_info, set(ctx.timers.seconds), ctx.gen_batches))
 
 
-def compared(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(("perf/", "timing_s/"))}
-
-
-def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(workplace):
     prepare(scorer=SCORER)
     in_turn, at_once = Books(), Books()
     first = train(*RUN, watch=in_turn)
     second = train(*RUN, f"trainer.v1.trainer_mode={__name__}:Ahead", watch=at_once)
-    assert [compared(step) for step in second.metrics] == [compared(step) for step in first.metrics]
+    assert [numbers(step) for step in second.metrics] == [numbers(step) for step in first.metrics]
     for mine, other in zip(second.batches, first.batches, strict=True):
         assert mine.batch["responses"].tolist() == other.batch["responses"].tolist()
         assert mine.batch["advantages"].tolist() == other.batch["advantages"].tolist()

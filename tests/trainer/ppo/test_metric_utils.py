@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.errors import DataError
-from verl.metrics import Metric, notices, reset_notices
+from verl.metrics import Metric, notices
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import (
     bootstrap_metric,
@@ -159,7 +159,6 @@ def test_data_sources_and_single_samples_are_kept_apart():
 
 
 def test_samples_without_a_value_are_left_out_and_a_shortfall_is_told():
-    reset_notices()
     infos = {"acc": [1.0, None, float("nan"), 0.0], "reward": [1, 2, 3, 4]}
     found = process_validation_metrics(["s"] * 4, ["a", "a", "a", "b"], infos, expected_acc_counts={"s": 4})
     assert found["s"]["acc"]["mean@3"] == 1 and found["s"]["acc"]["mean@1"] == 0

@@ -5,15 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.harness.runs import Seen, prepare, train
+from tests.harness.runs import CLOCKS, Seen, differing, numbers, train
+from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, load_config
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices
@@ -33,27 +32,16 @@ STREAM = (
     "async_training.staleness_threshold=0.5",
     "async_training.trigger_parameter_sync_step=1",
 )
-CLOCKS = ("timing", "perf/")
-EVEN = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(ord(character) % 2 == 0 for character in solution_str) / 6
-"""
+EVEN = scorer("sum(ord(character) % 2 == 0 for character in solution_str) / 6")
 COMPARED = ("prompts", "responses", "rollout_log_probs")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory) -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("one_step_off"))
-        prepare()
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def ahead(here) -> Seen:
+def ahead(shared_here) -> Seen:
     """Four steps, with the step of every call of the sampler."""
     asked: list[int] = []
     generate = stages.generate
-    with here.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             stages, "generate", lambda prompts, roles, ctx: (asked.append(ctx.step), generate(prompts, roles, ctx))[1]
         )
@@ -63,7 +51,7 @@ def ahead(here) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def still(here) -> Seen:
+def still(shared_here) -> Seen:
     """The synchronous schedule, by weights that stay as they are."""
     return train(*STILL, "trainer.default_local_dir=still")
 
@@ -75,10 +63,6 @@ def run(folder: str, *changes: str) -> Seen:
 
 def same_samples(one: DataProto, other: DataProto) -> bool:
     return all(torch.equal(one.batch[name], other.batch[name]) for name in COMPARED)
-
-
-def numbers(steps: list[dict[str, float]], besides: tuple[str, ...] = CLOCKS) -> list[dict[str, float]]:
-    return [{name: value for name, value in step.items() if not name.startswith(besides)} for step in steps]
 
 
 def per_step(seen: Seen, name: str) -> list[float]:
@@ -101,7 +85,8 @@ def test_every_batch_is_drawn_by_the_weights_from_before_the_update_that_it_was_
 def test_by_weights_that_stay_as_they_are_each_step_has_the_numbers_of_the_synchronous_schedule(still):
     one_off = train(*STILL, MODE, "trainer.default_local_dir=still_off")
     besides = (*CLOCKS, OFF)
-    assert numbers(one_off.metrics, besides) == numbers(still.metrics, besides) and len(still.metrics) == 3
+    one, other = ([numbers(step, besides) for step in seen.metrics] for seen in (one_off, still))
+    assert one == other and len(other) == 3
 
 
 def test_old_log_probs_are_recomputed_although_one_update_of_own_samples_would_not_need_them(ahead):
@@ -114,7 +99,7 @@ def test_old_log_probs_are_recomputed_although_one_update_of_own_samples_would_n
 @pytest.mark.parametrize(
     "how", [f"{CORRECTION}.bypass_mode=true", "actor_rollout_ref.actor.use_rollout_log_probs=true"]
 )
-def test_the_ratio_is_that_to_the_policy_that_drew_the_token(here, how):
+def test_the_ratio_is_that_to_the_policy_that_drew_the_token(shared_here, how):
     """The KL of the one update: the mean of the sampler's log-prob minus the policy's, which transformers computes."""
     seen = run(how.rpartition(".")[2].partition("=")[0], how)
     kl = per_step(seen, "actor/ppo_kl")
@@ -138,7 +123,7 @@ def log_probs_of(checkpoint: Path, batch: DataProto) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, batch.batch["responses"][..., None])[..., 0]
 
 
-def test_one_version_behind_a_run_learns_what_one_on_policy_learns(here):
+def test_one_version_behind_a_run_learns_what_one_on_policy_learns(shared_here):
     """A quarter of what the first model writes are even characters; the sampler's log-probs are the old ones.
 
     In a stream of half a step ahead half of the samples are one version behind.
@@ -164,7 +149,7 @@ def test_one_version_behind_a_run_learns_what_one_on_policy_learns(here):
     assert max(per_step(seen, f"{OFF}/trajectory_staleness_worst/max")) == 1
 
 
-def test_surplus_samples_that_would_be_two_versions_old_are_dropped_and_counted(here):
+def test_surplus_samples_that_would_be_two_versions_old_are_dropped_and_counted(shared_here):
     """Twice as many prompts as a batch needs: half of each collection waits, and step 4 comes too late for its rest."""
     filtered = (
         "algorithm.filter_groups.enable=true",
@@ -178,11 +163,6 @@ def test_surplus_samples_that_would_be_two_versions_old_are_dropped_and_counted(
     assert seen.metrics[3][f"{OFF}/evicted_samples_staleness/max"] == 2
 
 
-def weights(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    files = sorted((folder / "global_step_4").rglob("*.safetensors"))
-    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
-
-
 def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(ahead):
     saved = sorted(path.name for path in Path("once/global_step_2").iterdir() if path.is_dir())
     assert saved == ["actor", "ahead"] and not Path("once/global_step_4/ahead").exists()
@@ -190,9 +170,8 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(ahead):
     again = run("again")
     for mine, other in zip(again.batches, ahead.batches[2:], strict=True):
         assert same_samples(mine, other) and torch.equal(mine.batch["advantages"], other.batch["advantages"])
-    first, second = weights(Path("once")), weights(Path("again"))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-    assert numbers(again.metrics) == numbers(ahead.metrics[2:]), (
+    assert differing("once/global_step_4", "again/global_step_4") == []
+    assert [numbers(step) for step in again.metrics] == [numbers(step) for step in ahead.metrics[2:]], (
         "the metrics of its sampling are those of its step, too"
     )
 
@@ -222,7 +201,7 @@ def test_another_schedule_that_goes_on_trains_on_it_too(ahead):
         ),
     ],
 )
-def test_what_is_right_for_own_samples_alone_is_refused_before_anything_starts(here, words, parts):
+def test_what_is_right_for_own_samples_alone_is_refused_before_anything_starts(shared_here, words, parts):
     usual = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "algorithm.adv_estimator=grpo"]
     with pytest.raises(ConfigError) as caught:
         load_config("ppo_trainer", [*usual, "actor_rollout_ref.rollout.n=4", MODE, *words])
@@ -231,7 +210,7 @@ def test_what_is_right_for_own_samples_alone_is_refused_before_anything_starts(h
         load_config("ppo_trainer", [*usual, "actor_rollout_ref.rollout.n=4", *words])
 
 
-def test_samples_that_nothing_corrects_for_are_worth_a_notice(here):
+def test_samples_that_nothing_corrects_for_are_worth_a_notice(shared_here):
     usual = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "algorithm.adv_estimator=grpo"]
     for words, said in (
         ([], True),

@@ -9,7 +9,6 @@ import torch
 from tests.harness.runs import prepare, train
 from tests.trainer.ppo.test_dynamic_sampling import GROUPS, PATTERNS, rows
 from verl.config import PPOTrainerConfig, replace
-from verl.metrics import reset_notices
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.oversampling import choose
@@ -30,10 +29,8 @@ def chosen(rates: dict[str, list[float]], finish: list[str] | None = None, **dat
     return list(choose(samples, ctx).non_tensor_batch["uid"]), ctx.metrics.values()
 
 
-def test_prompts_of_middling_difficulty_are_trained_on_and_the_earliest_others_fill_the_batch(tmp_path, monkeypatch):
+def test_prompts_of_middling_difficulty_are_trained_on_and_the_earliest_others_fill_the_batch(workplace):
     """Rates 1, 1/4, 0, 3/4, 1/4, 1, 3/4, 0: five prompts of eight have room for four that are liked and the first."""
-    monkeypatch.chdir(tmp_path)
-    reset_notices()
     prepare(PATTERNS, rows(GROUPS))
     seen = train("data.train_batch_size=5", "data.oversample_factor=1.6", "data.filter_accuracy=true",
                  "data.shuffle=false", "actor_rollout_ref.actor.ppo_mini_batch_size=5")  # fmt: skip

@@ -9,16 +9,15 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.harness.runs import Seen, prepare, train
+from tests.harness.runs import Seen, differing, train
+from tests.harness.scorers import scorer
 from verl.agent_loop.failed import RunStops
 from verl.config import load_config
 from verl.config.pools import Pools, PoolSpec
@@ -42,14 +41,7 @@ MODE = "trainer.v1.trainer_mode"
 BASE = ("trainer.total_training_steps=4", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.optim.lr=1e-2")
 HALVES = ("async_training.trigger_parameter_sync_step=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
 STREAM = (f"{MODE}=fully_async", "async_training.staleness_threshold=0.5", *HALVES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def here(tmp_path_factory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("queues"))
-        prepare()
-        yield
+pytestmark = pytest.mark.usefixtures("shared_here")
 
 
 def run(folder: str, *changes: str) -> Seen:
@@ -64,14 +56,8 @@ def versions(seen: Seen) -> list[list[int]]:
     return [[column[row] for row in range(0, len(column), 2)] for column in columns]
 
 
-def weights(folder: str, step: int = 4) -> dict[tuple[str, str], torch.Tensor]:
-    files = sorted(Path(folder, f"global_step_{step}", "actor").rglob("*.safetensors"))
-    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
-
-
 def same(one: str, other: str) -> bool:
-    a, b = weights(one), weights(other)
-    return bool(a) and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    return not differing(f"{one}/global_step_4/actor", f"{other}/global_step_4/actor")
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +310,7 @@ def test_as_many_groups_are_sampled_at_once_as_the_replicas_that_there_are_now_m
 
 
 def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is_one_error(tmp_path, monkeypatch):
-    flat = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-    Path("flat.py").write_text(flat)
+    Path("flat.py").write_text(scorer("1.0"))
     filters = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward")
     seen = train(*BASE, *STREAM, *filters)
     assert [len(batch) for batch in seen.batches] == [8] * 4

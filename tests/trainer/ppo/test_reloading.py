@@ -16,9 +16,8 @@ STEPS = "trainer.total_training_steps=2"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(workplace):
     """A model whose log-probs depend on its layers: those of a new one are nearly uniform."""
-    monkeypatch.chdir(tmp_path)
     prepare(hidden=64, heads=4, kv_heads=2)
     weights = load_file("model/model.safetensors")
     save_file({n: t * 6 if t.dim() > 1 else t for n, t in weights.items()}, "model/model.safetensors")

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.harness.rows import write_prompts
-from tests.harness.runs import COMMON, prepare, train
+from tests.harness.runs import COMMON, train
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
-from verl.metrics import reset_notices
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.replay import RolloutReplay
 
@@ -21,22 +20,10 @@ REPLAY = ("skip.rollout.enable=true", "skip.rollout.dump_dir=dumps", "skip.rollo
 FILE = Path("dumps/verl_examples_a_run/step_1_1.safetensors")
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def first(shared_here):
     """A run of two steps that writes the samples of its first; its folder holds model and data."""
-    made = tmp_path_factory.mktemp("replay")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
-        prepare()
-        seen = train(*REPLAY, "trainer.total_training_steps=2", "trainer.default_local_dir=first")
-    seen.folder = made
-    return seen
-
-
-@pytest.fixture(autouse=True)
-def here(first, monkeypatch):
-    monkeypatch.chdir(first.folder)
-    reset_notices()
+    return train(*REPLAY, "trainer.total_training_steps=2", "trainer.default_local_dir=first")
 
 
 def test_a_replayed_step_is_the_sampled_one_and_is_scored_anew(first):

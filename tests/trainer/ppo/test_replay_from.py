@@ -6,15 +6,12 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.harness.runs import Seen, prepare, train
+from tests.harness.runs import Seen, differing, records, train
 from verl.errors import ConfigError, ReplayError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.observability.ledger_reader import History
@@ -35,6 +32,8 @@ BASE = (
     "algorithm.rollout_correction.bypass_mode=true",
     f"{RULES}.order=completion",
 )
+
+pytestmark = pytest.mark.usefixtures("shared_here")
 
 
 class Explored(beside.Driven):
@@ -59,14 +58,6 @@ class Explored(beside.Driven):
         return ended
 
 
-@pytest.fixture(scope="module", autouse=True)
-def here(tmp_path_factory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("replays"))
-        prepare()
-        yield
-
-
 def run(folder: str, *changes: str) -> Seen:
     return train(
         *BASE, f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.resume_mode=auto", *changes
@@ -82,14 +73,8 @@ def explored(folder: str, seed: int, *changes: str, failing: tuple[int, ...] = (
         return run(folder, *changes)
 
 
-def weights(folder: str, step: int = 3) -> dict[tuple[str, str], torch.Tensor]:
-    files = sorted(Path(folder, f"global_step_{step}", "actor").rglob("*.safetensors"))
-    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
-
-
 def same(one: str, other: str) -> bool:
-    a, b = weights(one), weights(other)
-    return bool(a) and a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    return not differing(f"{one}/global_step_3/actor", f"{other}/global_step_3/actor")
 
 
 def taken(folder: str) -> list[list[int]]:
@@ -97,7 +82,7 @@ def taken(folder: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(here) -> None:
+def recorded(shared_here) -> None:
     """The folders ``run_drop`` and ``run_wait``, of runs that differ in the rule for stale groups."""
     for seed, rule in enumerate(("drop", "wait")):
         explored(f"run_{rule}", seed, f"{RULES}.max_off_policy_strategy={rule}", failing=(5,) if rule == "wait" else ())
@@ -153,7 +138,7 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
         len(seen.batches) == 3
         and f"the record ends after {len(followed)} decisions" in notices()["trainer.replay_from"]
     )
-    ours = [json.loads(line) for line in Path("after_early", NAME).read_text().splitlines()[1:]]
+    ours = records(Path("after_early", NAME))[1:]
     assert [one["event"] for one in ours[: len(followed)]] == [one["event"] for one in followed]
     assert seen.metrics[-1]["replay/decisions_left"] == 0
 
@@ -161,7 +146,7 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
 @pytest.mark.usefixtures("recorded")
 def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first():
     script = Script.read(Path("run_drop"))
-    lines = [json.loads(line) for line in Path("run_drop", NAME).read_text().splitlines()]
+    lines = records(Path("run_drop", NAME))
     number = next(n for n, one in enumerate(lines) if one["event"] == "trained")
     lines[number]["grad_norm"] += 1e-12
     Path("wrong").mkdir()

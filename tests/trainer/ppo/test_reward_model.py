@@ -13,23 +13,14 @@ from transformers import AutoTokenizer
 from tests.harness.models import tiny_model_dir
 from tests.harness.reward_models import direct_score, judge, reward_model_dir
 from tests.harness.rows import write_prompts
-from tests.harness.runs import prepare, train
+from tests.harness.runs import train
 from verl.config import load_config
 from verl.errors import ConfigError, NotBuiltError, VerlError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.trainer import placement
 
 ALONE = "reward.custom_reward_function.path=null"
 ON = "reward_model.enable=true"
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    reset_notices()
-    prepare()
-    return tmp_path
 
 
 def sampled_ids(batch, row: int) -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.trainer.ppo.mismatch_helper import (
     compute_is_metrics,
     compute_mismatch_metrics,
@@ -198,7 +198,6 @@ def test_an_empty_row_is_in_no_statistic_over_sequences():
 
 
 def test_a_batch_without_a_valid_token_has_zero_weights_and_says_so():
-    reset_notices()
     weights, metrics = weigh(mask=torch.zeros_like(MASK))
     assert torch.equal(weights, torch.zeros(3, 4)) and metrics == {}
     assert "rollout_correction" in notices()

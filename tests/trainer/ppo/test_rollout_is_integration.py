@@ -24,12 +24,9 @@ IS = (f"algorithm.rollout_is_threshold={CAP}", "algorithm.rollout_is_level=token
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
+def here(shared_workplace):
     """Sharp logits: an initialisation ten times the usual makes the rounding of bfloat16 visible."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("mismatch"))
-        prepare(initializer_range=0.2)
-        yield
+    prepare(initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")

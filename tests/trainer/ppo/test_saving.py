@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.harness.runs import prepare, train
+from tests.harness.runs import train
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError
 from verl.json_text import read_json
 from verl.metrics import notices, reset_notices
@@ -44,20 +44,11 @@ class Mute:
 SAVES = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.default_local_dir=run")
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("saving"))
-        patch.setenv("VERL_FILE_LOGGER_ROOT", "logs")
-        prepare()
-        yield Path.cwd()
-
-
-def test_a_run_whose_folder_is_lost_goes_on_from_the_copy_as_if_nothing_had_happened(here):
+def test_a_run_whose_folder_is_lost_goes_on_from_the_copy_as_if_nothing_had_happened(shared_here):
     through = train("trainer.total_training_steps=3")
     copied = (
         *SAVES,
-        f"trainer.default_hdfs_dir=file://{here}/remote",
+        f"trainer.default_hdfs_dir=file://{shared_here}/remote",
         f"trainer.checkpoint_callback_class={__name__}.Told",
     )
     told.clear()
@@ -72,14 +63,14 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_copy_as_if_nothing_had_happ
     assert len(list(Path("remote").glob("global_step_*/manifest.json"))) == 3
 
 
-def test_a_class_that_fails_ends_the_run_and_the_checkpoint_stays(here):
+def test_a_class_that_fails_ends_the_run_and_the_checkpoint_stays(shared_here):
     saves = (*SAVES[:2], "trainer.default_local_dir=failing")
     with pytest.raises(CheckpointError, match=r"checkpoint_callback_class: on_save failed.*no registry.*is complete"):
         train(*saves, f"trainer.checkpoint_callback_class={__name__}:Failing")
     assert Path("failing/global_step_1/manifest.json").is_file()
 
 
-def test_an_error_after_a_save_leaves_the_metrics_and_the_account_of_the_step_that_is_saved(here):
+def test_an_error_after_a_save_leaves_the_metrics_and_the_account_of_the_step_that_is_saved(shared_here):
     class Fails(Callback):
         def on_step_end(self, trainer, batch):
             if trainer.ctx.step == 2:
@@ -99,7 +90,7 @@ def test_an_error_after_a_save_leaves_the_metrics_and_the_account_of_the_step_th
     assert account.trained == 3 * 4 * 4 and not account.faults
 
 
-def test_the_last_checkpoint_is_told_though_its_copy_fails(here, monkeypatch):
+def test_the_last_checkpoint_is_told_though_its_copy_fails(shared_here, monkeypatch):
     put = FsspecFolder.put
 
     def refuses(self, local, path):
@@ -114,7 +105,7 @@ def test_the_last_checkpoint_is_told_though_its_copy_fails(here, monkeypatch):
             *SAVES[:2],
             "trainer.default_local_dir=uncopied",
             "actor_rollout_ref.actor.checkpoint.async_save=true",
-            f"trainer.default_hdfs_dir=file://{here}/full",
+            f"trainer.default_hdfs_dir=file://{shared_here}/full",
             f"trainer.checkpoint_callback_class={__name__}.Told",
         )
     assert told == [(1, "global_step_1", True)]

@@ -8,7 +8,7 @@ import torch
 
 from verl.config import PPOTrainerConfig, replace
 from verl.errors import DataError
-from verl.metrics import Metric, MetricSet, notices, reset_notices
+from verl.metrics import Metric, MetricSet, notices
 from verl.protocol import DataProto
 from verl.single_controller.base import RoleHandle
 from verl.trainer.ppo import stages
@@ -95,7 +95,6 @@ def test_an_endless_refill_stops_at_the_limit():
 
 
 def test_a_refill_without_a_limit_is_told_once_it_takes_long():
-    reset_notices()
     ctx = context(**{"algorithm.filter_groups.enable": True}).run.open(3)
     for _ in range(9):
         ctx.count_gen_batch()
@@ -245,7 +244,6 @@ def test_each_reward_that_is_normalised_apart_is_shown():
 
 
 def test_a_sample_that_lacks_a_reward_is_told_unless_it_is_left_out():
-    reset_notices()
     tell_missing_parts({"style": [0.0, None, 1.0], "right": [None, 1.0, 1.0]}, ["style", "right"], [True, False, False])
     (name,) = notices()
     assert name == "algorithm.gdpo_reward_keys (style)" and notices()[name].startswith("1 of 3 samples")

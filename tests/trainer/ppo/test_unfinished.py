@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.runs import prepare, train
+from tests.harness.runs import train
 from verl.config import PPOTrainerConfig, off_policy, replace
 from verl.config.partial_rollouts import problems
 from verl.config.root import updates_once
@@ -28,9 +28,7 @@ KEEPS = (
 """Four prompts in work for two that are trained on, four samples each, five at once."""
 
 
-def test_a_run_goes_on_with_what_a_step_left_and_a_resumed_one_gives_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prepare(rows=8)
+def test_a_run_goes_on_with_what_a_step_left_and_a_resumed_one_gives_the_same_bits(here):
     whole = train(*KEEPS, "trainer.total_training_steps=2", "trainer.default_local_dir=whole")
     account, state = whole.trainer.state.ledger.account, whole.trainer.state
     assert [len(batch) for batch in whole.batches] == [8, 8]

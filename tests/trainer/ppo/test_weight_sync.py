@@ -8,25 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.runs import Seen, prepare, train
+from tests.harness.runs import Seen, numbers, train
 from verl.errors import RolloutError
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler
 
 STEPS = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1e-2")
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
-CLOCKS = ("timing", "perf/")
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prepare()
-    return tmp_path
-
-
-def numbers(seen: Seen) -> list[dict[str, float]]:
-    return [{k: v for k, v in step.items() if not k.startswith(CLOCKS)} for step in seen.metrics]
 
 
 def the_same(one: Seen, other: Seen) -> bool:
@@ -35,7 +23,7 @@ def the_same(one: Seen, other: Seen) -> bool:
     for mine, theirs in zip(one.batches, other.batches):
         for name in ("responses", "rollout_log_probs", "token_versions", "advantages"):
             assert torch.equal(mine.batch[name], theirs.batch[name]), name
-    return numbers(one) == numbers(other)
+    return [numbers(step) for step in one.metrics] == [numbers(step) for step in other.metrics]
 
 
 def sampler_of(seen: Seen):

@@ -1,0 +1,58 @@
+"""Fixtures that several rooms use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.arithmetic import Arithmetic, warmed_up
+from tests.harness.models import tiny_model_dir
+from tests.harness.vision import vision_dir
+from verl.metrics import reset_notices
+
+
+@pytest.fixture(autouse=True)
+def no_notices() -> None:
+    """Nothing has been said once per process when a test begins."""
+    reset_notices()
+
+
+def _work_in(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    patch.chdir(folder)
+    patch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    patch.setenv("VERL_FILE_LOGGER_ROOT", str(folder / "logs"))
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the working directory of the test; metrics go to ``logs`` in it."""
+    return _work_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared_workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same for all tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield _work_in(tmp_path_factory.mktemp("workplace"), patch)
+
+
+@pytest.fixture(scope="session")
+def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``seeing_model("qwen3_vl")``: the folder of a small model that sees, made once; tests only read it."""
+    return functools.cache(lambda family="qwen2_5_vl": vision_dir(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="session")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `tiny_model_dir` with its usual sizes; tests only read it."""
+    return tiny_model_dir(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
+    """One warmed-up arithmetic model for all learning tests."""
+    return warmed_up(tmp_path_factory.mktemp("arithmetic"))
