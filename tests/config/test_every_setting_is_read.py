@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from recipe.prime import IMPLICIT, RECIPE
 from tests.harness.models import tiny_model_dir
 from tests.harness.reward_models import reward_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import talks, write_prompts
+from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.config.groups import PPO
 from verl.config.megatron import MegatronEngineConfig
@@ -143,7 +142,7 @@ READ_ELSEWHERE = {
     "critic.ulysses_sequence_parallel_size",
 }
 
-SCORER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
+SCORER = scorer("0.5")
 MANAGER = "from verl.rewards.managers.naive import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
 DATASET = (
     "from verl.data import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n\n\n"
@@ -257,8 +256,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"scorer": SCORER, "manager": MANAGER, "dataset": DATASET, "sft_dataset": SFT_DATASET}.items():
         Path(f"{name}.py").write_text(text)
     Path("tools.yaml").write_text("tools: [{class_name: examples.calculator.tool.CalculatorTool}]\n")
-    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 4), "sft.parquet")
+    write_prompts("sft.parquet", talks(4))
     return tmp_path
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 
 import pytest
 
+from tests.harness.configs import describe
+from tests.harness.programs import python
 from verl.algorithms.policy_losses import aggregation_of
 from verl.config import PPOTrainerConfig, load_config
 from verl.config.node import leaves
@@ -47,7 +48,7 @@ def test_facts_of_built_ins_are_known_without_torch():
         "from verl.registry import ADVANTAGE_ESTIMATORS as a; import sys;"
         "assert a.facts('gae').values and a.facts('rloo').groups and 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 MINE = """
@@ -78,14 +79,12 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(workplace):
     """A configuration that is valid but for the words."""
-    for name in ("train.parquet", "scorer.py"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"model_type": "qwen2"}')
-    usual = [f"data.train_files={tmp_path}/train.parquet", f"actor_rollout_ref.model.path={tmp_path}/model",
-             f"reward.custom_reward_function.path={tmp_path}/scorer.py"]  # fmt: skip
+    describe()
+    (workplace / "scorer.py").touch()
+    usual = ["data.train_files=rows.parquet", "actor_rollout_ref.model.path=model",
+             "reward.custom_reward_function.path=scorer.py"]  # fmt: skip
 
     def read(*words: str) -> PPOTrainerConfig:
         return load_config("ppo_trainer", [*usual, *words])
@@ -153,7 +152,6 @@ def test_facts_of_ones_own_decide_what_a_run_has(mine, load):
 
 
 def test_a_setting_of_another_estimator_or_loss_is_told_with_one_that_reads_it(load):
-    reset_notices()
     load("algorithm.adv_estimator=rloo", f"{R}.n=2", "algorithm.norm_adv_by_std_in_grpo=false", f"{ACTOR}.tau_pos=2")
     told = notices()
     assert told["algorithm.norm_adv_by_std_in_grpo"] == "has no effect without algorithm.adv_estimator=grpo"

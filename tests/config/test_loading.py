@@ -1,9 +1,8 @@
-import subprocess
-import sys
 import typing
 
 import pytest
 
+from tests.harness.programs import python
 from verl.config import ActorConfig, PPOTrainerConfig, SFTTrainerConfig, load_config, save_config, to_dict
 from verl.config.convert import convert
 from verl.config.files import DefaultsEntry
@@ -352,21 +351,15 @@ def test_loading_checks_the_settings_against_each_other_and_the_machine(shared, 
         )
 
 
-def test_importing_the_configuration_loads_neither_torch_nor_hydra(project_root):
+def test_importing_the_configuration_loads_neither_torch_nor_hydra():
     code = "import sys, verl.config; print([m for m in ('torch', 'hydra', 'omegaconf', 'ray') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=project_root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).stdout.strip() == "[]"
 
 
 def test_the_script_prints_a_program_and_reports_a_mistake_in_one_line(project_root):
-    def run(*argv):
-        script = [sys.executable, "scripts/print_cfg.py", *argv]
-        return subprocess.run(
-            script, check=False, cwd=project_root, capture_output=True, text=True, env={"PYTHONPATH": "."}
-        )
-
-    assert "  total_epochs: 4\n" in run("sft_trainer").stdout
-    failed = run("trainer.nodes=2")
+    script = str(project_root / "scripts/print_cfg.py")
+    assert "  total_epochs: 4\n" in python(script, "sft_trainer").stdout
+    failed = python(script, "trainer.nodes=2", check=False)
     assert failed.returncode == 1 and failed.stderr.startswith("error: trainer.nodes: unknown setting")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 
 import pytest
 
+from tests.harness.configs import PPO, describe
 from verl.config import load_config
 from verl.config.validate_megatron import missing_or_other
 from verl.errors import ConfigError, NotBuiltError
@@ -20,18 +20,13 @@ MIXTURE = {**DENSE, "num_experts": 6}
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(workplace):
     """The configuration of a run of eight processes whose model has the given facts."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.parquet").touch()
 
     def go(*words: str, facts=DENSE):
-        (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
-        common = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "algorithm.adv_estimator=grpo",
-                  "actor_rollout_ref.model.path=model", "actor_rollout_ref.rollout.n=8", "trainer.device=cpu",
-                  "trainer.n_gpus_per_node=8", f"{A}.strategy=megatron"]  # fmt: skip
-        return load_config("ppo_trainer", [*common, *words])
+        describe(facts)
+        eight = ("trainer.device=cpu", "trainer.n_gpus_per_node=8", f"{A}.strategy=megatron")
+        return load_config("ppo_trainer", [*PPO, *eight, *words])
 
     return go
 

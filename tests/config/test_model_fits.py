@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 
 import pytest
 
+from tests.harness.configs import PPO, describe, refused
 from verl.config import OptimizerConfig, load_config, optimizers
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
@@ -21,26 +21,14 @@ MIXTURE = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layer
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(workplace):
     """Loads a configuration of a model that says this of itself."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.parquet").touch()
 
     def load(facts, *words):
-        (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
-        usual = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", f"{M}.path=model",
-                 "algorithm.adv_estimator=grpo", f"{R}.n=8", "data.train_batch_size=8",
-                 f"{A}.ppo_mini_batch_size=8"]  # fmt: skip
-        return load_config("ppo_trainer", [*usual, *words])
+        describe(facts)
+        return load_config("ppo_trainer", [*PPO, "data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", *words])
 
     return load
-
-
-def refused(run, facts, *words, kind=ConfigError):
-    with pytest.raises(kind) as caught:
-        run(facts, *words)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

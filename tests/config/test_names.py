@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import typing
 
 import pytest
 
+from tests.harness.configs import PPO, ROWS, changed, describe
 from verl.config import load_config
 from verl.config.groups import NAMES
 from verl.config.optimizers import classes
@@ -62,14 +62,11 @@ def conditions(program: str, key: str) -> list[str]:
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (tmp_path / "rows.parquet").touch()
-    data = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "trainer.device=cpu"]
+def load(workplace):
+    describe()
+    data = [*ROWS, "trainer.device=cpu"]
     usual = {
-        "ppo_trainer": [*data, "actor_rollout_ref.model.path=model", "algorithm.adv_estimator=grpo", f"{R}.n=2"],
+        "ppo_trainer": [*changed(PPO, f"{R}.n=2"), "trainer.device=cpu"],
         "generation": ["data.path=rows.parquet", "data.output_path=out.parquet", "model.path=model"],
         "evaluation": ["data.path=rows.parquet"],
     }
@@ -170,11 +167,11 @@ def test_moments_in_few_bits_are_kept_by_plain_and_fsdp_and_refused_elsewhere(lo
 
 @pytest.mark.parametrize("facts", [{"vision_config": {"depth": 2}}, {"model_type": "llava", "audio_config": {"x": 1}}])
 @pytest.mark.parametrize("program", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer", "generation"])
-def test_a_model_that_sees_or_hears_is_refused_by_name(load, tmp_path, program, facts):
-    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+def test_a_model_that_sees_or_hears_is_refused_by_name(load, program, facts):
+    describe(facts)
     with pytest.raises(NotBuiltError, match=r"model.path: models that take (images|sounds) are not built yet"):
         load(program)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**facts, "model_type": "gemma3"}))
+    describe({**facts, "model_type": "gemma3"})
     load(program)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.harness.configs import changed
 from verl import device
 from verl.config import load_config
 from verl.config.loading import read_config
@@ -29,8 +30,7 @@ def ppo(tmp_path):
     usual += [f"{key}=4" for key in MICRO]
 
     def load(*overrides):
-        given = {override.partition("=")[0] for override in overrides}
-        return load_config("ppo_trainer", [u for u in usual if u.partition("=")[0] not in given] + list(overrides))
+        return load_config("ppo_trainer", changed(usual, *overrides))
 
     return load
 

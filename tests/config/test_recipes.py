@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.configs import describe
 from verl.config import PPOTrainerConfig, load_config, replace, to_dict
 from verl.config.groups import PPO
 from verl.config.loading import read_config, to_yaml
@@ -65,15 +66,12 @@ STYLED, R = "algorithm.adv_estimator=my_recipe:styled", "actor_rollout_ref.rollo
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def here(workplace: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(workplace)
     Path("my_recipe.py").write_text(MINE)
-    Path("train.parquet").touch()
     Path("scorer.py").touch()
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "qwen2"}')
-    yield tmp_path
+    describe()
+    yield workplace
     sys.modules.pop("my_recipe", None)
 
 
@@ -82,7 +80,7 @@ def read(*words: str):
 
 
 def load(*words: str):
-    usual = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model",
+    usual = ["data.train_files=rows.parquet", "actor_rollout_ref.model.path=model",
              "reward.custom_reward_function.path=scorer.py"]  # fmt: skip
     return load_config("ppo_trainer", [STYLED, *usual, *words])
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from tests.harness.configs import PPO, describe, refused
 from verl import device
 from verl.config import load_config
-from verl.errors import ConfigError
 
 R = "actor_rollout_ref.rollout"
 T, P, E = f"{R}.tensor_model_parallel_size", f"{R}.pipeline_model_parallel_size", f"{R}.expert_parallel_size"
@@ -26,31 +24,20 @@ def gpus(monkeypatch):
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch, gpus):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (tmp_path / "rows.parquet").touch()
+def files(workplace, gpus):
+    describe()
 
 
 @pytest.fixture
 def run(files):
     """The configuration of a run on a machine of eight GPUs."""
-    usual = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "actor_rollout_ref.model.path=model",
-             "algorithm.adv_estimator=grpo", f"{R}.n=8"]  # fmt: skip
-    return lambda *words, **how: load_config("ppo_trainer", [*usual, *words], **how)
+    return lambda *words, **how: load_config("ppo_trainer", [*PPO, *words], **how)
 
 
 @pytest.fixture
 def generate(files):
     usual = ["data.path=rows.parquet", "data.output_path=out.parquet", "model.path=model"]
     return lambda *words: load_config("generation", [*usual, *words])
-
-
-def refused(load, *words, kind=ConfigError, **how):
-    with pytest.raises(kind) as caught:
-        load(*words, **how)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

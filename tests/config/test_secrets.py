@@ -12,7 +12,7 @@ from verl.config import load_config, save_config, to_dict
 from verl.config.loading import read_config, to_yaml
 from verl.config.secrets import hide
 from verl.errors import HIDDEN, ConfigError, RewardError, hide_in_text
-from verl.metrics import notice, notices, reset_notices
+from verl.metrics import notice, notices
 from verl.observability.tracker import Tracker
 from verl.observability.tracking import Tracking
 
@@ -24,13 +24,6 @@ GIVEN = [
     "+reward.custom_reward_function.reward_kwargs.headers.Authorization=s3cr3t-w0rd",
     "+reward.custom_reward_function.reward_kwargs.model=judge-2",
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset_notices()
-    yield
-    reset_notices()
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from tests.harness.configs import PPO, changed, describe, refused
 from verl.config import load_config
-from verl.errors import ConfigError
 
 A, R, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ULYSSES = "ulysses_sequence_parallel_size"
@@ -16,26 +14,14 @@ LONG = ["data.max_prompt_length=2048", "data.max_response_length=2048"]  # 4096 
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    facts = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
-    (tmp_path / "rows.parquet").touch()
+def files(workplace):
+    describe({"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8})
 
 
 @pytest.fixture
 def run(files):
-    usual = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "actor_rollout_ref.model.path=model",
-             "algorithm.adv_estimator=grpo", f"{R}.n=2", "data.train_batch_size=4",
-             f"{A}.ppo_mini_batch_size=1"]  # fmt: skip
+    usual = changed(PPO, f"{R}.n=2", "data.train_batch_size=4", f"{A}.ppo_mini_batch_size=1")
     return lambda *words: load_config("ppo_trainer", [*usual, *words])
-
-
-def refused(load, *words):
-    with pytest.raises(ConfigError) as caught:
-        load(*words)
-    return str(caught.value)
 
 
 def test_processes_of_one_megatron_model_get_the_same_samples(run):

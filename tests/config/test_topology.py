@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from tests.harness.configs import refused
 from verl.config import HFModelConfig, load_config
 from verl.config.loading import read_config
 from verl.config.per_config import per_config
@@ -39,12 +40,6 @@ EXAMPLES = [
 
 def placed(*words, added=()):
     return Topology.of(read_config("ppo_trainer", ["algorithm.adv_estimator=grpo", *words]), added)
-
-
-def refused(*words, kind=ConfigError):
-    with pytest.raises(kind) as caught:
-        placed(*words)
-    return str(caught.value)
 
 
 def test_the_page_has_five_topologies():
@@ -195,7 +190,7 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize("words, said", IMPOSSIBLE)
 def test_what_cannot_be_placed_is_refused_with_its_numbers(words, said):
-    assert said in refused(*words)
+    assert said in refused(placed, *words)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
@@ -205,7 +200,7 @@ def test_samplers_may_have_two_nodes_of_their_own_whose_replicas_count_through_b
     assert topology.pool_of("rollout").processes == (4, 4) and topology.processes == 12
     assert [replica.ranks for replica in topology.replicas] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert [replica.fed_by for replica in topology.replicas] == [0, 1, 2, 3]
-    assert "8 processes hold 2 replicas of 3 (tensor) = 3" in refused(*own, VLLM, f"{T}=3")
+    assert "8 processes hold 2 replicas of 3 (tensor) = 3" in refused(placed, *own, VLLM, f"{T}=3")
 
 
 def test_what_is_said_of_a_configuration_is_worked_out_once_for_each():
@@ -224,6 +219,8 @@ def test_sglang_has_a_pool_of_its_own_where_a_transport_reaches_it():
     apart = placed(*OWN, f"{R}.name=sglang", f"{R}.n_gpus_per_node=4", f"{T}=2")
     assert [replica.ranks for replica in apart.replicas] == [(0, 1), (2, 3)]
     assert {replica.placement for replica in apart.replicas} == {"own pool"}
-    running = refused(*OWN, f"{R}.name=sglang", f"{R}.server.url=http://a:1")
+    running = refused(placed, *OWN, f"{R}.name=sglang", f"{R}.server.url=http://a:1")
     assert "1 server sample, and the pool has no process of theirs" in running
-    assert "naive hands weights over inside one process" in refused(*OWN, f"{BACKEND}=naive", f"{R}.name=sglang")
+    assert "naive hands weights over inside one process" in refused(
+        placed, *OWN, f"{BACKEND}=naive", f"{R}.name=sglang"
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 
 import pytest
 
+from tests.harness.configs import PPO, describe
 from tests.sanity.test_packaging import pins
 from verl.config import load_config
 from verl.config.shared_rows import parts_of, sequence_ranks
@@ -26,34 +26,24 @@ needs_titan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None,
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.parquet").touch()
-    return tmp_path
-
-
-@pytest.fixture
-def run(folder):
+def run(workplace):
     """The configuration of a run of eight processes whose model has the given facts."""
 
     def go(*words: str, facts=LLAMA):
-        (folder / "model" / "config.json").write_text(json.dumps(facts))
-        common = ["data.train_files=rows.parquet", "data.val_files=rows.parquet", "algorithm.adv_estimator=grpo",
-                  f"{M}.path=model", "actor_rollout_ref.rollout.n=8", "trainer.device=cpu",
-                  "trainer.n_gpus_per_node=8", "model_engine=torchtitan"]  # fmt: skip
-        return load_config("ppo_trainer", [*common, *words])
+        describe(facts)
+        eight = ("trainer.device=cpu", "trainer.n_gpus_per_node=8", "model_engine=torchtitan")
+        return load_config("ppo_trainer", [*PPO, *eight, *words])
 
     return go
 
 
 @pytest.fixture
-def tune(folder, monkeypatch):
+def tune(workplace, monkeypatch):
     """The same of a supervised program that torchrun started in four processes."""
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     def go(*words: str, program: str = "sft_trainer"):
-        (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+        describe(LLAMA)
         common = ["data.train_files=rows.parquet", "model.path=model", "trainer.device=cpu", "engine=torchtitan"]
         return load_config(program, [*common, *words])
 

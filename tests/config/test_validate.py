@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.harness.configs import changed as replaced
 from verl import device, registry
 from verl.config import load_config, record_reads, replace
 from verl.config.loading import read_config
@@ -56,8 +57,7 @@ def ppo(usual):
     """Load a PPO configuration that is valid but for what the overrides change."""
 
     def load(*overrides):
-        given = {override.partition("=")[0] for override in overrides}
-        return load_config("ppo_trainer", [u for u in usual if u.partition("=")[0] not in given] + list(overrides))
+        return load_config("ppo_trainer", replaced(usual, *overrides))
 
     return load
 
