@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.builders import assert_holds, save
+from tests.harness.programs import python
 from verl.checkpoint import CheckpointWriter, find_checkpoint
 from verl.errors import CheckpointError
 from verl.metrics import notices, reset_notices
@@ -94,7 +95,7 @@ save(writer, 2)
 @pytest.mark.parametrize(("point", "step"), [("manifest", 1), ("retention:renamed", 2)])
 def test_a_process_killed_by_the_kernel_leaves_a_usable_run_and_no_lock(tmp_path, point, step):
     code = CHILD.format(root=str(ROOT), folder=str(tmp_path), point=point)
-    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    child = python("-c", code, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr
     with CheckpointWriter(tmp_path, keep={"actor": 1}) as writer:
         assert_holds(find_checkpoint(tmp_path), step)
@@ -132,13 +133,7 @@ def test_a_refused_writer_of_the_same_process_does_not_drop_the_lock(tmp_path):
     with CheckpointWriter(tmp_path):
         with pytest.raises(CheckpointError, match=r"this process"):
             CheckpointWriter(tmp_path)
-        other = subprocess.run(
-            [sys.executable, "-c", code.format(str(ROOT), str(tmp_path))],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        other = python("-c", code.format(str(ROOT), str(tmp_path)), check=False)
     assert "another run writes" in other.stderr
 
 
@@ -149,7 +144,6 @@ def test_two_writers_of_one_process_exclude_each_other(tmp_path):
 
 
 def test_a_lock_that_a_dead_run_of_another_host_left_is_taken_over_and_told(tmp_path):
-    reset_notices()
     (tmp_path / ".lock").write_text('{"pid": 1, "host": "node-17", "since": "2026-01-01 00:00:00"}')
     with CheckpointWriter(tmp_path):
         told = " ".join(notices().values())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
 
+from tests.harness.programs import python
 from verl.checkpoint import stream as module
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.stream import PIECE, FileStream
@@ -78,14 +77,7 @@ def test_a_limit_on_the_size_of_files_is_named_as_such(tmp_path):
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({PIECE + 1000}, {PIECE + 1000}))\n"
         "with FileStream(Path(sys.argv[1]), 4 * PIECE) as stream:\n    stream.write(bytes(4 * PIECE))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "file")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = python("-c", code, str(tmp_path / "file"), check=False)
     assert "File too large" in done.stderr.splitlines()[-1]
 
 

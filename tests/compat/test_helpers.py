@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.harness.programs import python
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.utils import as_torch_index, group_mean_std
 
@@ -140,7 +138,7 @@ assert not torch.distributed.is_initialized()
 
 def test_a_process_group_is_joined_at_the_address_that_the_shell_names(tmp_path):
     named = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "DIST_INIT_METHOD": f"file://{tmp_path}/group"}
-    subprocess.run([sys.executable, "-c", JOINS], env={**os.environ, **named}, check=True)
+    python("-c", JOINS, **named)
 
 
 def test_memory_is_logged_before_and_after_a_call(caplog):

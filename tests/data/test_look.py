@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness.rows import write_prompts
+from tests.harness.programs import python
+from tests.harness.rows import turns, write_prompts
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.preference import PreferenceDataConfig
 from verl.data.look import look_at_conversations, look_at_pairs, look_at_prompts
@@ -21,7 +20,7 @@ from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError, VerlError
 
-SAID = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+SAID = turns("1+1=", "2")
 SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
 PROMPT, CHAT = {"prompt": SAID[:1]}, {"messages": SAID}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -60,9 +59,7 @@ def test_every_program_says_what_is_wrong_with_its_files_before_it_loads_torch(t
         ("rm_trainer", "data.train_files=rows.txt", "unknown kind of file"),
     ]
     cases = json.dumps([(program, words.split()) for program, words, _ in wanted])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS, cases], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = python("-c", PROGRAMS, cases, cwd=tmp_path)
     for (program, words, said), line in zip(wanted, done.stdout.splitlines(), strict=True):
         status, error, loaded = json.loads(line)
         assert (status, loaded) == (2, False) and said in error, f"{program} {words}: {error}"

@@ -1,12 +1,11 @@
 """What a person wrote stays text: it ends no turn and opens none, in every dataset and in the prompts of agents."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 
 from tests.harness.families import FAMILIES
+from tests.harness.programs import python
 from tests.harness.rows import write_prompts
 from verl.agent_loop.extend import PROBE, Extender, assistant_message
 from verl.config import DataConfig, SFTDataConfig
@@ -225,5 +224,5 @@ def test_nobody_outside_knows_a_mark():
     for mark in (MARK, PLACE, PROBE):
         assert len(mark) == 40 and mark.isdigit()
     code = "from verl.data.chat_template import MARK; print(MARK)"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    other = python("-c", code).stdout.strip()
     assert len(other) == 40 and other != PLACE

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.programs import python
+from tests.harness.rows import write_prompts
+from tests.harness.runs import logged
 from tests.harness.ranks import TIMEOUT
 from tests.harness.models import tiny_model_dir
 
 pytestmark = pytest.mark.dist
-PROJECT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -27,13 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [
             {"prompt": f"{i}+1=", "chosen": f"{i + 1} ok", "rejected": "no idea " * (i % 3 + 1)} for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_prompts(folder / f"{name}.jsonl", rows)
     return folder
 
 
 def train(folder: Path, program: str, name: str, launcher: list[str], *changes: str) -> list[dict]:
     words = [
-        *(sys.executable, *launcher, "-m", f"verl.trainer.{program}"),
+        *(*launcher, "-m", f"verl.trainer.{program}"),
         "data.train_files=train.jsonl",
         "data.val_files=val.jsonl",
         "data.train_batch_size=4",
@@ -47,19 +49,8 @@ def train(folder: Path, program: str, name: str, launcher: list[str], *changes: 
         f"trainer.experiment_name={name}",
         "trainer.logger=[file]",
     ]
-    told = {"PYTHONPATH": str(PROJECT), "VERL_FILE_LOGGER_ROOT": str(folder / "logs"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*words, *changes],
-        cwd=folder,
-        env={**os.environ, **told},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (log,) = (folder / "logs").rglob(f"{name}.jsonl")
-    return [json.loads(line)["data"] for line in log.read_text().splitlines()]
+    python(*words, *changes, cwd=folder, timeout=TIMEOUT, OMP_NUM_THREADS="1")
+    return logged(folder / "logs", name)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.harness.programs import command
 from tests.harness.ranks import TIMEOUT
 from tests.harness.training_programs import PROGRAMS, STEPS, sft_arguments
 
@@ -17,25 +18,17 @@ SFT = PROGRAMS["sft"]
 
 
 @pytest.fixture(scope="module")
-def torchrun(project_root, tmp_path_factory):
+def torchrun(tmp_path_factory):
     """Runs the program with some settings changed; its run folder and how it ended."""
     folder = tmp_path_factory.mktemp("torchrun")
     SFT.prepare(folder)
 
     def go(name: str, *changes: str) -> tuple:
         root = folder / name
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        settings = {"PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"}
-        settings["VERL_FILE_LOGGER_PATH"] = str(root / "metrics.jsonl")
-        done = subprocess.run(
-            [*command, "-m", "verl.trainer.sft_trainer", *sft_arguments(folder, root), *changes],
-            env={**os.environ, **settings},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-        return root, done
+        launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "verl.trainer.sft_trainer")
+        place = {"OMP_NUM_THREADS": "1", "VERL_FILE_LOGGER_PATH": str(root / "metrics.jsonl")}
+        words = [*sft_arguments(folder, root), *changes]
+        return root, command(*launcher, *words, timeout=TIMEOUT, check=False, **place)
 
     return go
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
+from tests.harness.programs import python
 from tests.harness.ranks import run_cells
 from verl import distributed
 from verl.distributed import RankPlace, Ranks, data_parallel_mesh, metrics, shards
@@ -190,7 +189,7 @@ class TestOneProcess:
         assert ranks.gather(own) == [own] and ranks.exchange("x") == ["x"] and ranks.from_first({"a": 1}) == {"a": 1}
         ranks.barrier()
 
-    def test_its_group_has_no_thread_left_when_the_interpreter_ends(self, project_root):
+    def test_its_group_has_no_thread_left_when_the_interpreter_ends(self):
         code = (
             "import atexit, os, torch, torch.distributed as dist\n"
             "from pathlib import Path\n"
@@ -203,9 +202,7 @@ class TestOneProcess:
             "dist.all_reduce(torch.ones(1))\n"
             "print('meanwhile', threads() > 0)\n"
         )
-        run = [sys.executable, "-c", code]
-        told = subprocess.run(run, cwd=project_root, capture_output=True, text=True, check=True).stdout
-        assert told.splitlines() == ["meanwhile True", "at the end 0"]
+        assert python("-c", code).stdout.splitlines() == ["meanwhile True", "at the end 0"]
 
     def test_errors_come_as_they_are(self):
         with pytest.raises(ZeroDivisionError):

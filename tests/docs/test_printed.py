@@ -6,16 +6,14 @@ That every command is made of settings that exist is in `test_statements`.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.test_statements import IDS, PAGES, blocks
+from tests.harness.programs import run
 from tests.sanity.source_tree import ROOT
 from verl.data.filtering import filter_of
 
@@ -88,13 +86,7 @@ def bash(folder: Path, script: str, **shrink: str) -> str:
         assert found, f"the block sets no {key}"
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(ROOT / "examples")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
-    done = subprocess.run(
-        ["bash", "-ec", script], cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return run(["bash", "-ec", script], cwd=folder, COLUMNS="120").stdout
 
 
 def rewards(printed: str) -> list[float]:

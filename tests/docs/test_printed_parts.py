@@ -13,6 +13,7 @@ import pytest
 from tests.docs.test_printed import block
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.runs import records
 
 EXTENDING, REWARDS, EVALUATION = "docs/extending.md", "docs/rewards.md", "docs/evaluation.md"
 FILES = {
@@ -77,7 +78,7 @@ def test_every_extension_of_the_page_works_in_one_run(here, capsys, monkeypatch)
     shown = capsys.readouterr().out
     assert "step 1: reward" in shown and "step 2: reward" in shown
     (file,) = Path("logs").rglob("*.jsonl")
-    data = [json.loads(line)["data"] for line in file.read_text().splitlines()]
+    data = [record["data"] for record in records(file)]
     assert all("mine/reward" in row and "actor/ratio_max" in row for row in data)
     assert {abs(row["critic/advantages/min"]) for row in data} != {0.0}
 

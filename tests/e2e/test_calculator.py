@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.programs import PROJECT, command, curve, metrics, run
+from tests.harness.programs import PROJECT, curve, fine_tuned, run, trained
+from tests.harness.runs import records
 
 pytestmark = pytest.mark.e2e
 EXAMPLE = PROJECT / "examples/calculator"
@@ -21,31 +21,16 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with prompts and a model that has seen the demonstrations, one in four of which makes a call."""
     folder = tmp_path_factory.mktemp("calculator")
     run([sys.executable, f"{EXAMPLE}/make.py", "."], cwd=folder)
-    command(
-        "verl.trainer.sft_trainer",
-        "data.train_files=sft.parquet",
-        "data.train_batch_size=64",
-        "data.max_length=40",
-        "model.path=base",
-        "optim.lr=3e-3",
-        "optim.lr_warmup_steps=10",
-        "optim.lr_scheduler_type=cosine",
-        f"trainer.total_training_steps={WARM_UP}",
-        "trainer.total_epochs=100",
-        f"trainer.save_freq={WARM_UP}",
-        "trainer.default_local_dir=sft",
-        "trainer.logger=[file]",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=sft",
-        "checkpoint.save_contents=[model]",
-        cwd=folder,
-    )
+    schedule = ("optim.lr=3e-3", "optim.lr_warmup_steps=10", "optim.lr_scheduler_type=cosine")
+    sizes = ("data.train_batch_size=64", "data.max_length=40", "trainer.total_epochs=100")
+    fine_tuned(folder, WARM_UP, "data.train_files=sft.parquet", *sizes, *schedule)
     return folder
 
 
 def learn(folder: Path, name: str, *arguments: str) -> list[dict]:
-    command(
-        "verl.trainer.main_ppo",
+    return trained(
+        folder,
+        name,
         "data.train_files=train.parquet",
         "data.val_files=test.parquet",
         "data.train_batch_size=32",
@@ -59,20 +44,10 @@ def learn(folder: Path, name: str, *arguments: str) -> list[dict]:
         f"reward.custom_reward_function.path={EXAMPLE}/reward.py",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.test_freq={STEPS}",
-        "trainer.project_name=e2e",
-        f"trainer.experiment_name={name}",
-        "trainer.logger=[file]",
-        f"trainer.default_local_dir={name}",
         f"trainer.rollout_data_dir={name}/dump",
         f"trainer.validation_data_dir={name}/validation",
         *arguments,
-        cwd=folder,
     )
-    return metrics(folder, "e2e", name)
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_model_learns_to_call_the_calculator_and_gains_what_it_could_not_learn_without(warm):
@@ -101,7 +76,7 @@ def test_a_model_learns_to_call_the_calculator_and_gains_what_it_could_not_learn
 
 def check_dumps(path: Path) -> None:
     """Every row holds its whole conversation; pieces, masks and counts agree."""
-    rows = lines(path)
+    rows = records(path)
     called = [row for row in rows if row["tool_call_counts"]]
     assert called, "some rows call the tool"
     for row in rows:

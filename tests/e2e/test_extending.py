@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.programs import command, curve, metrics
+from tests.harness.programs import curve, trained
 
 pytestmark = pytest.mark.e2e
 
@@ -19,15 +19,7 @@ def half(*, token_level_rewards, response_mask, **_):
 
 def test_an_estimator_in_a_file_of_its_own_is_used_by_its_dotted_path(arithmetic):
     (arithmetic.folder / "my_estimators.py").write_text(ESTIMATOR)
-    command(
-        "verl.trainer.main_ppo",
-        *arithmetic.arguments,
-        "algorithm.adv_estimator=my_estimators:half",
-        "trainer.experiment_name=own",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-        cwd=arithmetic.folder,
-    )
-    steps = metrics(arithmetic.folder, "e2e", "own")
+    words = ("algorithm.adv_estimator=my_estimators:half", "trainer.total_training_steps=2")
+    steps = trained(arithmetic.folder, "own", *arithmetic.arguments, *words, "trainer.val_before_train=false")
     assert set(curve(steps, "critic/advantages/max")) == {0.5}
     assert set(curve(steps, "critic/advantages/min")) == {-0.5}

@@ -5,24 +5,15 @@ from __future__ import annotations
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.harness.programs import command, curve, metrics
+from tests.harness.programs import curve, trained
 
 pytestmark = pytest.mark.e2e
 ACCURACY = "val-core/arithmetic/reward/mean@1"
 
 
 def learn(arithmetic, name: str, steps: int, *arguments: str) -> list[dict]:
-    command(
-        "verl.trainer.main_ppo",
-        *arithmetic.arguments,
-        f"trainer.experiment_name={name}",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={steps}",
-        f"trainer.default_local_dir={name}",
-        *arguments,
-        cwd=arithmetic.folder,
-    )
-    return metrics(arithmetic.folder, "e2e", name)
+    ends = (f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}")
+    return trained(arithmetic.folder, name, *arithmetic.arguments, *ends, *arguments)
 
 
 def test_grpo_raises_the_held_out_accuracy_and_leaves_a_loadable_model(arithmetic):

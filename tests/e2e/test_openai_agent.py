@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.harness import programs
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.runs import records
 
 AGENT = '''
 """An agent as one might have it already: the stock client, two calls, a judgement of its own."""
@@ -63,5 +62,5 @@ def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_pa
     for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-4, "trained on are the tokens that were sampled"
         assert step["rollout/sampled_tokens"] == 2 * 8 * 2, "prompts x samples x calls of one token"
-    dumped = [json.loads(line) for line in (tmp_path / "dumps" / "1.jsonl").read_text().splitlines()]
+    dumped = records(tmp_path / "dumps" / "1.jsonl")
     assert len(dumped) == 16 and all("again" in row["output"] for row in dumped)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.harness.programs import PROJECT, command, curve, metrics, run
+from tests.harness.programs import PROJECT, curve, run, trained
 from tests.harness.rows import write_prompts
 
 pytestmark = pytest.mark.e2e
@@ -27,8 +27,9 @@ def test_twenty_grpo_steps_teach_tinystories_a_chosen_word(shared, tmp_path):
     ]
     write_prompts(tmp_path / "train.parquet", rows)
     (tmp_path / "word.py").write_text(WORD_REWARD)
-    command(
-        "verl.trainer.main_ppo",
+    steps = trained(
+        tmp_path,
+        "word",
         "algorithm.adv_estimator=grpo",
         "data.train_files=train.parquet",
         "data.train_batch_size=16",
@@ -40,12 +41,8 @@ def test_twenty_grpo_steps_teach_tinystories_a_chosen_word(shared, tmp_path):
         "actor_rollout_ref.actor.optim.lr=2e-3",
         "custom_reward_function.path=word.py",
         "trainer.total_training_steps=20",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=word",
-        "trainer.logger=[file]",
-        cwd=tmp_path,
     )
-    rewards = curve(metrics(tmp_path, "e2e", "word"), "critic/score/mean")
+    rewards = curve(steps, "critic/score/mean")
     assert rewards[0] < 0.4
     assert sum(rewards[-3:]) / 3 > 0.5
 
@@ -53,8 +50,9 @@ def test_twenty_grpo_steps_teach_tinystories_a_chosen_word(shared, tmp_path):
 def test_real_gsm8k_rows_train_without_error(shared, tmp_path):
     write = [sys.executable, f"{PROJECT}/examples/data_preprocess/gsm8k.py", "--local_save_dir", "gsm8k"]
     run([*write, "--local_dataset_path", f"{shared}/data/gsm8k"], cwd=tmp_path)
-    command(
-        "verl.trainer.main_ppo",
+    steps = trained(
+        tmp_path,
+        "gsm8k",
         "algorithm.adv_estimator=grpo",
         "data.train_files=gsm8k/train.parquet",
         "data.train_max_samples=64",
@@ -66,11 +64,6 @@ def test_real_gsm8k_rows_train_without_error(shared, tmp_path):
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "trainer.total_training_steps=2",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=gsm8k",
-        "trainer.logger=[file]",
-        cwd=tmp_path,
     )
-    steps = metrics(tmp_path, "e2e", "gsm8k")
     assert [step["step"] for step in steps] == [1, 2]
     assert curve(steps, "reward/unscorable") == [0.0, 0.0], "the built-in GSM8K scorer scored every answer"

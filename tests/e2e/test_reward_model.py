@@ -52,8 +52,9 @@ def test_ppo_with_a_trained_reward_model_raises_its_score_near_the_policy_it_sta
     words = [
         word for word in arithmetic.arguments if not word.startswith(("reward.custom", "actor_rollout_ref.rollout.n="))
     ]
-    command(
-        "verl.trainer.main_ppo",
+    steps = trained(
+        arithmetic.folder,
+        "ppo_rm",
         *words,
         "algorithm.adv_estimator=gae",
         "actor_rollout_ref.rollout.n=4",
@@ -64,13 +65,9 @@ def test_ppo_with_a_trained_reward_model_raises_its_score_near_the_policy_it_sta
         f"reward_model.model.path={model}",
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.kl_coef=0.2",
-        "trainer.experiment_name=ppo_rm",
         f"trainer.total_training_steps={PPO_STEPS}",
         f"trainer.test_freq={PPO_STEPS}",
-        "trainer.default_local_dir=ppo_rm",
-        cwd=arithmetic.folder,
     )
-    steps = metrics(arithmetic.folder, "e2e", "ppo_rm")
     scores = curve(steps, "reward_model/score/mean")
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 1.5
     before, *_, after = curve(steps, "val-core/arithmetic/reward/mean@1")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.runs import prepare
+from tests.harness.programs import command, python
+from tests.harness.runs import logged, prepare
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 WORDS = (
@@ -35,34 +34,20 @@ WORDS = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def here(workplace):
     prepare(hidden=16, heads=2, kv_heads=1, layers=1)
-    return tmp_path
-
-
-def run(command: list[str], **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def metrics_of(project: str) -> list[dict[str, float]]:
-    (file,) = Path(project).glob("*.jsonl")
-    return [json.loads(line)["data"] for line in file.read_text().splitlines()]
+    return workplace
 
 
 def test_a_recipe_with_a_trainer_and_a_ray_task_of_its_own_trains(here):
     words = ["actor_rollout_ref.rollout.n=2", "data.max_response_length=8", "ray_kwargs.ray_init.num_cpus=2",
              "actor_rollout_ref.actor.use_kl_loss=true", "reward.custom_reward_function.path=scorer.py"]  # fmt: skip
-    printed = run([str(THIRD_PARTY / "main_recipe.py"), *WORDS, *words])
+    printed = python(str(THIRD_PARTY / "main_recipe.py"), *WORDS, *words).stdout
     assert json.loads(printed.splitlines()[-1]) == {"validations": 3}, "before training, and after each of two steps"
-    logged = metrics_of("mine")
-    steps = [one for one in logged if "actor/grad_norm" in one]
+    found = logged("logs/mine")
+    steps = [one for one in found if "actor/grad_norm" in one]
     assert len(steps) == 2 and all(one["actor/grad_norm"] > 0 and "actor/kl_loss" in one for one in steps)
-    assert [one["val-aux/mine/validations"] for one in logged if "val-aux/mine/validations" in one] == [1, 2, 3]
+    assert [one["val-aux/mine/validations"] for one in found if "val-aux/mine/validations" in one] == [1, 2, 3]
 
 
 def test_an_agent_loop_and_a_reward_manager_of_users_train_together(here):
@@ -72,8 +57,9 @@ def test_an_agent_loop_and_a_reward_manager_of_users_train_together(here):
              "actor_rollout_ref.rollout.agent.default_agent_loop=ask_twice", "trainer.project_name=mine",
              "reward.reward_manager.name=distinct", "+reward_model.reward_kwargs.penalty=0.001"]  # fmt: skip
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(THIRD_PARTY), str(Path.cwd())])
-    run(["-m", "verl.trainer.main_ppo", *WORDS, *words], PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="my_reward_manager")
-    steps = [one for one in metrics_of("mine") if "actor/grad_norm" in one]
+    named = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "my_reward_manager"}
+    command("verl.trainer.main_ppo", *WORDS, *words, **named)
+    steps = [one for one in logged("logs/mine") if "actor/grad_norm" in one]
     assert len(steps) == 2 and all(one["num_turns/mean"] == 4 and one["actor/grad_norm"] > 0 for one in steps)
     for row in map(json.loads, (here / "dump/1.jsonl").read_text().splitlines()):
         assert row["score"] == pytest.approx(row["distinct"]) and row["score"] <= 1

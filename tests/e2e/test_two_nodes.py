@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.programs import PROJECT, curve, metrics
+from tests.harness.programs import command, curve, metrics
 from verl.ports import free_port
 
 pytestmark = pytest.mark.e2e
@@ -53,7 +53,7 @@ def cluster() -> Iterator[dict[str, str]]:
 def test_grpo_learns_on_two_nodes_and_prints_the_node_of_every_rank(arithmetic, cluster):
     name = "two_nodes"
     words = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo", *arithmetic.arguments),
+        *arithmetic.arguments,
         "algorithm.adv_estimator=grpo",
         "trainer.nnodes=2",
         "trainer.n_gpus_per_node=1",
@@ -63,20 +63,12 @@ def test_grpo_learns_on_two_nodes_and_prints_the_node_of_every_rank(arithmetic, 
         "trainer.total_training_steps=10",
         "trainer.test_freq=10",
     ]
-    path = f"{arithmetic.folder}{os.pathsep}{PROJECT}"
-    logs = str(arithmetic.folder / "logs")
     environment = {
-        **os.environ,
         **cluster,
-        "PYTHONPATH": path,
-        "VERL_FILE_LOGGER_ROOT": logs,
         "VERL_LOGGING_LEVEL": "INFO",
         "RAY_DEDUP_LOGS": "0",  # Ray holds back a line that another rank wrote except for its numbers
     }
-    done = subprocess.run(
-        words, cwd=arithmetic.folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    done = command("verl.trainer.main_ppo", *words, cwd=arithmetic.folder, **environment)
     lines = [line for line in done.stderr.splitlines() if "]: node " in line]
     print("\n".join(lines))
     assert len(lines) == 2 and len({line.split("]: node ")[1].split()[0] for line in lines}) == 2

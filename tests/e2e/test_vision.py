@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.programs import PROJECT, command, curve, metrics, run
+from tests.harness.programs import PROJECT, curve, fine_tuned, run, trained
 
 pytestmark = pytest.mark.e2e
 EXAMPLE = PROJECT / "examples/vision"
@@ -22,29 +22,16 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run([sys.executable, f"{EXAMPLE}/make_model.py", "base"], cwd=folder)
     sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", "8"]
     run([sys.executable, f"{EXAMPLE}/make_data.py", "--save_dir", ".", *sizes], cwd=folder)
-    command(
-        "verl.trainer.sft_trainer",
-        "data.train_files=sft.parquet",
-        "data.train_batch_size=32",
-        "model.path=base",
-        "optim.lr=1e-3",
-        f"trainer.total_training_steps={WARM_UP}",
-        "trainer.total_epochs=10",
-        f"trainer.save_freq={WARM_UP}",
-        "trainer.default_local_dir=sft",
-        "trainer.logger=[file]",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=sft",
-        "checkpoint.save_contents=[model]",
-        cwd=folder,
-    )
+    words = ("data.train_files=sft.parquet", "data.train_batch_size=32", "optim.lr=1e-3", "trainer.total_epochs=10")
+    fine_tuned(folder, WARM_UP, *words)
     return folder
 
 
 def learn(folder: Path, name: str, *arguments: str) -> list[float]:
     """Accuracy on pictures that no step has seen, before the first step and on the way."""
-    command(
-        "verl.trainer.main_ppo",
+    steps = trained(
+        folder,
+        name,
         "data.train_files=train.parquet",
         "data.val_files=test.parquet",
         "data.train_batch_size=16",
@@ -64,14 +51,9 @@ def learn(folder: Path, name: str, *arguments: str) -> list[float]:
         "trainer.val_before_train=true",
         f"trainer.test_freq={STEPS // 2}",
         "trainer.save_freq=-1",
-        f"trainer.default_local_dir={name}",
-        "trainer.logger=[file]",
-        "trainer.project_name=e2e",
-        f"trainer.experiment_name={name}",
         *arguments,
-        cwd=folder,
     )
-    return curve(metrics(folder, "e2e", name), ACCURACY)
+    return curve(steps, ACCURACY)
 
 
 def test_rewards_alone_teach_it_the_rest(warm: Path):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness.programs import python
 
 NOTEBOOK = "examples/ppo_trainer/verl_getting_started.ipynb"
 
@@ -34,11 +33,6 @@ def test_the_notebook_runs_from_its_first_to_its_last_cell(project_root, tmp_pat
         shutil.copytree(project_root / "examples" / folder, tmp_path / "examples" / folder)
     script = tmp_path / "notebook.py"
     script.write_text("\n\n".join(cells(project_root, "code")), encoding="utf-8")
-    environment = {**os.environ, "TINY": "1", "NOTEBOOK_DIR": "out", "PYTHONPATH": str(project_root)}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    python(str(script), cwd=tmp_path, TINY="1", NOTEBOOK_DIR="out")
     assert (tmp_path / "out/curve.png").is_file()
     assert (tmp_path / "out/ppo/global_step_2/actor/huggingface/config.json").is_file()

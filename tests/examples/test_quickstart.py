@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.harness.rows import write_prompts
+from tests.harness.programs import python
+from tests.harness.rows import talks, write_prompts
 from verl.config import load_config
 from verl.errors import DataError
 
@@ -32,7 +31,7 @@ def part(project_root: Path, name: str):
 def base(project_root, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart") / "base"
     script = project_root / "examples/quickstart/model.py"
-    subprocess.run([sys.executable, str(script), str(folder)], check=True, capture_output=True)
+    python(str(script), str(folder))
     return folder
 
 
@@ -67,14 +66,10 @@ def test_the_reward_is_one_for_exactly_the_sum(project_root):
 
 
 def test_most_demonstrations_are_wrong_under_the_reward(project_root, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
-        for i in range(500)
-    ]
-    pd.DataFrame(rows).to_parquet(tmp_path / "sft.parquet")
+    pd.DataFrame(talks(500)).to_parquet(tmp_path / "sft.parquet")
     script = project_root / "examples/quickstart/demonstrations.py"
     arguments = [str(tmp_path / "sft.parquet"), str(tmp_path / "out.parquet")]
-    subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True)
+    python(str(script), *arguments)
     score = part(project_root, "reward").compute_score
     made = pd.read_parquet(tmp_path / "out.parquet")["messages"]
     right = [score("arithmetic", m[1]["content"], str(i + 1)) for i, m in enumerate(made)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tests.brief.machine import guides_machine
+from tests.harness.programs import run
 from verl.config import load_config
 from verl.errors import NotBuiltError
 from verl.metrics import reset_notices
@@ -61,12 +61,8 @@ def bash(project_root: Path, tiny: Path):
     """Runs one script of ``examples`` with variables set; `python3` and `torchrun` are those of this environment."""
 
     def go(script: str, *settings: str, timeout: float = 600, **variables: str) -> subprocess.CompletedProcess:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(project_root), **variables}
         words = ["bash", str(project_root / "examples" / script), *settings]
-        return subprocess.run(
-            words, cwd=tiny, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        return run(words, cwd=tiny, timeout=timeout, check=False, **variables)
 
     return go
 

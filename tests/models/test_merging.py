@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.harness.engines import make_engine, ragged_batch
 from tests.harness.hub import fake_hub
 from tests.harness.models import tiny_model_dir
+from tests.harness.programs import command
 from verl import distributed
 from verl.algorithms.losses import SFTLoss
 from verl.checkpoint.part import write_part
@@ -132,12 +131,9 @@ def test_a_folder_one_level_too_high_is_told_with_its_roles(tmp_path):
 
 def test_the_command_merges_and_tells_a_difference(tmp_path):
     original, folder = upstream_checkpoint(tmp_path, 2)
-    command = [sys.executable, "-m", "verl.model_merger"]
     common = ["--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "merged")]
-    same = subprocess.run(
-        [*command, "test", *common, "--test_hf_dir", str(original)], capture_output=True, text=True, check=False
-    )
-    assert same.returncode == 0 and "the same model" in same.stdout, same.stderr
+    same = command("verl.model_merger", "test", *common, "--test_hf_dir", str(original))
+    assert "the same model" in same.stdout
     other = tiny_model_dir(tmp_path / "other", seed=1, tie_word_embeddings=True)
     assert any("differs by up to" in line for line in compare(tmp_path / "merged", other))
 
@@ -146,10 +142,8 @@ def test_the_command_pushes_what_it_merged_to_the_repository_that_is_named(tmp_p
     original, folder = upstream_checkpoint(tmp_path, 1)
     words = ["merge", "--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "merged")]
     with fake_hub() as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-m", "verl.model_merger", *words, "--hf_upload_path", "me/model", "--private"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
+        words += ["--hf_upload_path", "me/model", "--private"]
+        done = command("verl.model_merger", *words, timeout=120, **hub.variables)
         assert f"pushed it to {hub.url}/me/model" in done.stdout
         assert len(hub.created) == 1
         for name, content in hub.files.items():

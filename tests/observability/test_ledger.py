@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.programs import python
 from verl.errors import DataError
-from verl.metrics import reset_notices
 from verl.observability import ledger_reader
 from verl.observability.account import ranges
 from verl.observability.ledger import Ledger
@@ -117,7 +115,6 @@ def test_what_was_sampled_ahead_and_is_not_in_the_checkpoint_is_dropped_as_repea
 
 @pytest.mark.parametrize("damage", ["", '{"event":"trained","step":1,"ids":[[99,1]]}\n', '{"event":"end","step":[]}\n'])
 def test_a_ledger_that_does_not_reach_the_step_begins_anew_and_says_so(tmp_path, caplog, damage):
-    reset_notices()
     book = run_of_two_steps(tmp_path)
     book.path.write_text(book.path.read_text() + damage)
     again = Ledger(tmp_path, step=5, before=book.path.name, waiting=[A0])
@@ -140,7 +137,7 @@ def test_a_disk_that_is_full_is_one_error_that_says_what_to_do(tmp_path):
         except DataError as error:
             print(error)
     """
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    ended = python("-c", code, str(tmp_path))
     assert ended.stdout.count("trainer.ledger: the ledger of the samples cannot be written: File too large") == 1
     assert "goes on from its last checkpoint" in ended.stdout
     assert ledger_reader.History.of(tmp_path / "ledger.jsonl").sampled == 4, "what was written before stays readable"

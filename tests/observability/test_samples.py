@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.harness.programs import python
+from tests.harness.runs import records
 from tests.observability.spies import SpyTracker
 from verl.errors import DataError, printable
-from verl.metrics import notice, reset_notices
+from verl.metrics import notice
 from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
 from verl.observability.tracking import Tracking
 from verl.utils.tracking import ValidationGenerationsLogger
@@ -27,7 +27,7 @@ def test_a_dump_has_one_line_per_sample_with_every_extra_key(tmp_path):
         {"acc": [True, False], "length": np.array([1, 1])},
     )  # fmt: skip
     assert path == tmp_path / "new" / "folder" / "7.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = records(path)
     assert rows[1] == {
         "input": "2+2=", "output": "5", "gts": "4", "score": 0.0, "step": 7, "acc": False, "length": 1,
     }  # fmt: skip
@@ -67,13 +67,11 @@ def test_what_a_model_says_cannot_steer_the_terminal(capsys):
 
 
 def test_notices_and_logs_of_any_package_are_escaped(caplog, capfd):
-    reset_notices()
     notice("tool x", HOSTILE)
     assert caplog.records[-1].getMessage() == f"tool x: {SHOWN}"
     code = "import logging; from verl.metrics import start_logging; start_logging(); "
     code += r"logging.getLogger('other').warning('%s of %d', 'a\x1b[2Jb', 3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert done.stderr == rb"a\x1b[2Jb of 3" + b"\n"
+    assert python("-c", code).stderr == r"a\x1b[2Jb of 3" + "\n"
 
 
 def test_half_a_letter_in_a_call_does_not_stop_the_dump(tmp_path):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.harness.programs import python
+from tests.harness.rows import write_prompts
 from tests.rewards.files import reward_file
 from verl.rewards.check import main
 
@@ -26,17 +26,7 @@ def wide(monkeypatch):
 
 
 def data_file(folder, rows=ROWS, name="train.parquet"):
-    path = folder / name
-    if name.endswith(".parquet"):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif name.endswith(".jsonl"):
-        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    else:
-        path.write_text(json.dumps(rows))
-    return str(path)
+    return str(write_prompts(folder / name, rows))
 
 
 def with_source(source):
@@ -161,5 +151,5 @@ def test_it_runs_as_a_module_without_torch(tmp_path):
         "print('torch' in sys.modules, 'transformers' in sys.modules); sys.exit(code)"
     )
     arguments = [reward_file(tmp_path, GOOD), "--data", data_file(tmp_path), "-n", "1"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = python("-c", code, *arguments, check=False)
     assert done.returncode == 0 and done.stdout.endswith("False False\n")

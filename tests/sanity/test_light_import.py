@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.harness.programs import python
 
 HEAVY = ("torch", "ray", "transformers", "tensordict", "vllm", "sglang", "wandb", "numpy", "pandas", "matplotlib")
 
@@ -14,9 +14,7 @@ HEAVY = ("torch", "ray", "transformers", "tensordict", "vllm", "sglang", "wandb"
 def loaded_after(statement: str) -> set[str]:
     """The top-level modules that a fresh interpreter holds after a statement."""
     code = f"{statement}\nimport sys, json; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return set(json.loads(python("-c", code).stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(

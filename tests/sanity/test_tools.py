@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.harness.programs import python
 from tests.sanity.source_tree import ROOT
 
 
@@ -16,7 +14,4 @@ from tests.sanity.source_tree import ROOT
     ids=["ruff-check", "ruff-format", "mypy"],
 )
 def test_tool_is_content(command):
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    python("-m", *command, cwd=ROOT)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+from tests.harness.programs import python
 from verl.errors import WorkerError
 from verl.protocol import DataProto
 from verl.single_controller.base import (
@@ -285,11 +284,8 @@ begun.wait()
 """
 
 
-def test_a_program_that_ends_while_a_method_computes_ends_in_order(project_root):
-    end = subprocess.run(
-        [sys.executable, "-c", COMPUTES], cwd=project_root, capture_output=True, text=True, check=False
-    )
-    assert end.returncode == 0, end.stderr
+def test_a_program_that_ends_while_a_method_computes_ends_in_order():
+    python("-c", COMPUTES)
 
 
 class Agent(Worker):

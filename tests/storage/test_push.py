@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from types import ModuleType
@@ -10,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from tests.harness.hub import fake_hub
+from tests.harness.programs import python
 from verl.errors import ConfigError, MissingDependencyError, ModelError
 from verl.storage import push_to_hub
 
@@ -28,9 +28,7 @@ def push(hub, folder, *arguments: str) -> subprocess.CompletedProcess:
     code = (
         "import sys\nfrom verl.storage import push_to_hub as go\nprint(go(*sys.argv[1:3], private=len(sys.argv) > 3))"
     )
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0"}
-    words = [sys.executable, "-c", code, str(folder), "me/model", *arguments]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return python("-c", code, str(folder), "me/model", *arguments, timeout=120, check=False, **hub.variables)
 
 
 @pytest.mark.parametrize("private", [False, True])

@@ -1,9 +1,7 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.harness.programs import python
 from verl.protocol import DataProto
 from verl.utils.seqlen_balancing import (
     get_reverse_idx,
@@ -42,7 +40,7 @@ def test_a_permutation_is_inverted():
 
 def test_the_utils_package_loads_no_transformers_and_knows_its_names():
     code = "import sys, verl.utils; assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
     import verl.utils
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

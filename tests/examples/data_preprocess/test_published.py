@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from typing import Any
 
 import datasets
@@ -29,6 +27,8 @@ import openr1mm
 import pokemon
 import preprocess_search_r1_dataset
 import tinyllava_video_r1
+from tests.harness.programs import python
+from tests.harness.rows import write_prompts
 from verl.errors import DataError
 from verl.rewards import default_compute_score
 
@@ -336,11 +336,10 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_of_the_examples_names_the_agent_loop(tmp_path, project_root, script):
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SCRIPTS[script]))
+        write_prompts(tmp_path / f"{split}.jsonl", SCRIPTS[script])
     file = project_root / "examples" / "data_preprocess" / f"{script}.py"
-    words = [sys.executable, str(file), "--local_save_dir", "out", "--local_dataset_path", "."]
+    words = [str(file), "--local_save_dir", "out", "--local_dataset_path", "."]
     words += [] if script == "gsm8k_tool_agent_loop" else ["--agent_name", "tool_agent"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    python(*words, cwd=tmp_path)
     found = pq.read_table(next((tmp_path / "out").glob("*.parquet"))).to_pylist()
     assert {row["agent_name"] for row in found} == {"tool_agent"}

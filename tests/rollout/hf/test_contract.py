@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import subprocess
-import sys
 
+from tests.harness.programs import python
 from tests.harness.samplers import prompt, renamed, requests, sample, tiny_model
 from verl.rollout.hf.sampler import HFSampler
 
@@ -93,5 +92,5 @@ async def _until_nearly_done(sampler: HFSampler, wanted: list, pools: list) -> N
 
 def test_sleep_gives_the_memory_of_the_cache_back_to_the_machine():
     code = "from tests.rollout.hf.test_contract import memory_of_sleep; memory_of_sleep()"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == "freed", done.stderr
+    done = python("-c", code)
+    assert done.stdout.strip() == "freed"
