@@ -7,7 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from tests.harness.rows import write_prompts
+from tests.harness.rows import turns, write_prompts
 from verl.config import SFTDataConfig
 from verl.data import sft_dataset
 from verl.data.loader import stateful_loader
@@ -15,7 +15,7 @@ from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import ConfigError, DataError, ModelError
 from verl.metrics import notices
 
-TURN = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+TURN = turns("1+1=", "2")
 # One token per character, one per special token: 1 + "user\n" + "1+1=" + 1 + "\n", 1 + "assistant\n", "2" + 1, "\n".
 LENGTH = (1 + 5 + 4 + 1 + 1) + (1 + 10) + (1 + 1) + 1
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.models import tiny_model_dir
 from tests.harness.rows import addition_rows, write_prompts
 from tests.sanity.source_tree import ROOT
 from verl import device
@@ -94,12 +93,6 @@ def laptop(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     reset_notices()
     yield
-    reset_notices()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def shown(start: str) -> str:
@@ -132,13 +125,13 @@ def test_a_notice_is_shown_as_it_is(laptop, words):
 
 
 @pytest.mark.parametrize("words", WHILE_RUNNING)
-def test_an_error_of_a_run_is_shown_as_it_is(laptop, model, capsys, words):
+def test_an_error_of_a_run_is_shown_as_it_is(laptop, qwen2, capsys, words):
     write_prompts("train.parquet", 1600)
     write_prompts("bare.parquet", [{"prompt": row["prompt"]} for row in addition_rows(64)])
     Path("rewards.py").write_text(REWARDS)
     given = [
         "algorithm.adv_estimator=grpo data.train_files=train.parquet data.train_batch_size=2",
-        f"data.max_response_length=4 actor_rollout_ref.model.path={model} {R}.n=2 {A}.ppo_mini_batch_size=2",
+        f"data.max_response_length=4 actor_rollout_ref.model.path={qwen2} {R}.n=2 {A}.ppo_mini_batch_size=2",
         "trainer.total_training_steps=1 trainer.logger=[file]",
         words.replace("mine.", "reward.custom_reward_function.path=rewards.py reward.custom_reward_function."),
     ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.harness.engines import gradients, make_engine, model_dir, padded_logits, ragged_batch
+from tests.harness.engines import gradients, make_engine, padded_logits, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.adapters import AdapterBaseEngine
@@ -14,18 +14,13 @@ LORA = {"lora_rank": 4, "lora_alpha": 8}
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("models"), "qwen2")
-
-
-def moved(path, lora=False, **arguments):
+def moved(qwen2, lora=False, **arguments):
     """A policy some steps away from its reference, and the reference's own model."""
-    engine = make_engine(path, model={**(LORA if lora else {}), **arguments.pop("model", {})}, **arguments)
+    engine = make_engine(qwen2, model={**(LORA if lora else {}), **arguments.pop("model", {})}, **arguments)
     for seed in range(3):
         engine.train_batch(ragged_batch(seed=seed), SFTLoss())
-    engine.compare_with(AdapterBaseEngine(engine) if lora else make_engine(path, trains=False))
-    return engine, AutoModelForCausalLM.from_pretrained(path).double().eval()
+    engine.compare_with(AdapterBaseEngine(engine) if lora else make_engine(qwen2, trains=False))
+    return engine, AutoModelForCausalLM.from_pretrained(qwen2).double().eval()
 
 
 def oracle(model, reference, batch):
@@ -36,8 +31,8 @@ def oracle(model, reference, batch):
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_is_the_sum_over_the_vocabulary(path, lora, packed):
-    (engine, reference), batch = moved(path, lora, model={"use_remove_padding": packed}), ragged_batch(seed=9)
+def test_it_is_the_sum_over_the_vocabulary(qwen2, lora, packed):
+    (engine, reference), batch = moved(qwen2, lora, model={"use_remove_padding": packed}), ragged_batch(seed=9)
     expected = oracle(engine.model.eval(), reference, batch).detach()
     assert expected.max() > 1e-3
     for limits in ({}, {"micro_batch_size": 1}):
@@ -47,9 +42,9 @@ def test_it_is_the_sum_over_the_vocabulary(path, lora, packed):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_in_the_loss_its_gradient_reaches_the_policy_alone(path, lora):
+def test_in_the_loss_its_gradient_reaches_the_policy_alone(qwen2, lora):
     """Beside advantages of zero the loss is the KL: its gradient equals autograd's through the oracle."""
-    (engine, reference), batch = moved(path, lora), ragged_batch(seed=9)
+    (engine, reference), batch = moved(qwen2, lora), ragged_batch(seed=9)
     batch.tensors["advantages"] = torch.zeros_like(batch.tensors["advantages"])
     loss_fn = PPOPolicyLoss(ActorConfig(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.5))
     loss, found = gradients(engine, batch, loss_fn, temperature=TEMPERATURE, micro_batch_size=2)
@@ -60,17 +55,17 @@ def test_in_the_loss_its_gradient_reaches_the_policy_alone(path, lora):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-3)
 
 
-def test_a_policy_beside_its_own_weights_has_none(path):
-    engine = make_engine(path)
-    engine.compare_with(make_engine(path, trains=False))
+def test_a_policy_beside_its_own_weights_has_none(qwen2):
+    engine = make_engine(qwen2)
+    engine.compare_with(make_engine(qwen2, trains=False))
     found = engine.infer(ragged_batch(), ("full_kl",))["full_kl"]
     assert found.abs().max() < 1e-6
 
 
-def test_without_a_reference_or_with_a_fused_head_it_is_refused(path):
+def test_without_a_reference_or_with_a_fused_head_it_is_refused(qwen2):
     with pytest.raises(EngineError, match="no reference policy beside it"):
-        make_engine(path).infer(ragged_batch(), ("full_kl",))
-    engine = make_engine(path, model={"use_fused_kernels": True})
-    engine.compare_with(make_engine(path, trains=False))
+        make_engine(qwen2).infer(ragged_batch(), ("full_kl",))
+    engine = make_engine(qwen2, model={"use_fused_kernels": True})
+    engine.compare_with(make_engine(qwen2, trains=False))
     with pytest.raises(EngineError, match="a fused head"):
         engine.infer(ragged_batch(), ("full_kl",))

@@ -21,25 +21,20 @@ from verl.registry import ENGINES
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("models"), "qwen2")
-
-
 def policy_loss() -> PPOPolicyLoss:
     return PPOPolicyLoss(ActorConfig())
 
 
-def trained(path, steps: int = 3, **arguments):
+def trained(qwen2, steps: int = 3, **arguments):
     """An engine whose adapter has moved away from zero."""
-    engine = make_engine(path, model={**LORA, **arguments.pop("model", {})}, **arguments)
+    engine = make_engine(qwen2, model={**LORA, **arguments.pop("model", {})}, **arguments)
     for seed in range(steps):
         engine.train_batch(ragged_batch(seed=seed), SFTLoss())
     return engine
 
 
-def test_only_the_adapter_is_trained_and_it_starts_as_no_change(path):
-    plain, engine = make_engine(path), make_engine(path, model=LORA)
+def test_only_the_adapter_is_trained_and_it_starts_as_no_change(qwen2):
+    plain, engine = make_engine(qwen2), make_engine(qwen2, model=LORA)
     batch = ragged_batch()
     assert torch.equal(engine.infer(batch)["log_probs"], plain.infer(batch)["log_probs"])
     names = {name for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -51,10 +46,10 @@ def test_only_the_adapter_is_trained_and_it_starts_as_no_change(path):
     assert changed and changed <= names
 
 
-def test_the_gradient_is_that_of_the_two_factors_written_out(path):
+def test_the_gradient_is_that_of_the_two_factors_written_out(qwen2):
     """For W + s B A with B = 0: dB = s dW A^T, dA = 0, with dW from a model without adapter."""
     batch = ragged_batch()
-    engine, plain = make_engine(path, model=LORA, grad_clip=None), make_engine(path, grad_clip=None)
+    engine, plain = make_engine(qwen2, model=LORA, grad_clip=None), make_engine(qwen2, grad_clip=None)
     for one in (engine, plain):
         one.optimizer.step, one.optimizer.zero_grad = (lambda *a, **k: None), (lambda *a, **k: None)
         one.train_batch(batch, policy_loss())
@@ -65,36 +60,36 @@ def test_the_gradient_is_that_of_the_two_factors_written_out(path):
     assert layer.lora_A["default"].weight.grad.abs().max() == 0
 
 
-def test_what_goes_to_the_sampler_is_a_plain_model_with_the_adapter_merged(path, tmp_path):
-    engine, batch = trained(path), ragged_batch()
-    other = make_engine(path, trains=False)
+def test_what_goes_to_the_sampler_is_a_plain_model_with_the_adapter_merged(qwen2, tmp_path):
+    engine, batch = trained(qwen2), ragged_batch()
+    other = make_engine(qwen2, trains=False)
     other.load_weights(engine.export_weights())
     expected = engine.infer(batch)["log_probs"]
     torch.testing.assert_close(other.infer(batch)["log_probs"], expected, atol=1e-5, rtol=1e-5)
-    assert relative_error(expected, make_engine(path).infer(batch)["log_probs"]) > 1e-3
+    assert relative_error(expected, make_engine(qwen2).infer(batch)["log_probs"]) > 1e-3
     engine.save_hf(tmp_path / "whole")
     again = make_engine(tmp_path / "whole", trains=False)
     torch.testing.assert_close(again.infer(batch)["log_probs"], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_reference_policy_is_the_base_and_no_second_copy(path):
-    engine, batch = trained(path), ragged_batch()
+def test_the_reference_policy_is_the_base_and_no_second_copy(qwen2):
+    engine, batch = trained(qwen2), ragged_batch()
     reference = AdapterBaseEngine(engine)
-    assert torch.equal(reference.infer(batch)["log_probs"], make_engine(path).infer(batch)["log_probs"])
+    assert torch.equal(reference.infer(batch)["log_probs"], make_engine(qwen2).infer(batch)["log_probs"])
     assert relative_error(engine.infer(batch)["log_probs"], reference.infer(batch)["log_probs"]) > 1e-3
     engine.train_batch(batch, SFTLoss())  # what is trained did not change with the switch
     assert sum(p.requires_grad for p in engine.model.parameters()) == 28
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bitwise(path, tmp_path):
-    engine = trained(path)
+def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bitwise(qwen2, tmp_path):
+    engine = trained(qwen2)
     state = engine.state()
     assert set(state.section("model")) == set(lora.adapter_names(engine.model).values())
     write_part(tmp_path / "actor", state, hf=engine.hf_writer())
     folder = tmp_path / "actor" / "huggingface"
     assert sorted(f.name for f in folder.iterdir()) >= ["adapter_config.json", "adapter_model.safetensors"]
     assert not (folder / "model.safetensors").exists()
-    other = make_engine(path, model=LORA, seed=9)
+    other = make_engine(qwen2, model=LORA, seed=9)
     other.load_state(read_part(tmp_path / "actor"))
     for one in (engine, other):
         one.train_batch(ragged_batch(seed=7), SFTLoss())
@@ -102,10 +97,10 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bitwise(path, tmp_path
     assert all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
 
 
-def test_peft_loads_the_adapter_of_a_checkpoint(path, tmp_path):
-    engine, batch = trained(path), ragged_batch()
+def test_peft_loads_the_adapter_of_a_checkpoint(qwen2, tmp_path):
+    engine, batch = trained(qwen2), ragged_batch()
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
-    base = AutoModelForCausalLM.from_pretrained(path)
+    base = AutoModelForCausalLM.from_pretrained(qwen2)
     model = PeftModel.from_pretrained(base, tmp_path / "actor" / "huggingface").eval()
     engine.model.eval()
     ids = batch.batch["input_ids"][:2]
@@ -113,16 +108,16 @@ def test_peft_loads_the_adapter_of_a_checkpoint(path, tmp_path):
         torch.testing.assert_close(model(ids).logits, engine.model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_training_goes_on_from_an_adapter_with_its_own_settings(path, tmp_path):
-    engine, batch = trained(path), ragged_batch()
+def test_training_goes_on_from_an_adapter_with_its_own_settings(qwen2, tmp_path):
+    engine, batch = trained(qwen2), ragged_batch()
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
-    again = make_engine(path, model={"lora_adapter_path": str(tmp_path / "actor" / "huggingface")})
+    again = make_engine(qwen2, model={"lora_adapter_path": str(tmp_path / "actor" / "huggingface")})
     assert torch.equal(again.infer(batch)["log_probs"], engine.infer(batch)["log_probs"])
     assert again.model.peft_config["default"].r == 4 and again.model.peft_config["default"].lora_alpha == 8
     again.train_batch(batch, SFTLoss())
     with pytest.raises(ConfigError, match=r"lora_rank.*another rank.*Got 16.*4"):
         folder = str(tmp_path / "actor" / "huggingface")
-        make_engine(path, model={"lora_adapter_path": folder, "lora_rank": 16})
+        make_engine(qwen2, model={"lora_adapter_path": folder, "lora_rank": 16})
 
 
 @pytest.mark.parametrize(
@@ -135,63 +130,63 @@ def test_training_goes_on_from_an_adapter_with_its_own_settings(path, tmp_path):
     ],
     ids=["target", "exclude", "rank", "pattern"],
 )
-def test_names_that_match_nothing_are_an_error_with_the_nearest_name(path, setting, says):
+def test_names_that_match_nothing_are_an_error_with_the_nearest_name(qwen2, setting, says):
     with pytest.raises(ConfigError, match=says):
-        make_engine(path, model={**LORA, **setting})
+        make_engine(qwen2, model={**LORA, **setting})
 
 
-def test_only_the_named_modules_get_an_adapter(path):
-    engine = make_engine(path, model={**LORA, "target_modules": ["q_proj", "v_proj"]})
+def test_only_the_named_modules_get_an_adapter(qwen2):
+    engine = make_engine(qwen2, model={**LORA, "target_modules": ["q_proj", "v_proj"]})
     names = list(lora.adapter_names(engine.model))
     assert len(names) == 2 * 2 * 2 and all(".q_proj." in name or ".v_proj." in name for name in names)
-    fewer = make_engine(path, model={**LORA, "exclude_modules": ["q_proj"]})
+    fewer = make_engine(qwen2, model={**LORA, "exclude_modules": ["q_proj"]})
     assert len(lora.adapter_names(fewer.model)) == 2 * 6 * 2
 
 
-def test_a_folder_without_an_adapter_and_one_of_another_model_are_told(path, tmp_path):
+def test_a_folder_without_an_adapter_and_one_of_another_model_are_told(qwen2, tmp_path):
     with pytest.raises(ModelError, match=r"adapter_config\.json.*lora_adapter_path|lora_adapter_path.*adapter_config"):
-        make_engine(path, model={"lora_adapter_path": str(tmp_path)})
+        make_engine(qwen2, model={"lora_adapter_path": str(tmp_path)})
     engine = trained(model_dir(tmp_path, "qwen2", hidden=64), steps=1)
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
     with pytest.raises(ModelError, match=r"belongs to another model"):
-        make_engine(path, model={"lora_adapter_path": str(tmp_path / "actor" / "huggingface")})
+        make_engine(qwen2, model={"lora_adapter_path": str(tmp_path / "actor" / "huggingface")})
 
 
-def test_a_whole_model_does_not_fit_into_one_with_an_adapter(path):
-    engine = make_engine(path, model=LORA)
+def test_a_whole_model_does_not_fit_into_one_with_an_adapter(qwen2):
+    engine = make_engine(qwen2, model=LORA)
     with pytest.raises(ModelError, match=r"takes over adapters"):
-        engine.load_weights(make_engine(path).export_weights())
+        engine.load_weights(make_engine(qwen2).export_weights())
     with pytest.raises(CheckpointError, match=r"do not fit"):
-        engine.load_state(make_engine(path).state())
+        engine.load_state(make_engine(qwen2).state())
 
 
-def test_the_head_of_a_value_model_is_trained_and_saved_as_a_whole(path):
-    engine = make_engine(path, kind="value", model=LORA)
+def test_the_head_of_a_value_model_is_trained_and_saved_as_a_whole(qwen2):
+    engine = make_engine(qwen2, kind="value", model=LORA)
     assert engine.model.score.weight.requires_grad and "score" not in str(engine.model.peft_config["default"].r)
     engine.train_batch(ragged_batch(), PPOValueLoss(CriticConfig()))
     names = set(engine.state().section("model"))
     assert "base_model.model.score.weight" in names
-    other = make_engine(path, kind="value", model=LORA, seed=5)
+    other = make_engine(qwen2, kind="value", model=LORA, seed=5)
     other.load_state(engine.state())
     batch = ragged_batch()
     assert torch.equal(other.infer(batch, ("values",))["values"], engine.infer(batch, ("values",))["values"])
 
 
 @pytest.mark.parametrize("extra", [{"use_fused_kernels": True}, {"enable_gradient_checkpointing": True}], ids=str)
-def test_it_works_with_the_fused_head_and_with_gradient_checkpointing(path, extra):
+def test_it_works_with_the_fused_head_and_with_gradient_checkpointing(qwen2, extra):
     head = {"target_modules": ["q_proj", "lm_head"]}
     batch, found = grouped_batch(), []
     for settings in ({}, extra):
-        engine = trained(path, model={**head, **settings})
+        engine = trained(qwen2, model={**head, **settings})
         found.append(gradients(engine, batch, policy_loss()))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4) and relative_error(found[1][1], found[0][1]) < 1e-3
 
 
-def test_sharded_engines_train_save_and_export_the_same_adapter(path, group):
+def test_sharded_engines_train_save_and_export_the_same_adapter(qwen2, group):
     engines = []
     for name in ("plain", "fsdp2"):
         engine = ENGINES.get(name)(
-            HFModelConfig(path=str(path), **LORA), FSDPEngineConfig(), OptimizerConfig(lr=1e-2), seed=3
+            HFModelConfig(path=str(qwen2), **LORA), FSDPEngineConfig(), OptimizerConfig(lr=1e-2), seed=3
         )
         for seed in range(2):
             engine.train_batch(ragged_batch(seed=seed), SFTLoss())
@@ -209,8 +204,8 @@ def test_sharded_engines_train_save_and_export_the_same_adapter(path, group):
     torch.testing.assert_close(ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-5, rtol=1e-5)
 
 
-def test_the_adapter_knows_its_base(path, tmp_path):
-    engine = trained(path, steps=1)
+def test_the_adapter_knows_its_base(qwen2, tmp_path):
+    engine = trained(qwen2, steps=1)
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
     config = json.loads((tmp_path / "actor" / "huggingface" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(path) and config["task_type"] == "CAUSAL_LM" and config["r"] == 4
+    assert config["base_model_name_or_path"] == str(qwen2) and config["task_type"] == "CAUSAL_LM" and config["r"] == 4

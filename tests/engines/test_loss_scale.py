@@ -3,27 +3,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
-from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import gradients, make_engine, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.loss_scale import INTERVAL, MOST, LossScale
 from verl.engines.step import clip_and_step
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("model"))
-
-
 def policy_loss() -> PPOPolicyLoss:
     return PPOPolicyLoss(ActorConfig())
 
 
-def half(path, **arguments):
-    return make_engine(path, engine={"dtype": "float16"}, **arguments)
+def half(qwen2, **arguments):
+    return make_engine(qwen2, engine={"dtype": "float16"}, **arguments)
 
 
 def parameter(gradient: list[float]) -> torch.nn.Parameter:
@@ -79,7 +73,7 @@ def test_an_overflow_changes_no_weight_and_is_counted_apart_from_a_step_that_is_
     assert scale.value == 1.0
 
 
-def test_float16_gradients_agree_with_float32_and_are_lost_without_a_scale(path):
+def test_float16_gradients_agree_with_float32_and_are_lost_without_a_scale(qwen2):
     """The loss divided by 2^20 stands for one that is a mean over a million tokens."""
     batch = ragged_batch()
 
@@ -90,8 +84,8 @@ def test_float16_gradients_agree_with_float32_and_are_lost_without_a_scale(path)
             loss, metrics = policy_loss()(outputs, batch, norm)
             return loss * 2.0**-20, metrics
 
-    _, expected = gradients(make_engine(path), batch, TinyLoss())
-    scaled, unscaled = half(path), half(path)
+    _, expected = gradients(make_engine(qwen2), batch, TinyLoss())
+    scaled, unscaled = half(qwen2), half(qwen2)
     unscaled.loss_scale.value = 1.0
     _, ours = gradients(scaled, batch, TinyLoss())
     _, lost = gradients(unscaled, batch, TinyLoss())
@@ -99,16 +93,16 @@ def test_float16_gradients_agree_with_float32_and_are_lost_without_a_scale(path)
     assert relative_error(lost, expected) > 0.1
 
 
-def test_slopes_that_the_fused_head_expects_are_scaled_with_the_loss(path):
+def test_slopes_that_the_fused_head_expects_are_scaled_with_the_loss(qwen2):
     """Its gradient is made in the forward pass: without the scale it would be subnormal there."""
     batch, fused = ragged_batch(), {"use_fused_kernels": True}
-    _, expected = gradients(make_engine(path), batch, SFTLoss())
-    _, ours = gradients(half(path, model=fused), batch, SFTLoss())
+    _, expected = gradients(make_engine(qwen2), batch, SFTLoss())
+    _, ours = gradients(half(qwen2, model=fused), batch, SFTLoss())
     assert relative_error(ours, expected) < 5e-3
 
 
-def test_an_overflow_in_a_run_halves_the_scale_and_the_next_step_is_taken(path):
-    engine, batch = half(path), ragged_batch()
+def test_an_overflow_in_a_run_halves_the_scale_and_the_next_step_is_taken(qwen2):
+    engine, batch = half(qwen2), ragged_batch()
     engine.loss_scale.value = 2.0**40
     before = {name: tensor.clone() for name, tensor in engine.export_weights()}
     first = engine.train_batch(batch, policy_loss()).values()
@@ -122,8 +116,8 @@ def test_an_overflow_in_a_run_halves_the_scale_and_the_next_step_is_taken(path):
     assert not all(torch.equal(tensor, before[name]) for name, tensor in engine.export_weights())
 
 
-def test_a_run_in_float16_resumes_bitwise_with_its_scale(path):
-    batch, engine = ragged_batch(), half(path)
+def test_a_run_in_float16_resumes_bitwise_with_its_scale(qwen2):
+    batch, engine = ragged_batch(), half(qwen2)
     engine.loss_scale.value, engine.loss_scale.steps = 1024.0, INTERVAL - 2
     engine.train_batch(batch, policy_loss())
     state = engine.state()
@@ -131,7 +125,7 @@ def test_a_run_in_float16_resumes_bitwise_with_its_scale(path):
     engine.train_batch(batch, policy_loss())
     expected = engine.state()
     assert expected.scalars["extra"]["loss_scale"] == {"value": 2048.0, "steps": 0}
-    again = half(path, seed=7)
+    again = half(qwen2, seed=7)
     again.load_state(replace(state, tensors=kept))
     again.train_batch(batch, policy_loss())
     found = again.state()

@@ -22,11 +22,6 @@ SHARED = PassSettings(packed=True, share_prompts=True)
 PADDED = PassSettings(packed=False)
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("models"), "qwen2")
-
-
 def policy_loss() -> PPOPolicyLoss:
     return PPOPolicyLoss(ActorConfig(entropy_coeff=0.01))
 

@@ -19,13 +19,8 @@ from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.engines.rows import AlignedRows
 from verl.errors import ConfigError, DataError, EngineError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.protocol import DataProto
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("models"), "qwen2")
 
 
 def policy_loss(**settings) -> PPOPolicyLoss:
@@ -165,7 +160,6 @@ def test_supervised_loss_works_on_rows_without_a_prompt_part(qwen2):
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped(qwen2):
-    reset_notices()
     engine = make_engine(qwen2)
     batch = ragged_batch()
     engine.train_batch(batch, policy_loss())
@@ -317,7 +311,6 @@ def test_positions_that_do_not_count_the_tokens_are_an_error(qwen2):
 
 @pytest.mark.parametrize("name", ["param_offload", "optimizer_offload"])
 def test_what_is_in_host_memory_stays_there_and_a_notice_says_so(qwen2, name):
-    reset_notices()
     engine = make_engine(qwen2, engine={name: True})
     engine.train_batch(ragged_batch(), PPOPolicyLoss(ActorConfig()))
     engine.step_scheduler()

@@ -135,7 +135,6 @@ def test_units_by_size_are_the_smallest_modules_that_are_large_enough(path):
 
 
 def test_the_first_form_of_fsdp_runs_on_the_second_and_says_so():
-    reset_notices()
     assert (backend_of("fsdp", 1), backend_of("fsdp", 2), ENGINES.get("fsdp")) == ("fsdp2", "fsdp2", FSDP2Engine)
     assert "FSDP2" in notices()["strategy=fsdp"]
 
@@ -146,7 +145,6 @@ def test_a_frozen_engine_does_not_train(path):
 
 
 def test_the_plain_engine_says_which_sharding_settings_it_leaves_without_effect(path):
-    reset_notices()
     changed = {"reshard_after_forward": False, "fsdp_size": 8, "wrap_policy": {"min_num_params": 5}}
     make_engine(path, trains=False, engine=changed)
     assert set(notices()) == {*list(changed)[:2], "min_num_params"}

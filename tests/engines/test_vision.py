@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.harness.engines import gradients, make_engine, relative_error
-from tests.harness.vision import log_probs_row_by_row, logits_row_by_row, seen_batch, vision_dir
+from tests.harness.vision import log_probs_row_by_row, logits_row_by_row, seen_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
@@ -15,18 +15,6 @@ from verl.errors import DataError
 from verl.models import load_causal_lm, load_value_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def folder(family="qwen2_5_vl"):
-        if family not in made:
-            made[family] = vision_dir(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return folder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,8 +27,8 @@ def folders(tmp_path_factory):
     ],
     ids=["shared", "fused", "padded"],
 )
-def test_log_probs_of_rows_with_and_without_images_are_those_of_each_row_alone(folders, family, passes):
-    path = folders(family)
+def test_log_probs_of_rows_with_and_without_images_are_those_of_each_row_alone(seeing_model, family, passes):
+    path = seeing_model(family)
     engine = make_engine(path, trains=False, passes=passes)
     batch = seen_batch(engine.model.config, path)
     assert engine.forward.passes.packed == passes.packed
@@ -52,8 +40,8 @@ def test_log_probs_of_rows_with_and_without_images_are_those_of_each_row_alone(f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_of_rows_with_images_are_those_of_each_row_alone(folders, family):
-    path = folders(family)
+def test_values_of_rows_with_images_are_those_of_each_row_alone(seeing_model, family):
+    path = seeing_model(family)
     engine = make_engine(path, kind="value", trains=False, seed=3)
     batch = seen_batch(engine.model.config, path)
     with torch.no_grad():
@@ -62,8 +50,8 @@ def test_values_of_rows_with_images_are_those_of_each_row_alone(folders, family)
     assert relative_error(engine.infer(batch, ("values",))["values"], expected) < 1e-5
 
 
-def test_another_picture_in_the_same_place_changes_what_follows_it(folders):
-    path = folders()
+def test_another_picture_in_the_same_place_changes_what_follows_it(seeing_model):
+    path = seeing_model()
     engine = make_engine(path, trains=False, passes=PassSettings(share_prompts=True))
     batch = seen_batch(engine.model.config, path, (((56, 56),), ()), samples=2)
     before = engine.infer(batch)["log_probs"]
@@ -73,8 +61,8 @@ def test_another_picture_in_the_same_place_changes_what_follows_it(folders):
     assert (before[1] != after[1]).any() and relative_error(after[[0, 2, 3]], before[[0, 2, 3]]) < 1e-6
 
 
-def test_the_tower_sees_the_picture_of_a_shared_prompt_once(folders):
-    path = folders()
+def test_the_tower_sees_the_picture_of_a_shared_prompt_once(seeing_model):
+    path = seeing_model()
     engine = make_engine(path, trains=False, passes=PassSettings(share_prompts=True))
     batch, seen = seen_batch(engine.model.config, path, (((56, 56),),), samples=8), []
     hook = engine.model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
@@ -83,8 +71,8 @@ def test_the_tower_sees_the_picture_of_a_shared_prompt_once(folders):
     assert seen == [16]  # patches of one picture
 
 
-def test_a_placeholder_that_the_model_drew_is_text(folders):
-    path = folders()
+def test_a_placeholder_that_the_model_drew_is_text(seeing_model):
+    path = seeing_model()
     engine = make_engine(path, trains=False, passes=PassSettings(share_prompts=True))
     batch = seen_batch(engine.model.config, path, (((56, 56),),), samples=2)
     width = batch.batch["prompts"].shape[1]
@@ -95,8 +83,8 @@ def test_a_placeholder_that_the_model_drew_is_text(folders):
     assert torch.isfinite(made).all() and (made[0] != 0).any() and relative_error(made[:1], expected) < 1e-5
 
 
-def test_a_row_with_fewer_placeholders_than_its_picture_has_tokens_is_named(folders):
-    path = folders()
+def test_a_row_with_fewer_placeholders_than_its_picture_has_tokens_is_named(seeing_model):
+    path = seeing_model()
     engine = make_engine(path, trains=False)
     batch = seen_batch(engine.model.config, path, ((), ((56, 56),)), samples=1)
     batch.batch["input_ids"][batch.batch["input_ids"] == engine.model.config.image_token_id] = 9
@@ -104,8 +92,8 @@ def test_a_row_with_fewer_placeholders_than_its_picture_has_tokens_is_named(fold
         engine.infer(batch)
 
 
-def test_gradients_of_tower_and_language_model_do_not_depend_on_the_layout(folders):
-    path = folders()
+def test_gradients_of_tower_and_language_model_do_not_depend_on_the_layout(seeing_model):
+    path = seeing_model()
     made = []
     for passes in (PassSettings(share_prompts=True), PassSettings(packed=False)):
         engine = make_engine(path, passes=passes, model={"enable_gradient_checkpointing": passes.packed})
@@ -117,8 +105,8 @@ def test_gradients_of_tower_and_language_model_do_not_depend_on_the_layout(folde
     assert made[0][1][:of_tower].abs().max() > 1e-6
 
 
-def test_a_saved_folder_has_the_processor_and_loads_with_transformers_bit_by_bit(folders, tmp_path):
-    path = folders()
+def test_a_saved_folder_has_the_processor_and_loads_with_transformers_bit_by_bit(seeing_model, tmp_path):
+    path = seeing_model()
     engine = make_engine(path, trains=False)
     engine.save_hf(tmp_path / "saved")
     processor = (tmp_path / "saved/preprocessor_config.json").read_text()
@@ -128,8 +116,8 @@ def test_a_saved_folder_has_the_processor_and_loads_with_transformers_bit_by_bit
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_a_frozen_tower_keeps_its_bits_and_the_language_model_learns(folders):
-    path = folders()
+def test_a_frozen_tower_keeps_its_bits_and_the_language_model_learns(seeing_model):
+    path = seeing_model()
     engine = make_engine(path, freeze_vision_tower=True)
     batch, before = seen_batch(engine.model.config, path), {k: v.clone() for k, v in engine.model.state_dict().items()}
     engine.train_batch(batch, PPOPolicyLoss(ActorConfig()))
@@ -147,8 +135,8 @@ def test_a_frozen_tower_keeps_its_bits_and_the_language_model_learns(folders):
         ({}, {"language_model", "visual"}),
     ],
 )
-def test_an_adapter_lies_on_the_language_model_on_the_tower_or_on_both(folders, targets, parts):
-    path = folders()
+def test_an_adapter_lies_on_the_language_model_on_the_tower_or_on_both(seeing_model, targets, parts):
+    path = seeing_model()
     engine = make_engine(path, model={"lora_rank": 4, **targets})
     batch = seen_batch(engine.model.config, path)
     engine.train_batch(batch, PPOPolicyLoss(ActorConfig()))

@@ -6,19 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.harness.models import tiny_model_dir
 from verl.errors import ModelError
 from verl.models import export_weights, hf_folder, load_causal_lm
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("models") / "qwen2")
-
-
-@pytest.fixture(scope="module")
-def model(path):
-    return load_causal_lm(str(path))
+def model(qwen2):
+    return load_causal_lm(str(qwen2))
 
 
 def save(target, model, **settings):
@@ -30,8 +24,8 @@ def assert_same_weights(folder, model):
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
 
 
-def test_the_folder_is_complete(model, path, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(path)
+def test_the_folder_is_complete(model, qwen2, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(qwen2)
     save(tmp_path / "out", model, tokenizer=tokenizer, generation_config=model.generation_config)
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.checkpoint.part import read_part, write_part
 from verl.config import ActorConfig
@@ -19,13 +19,8 @@ from verl.models.weights import count_parameters, export_weights
 QLORA = {"lora_rank": 4, "lora_alpha": 8, "lora_base_quantization": "nf4"}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return model_dir(tmp_path_factory.mktemp("models"), "qwen2")
-
-
-def trained(path, steps: int = 3, **arguments):
-    engine = make_engine(path, model=QLORA, **arguments)
+def trained(qwen2, steps: int = 3, **arguments):
+    engine = make_engine(qwen2, model=QLORA, **arguments)
     for seed in range(steps):
         engine.train_batch(ragged_batch(seed=seed), SFTLoss())
     return engine
@@ -79,24 +74,24 @@ def test_a_layer_and_its_gradient_are_those_of_a_linear_layer_with_the_rounded_w
     torch.testing.assert_close(x.grad, other.grad)
 
 
-def test_a_base_takes_four_and_a_half_bits_a_weight_and_the_head_stays(path):
-    engine = make_engine(path, model=QLORA)
+def test_a_base_takes_four_and_a_half_bits_a_weight_and_the_head_stays(qwen2):
+    engine = make_engine(qwen2, model=QLORA)
     layers = dict(nf4.quantized_layers(engine.model))
     assert len(layers) == 2 * 7 and not any("lm_head" in name or "lora_" in name for name in layers)
     for layer in layers.values():
         numbers = layer.in_features * layer.out_features
         assert layer.packed.nbytes == numbers / 2 and layer.largest.nbytes == 4 * math.ceil(numbers / 64)
-    plain = make_engine(path, model={"lora_rank": 4})
+    plain = make_engine(qwen2, model={"lora_rank": 4})
     assert engine.num_parameters == plain.num_parameters
 
 
-def test_weights_are_rounded_alike_whether_read_one_by_one_or_loaded_as_a_whole(path, tmp_path):
-    model = load_causal_lm(str(path))
+def test_weights_are_rounded_alike_whether_read_one_by_one_or_loaded_as_a_whole(qwen2, tmp_path):
+    model = load_causal_lm(str(qwen2))
     nf4.quantize(model)
     expected = dict(export_weights(model))
-    original = dict(export_weights(load_causal_lm(str(path))))
+    original = dict(export_weights(load_causal_lm(str(qwen2))))
     reset_notices()
-    engine = make_engine(path, model=QLORA)
+    engine = make_engine(qwen2, model=QLORA)
     assert not any("as a whole" in text for text in map(str, notices()))
     found = dict(engine.export_weights())
     assert found.keys() == expected.keys() == original.keys()
@@ -105,28 +100,28 @@ def test_weights_are_rounded_alike_whether_read_one_by_one_or_loaded_as_a_whole(
     assert len(changed) == 14 and count_parameters(model) == sum(t.numel() for t in original.values())
 
 
-def test_what_the_sampler_is_sent_is_the_policy_that_is_trained(path, tmp_path):
-    engine, batch = trained(path), ragged_batch()
+def test_what_the_sampler_is_sent_is_the_policy_that_is_trained(qwen2, tmp_path):
+    engine, batch = trained(qwen2), ragged_batch()
     expected = engine.infer(batch)["log_probs"]
-    other = make_engine(path, trains=False)
+    other = make_engine(qwen2, trains=False)
     other.load_weights(engine.export_weights())
     torch.testing.assert_close(other.infer(batch)["log_probs"], expected, atol=1e-5, rtol=1e-5)
     engine.save_hf(tmp_path / "whole")
     again = make_engine(tmp_path / "whole", trains=False)
     torch.testing.assert_close(again.infer(batch)["log_probs"], expected, atol=1e-5, rtol=1e-5)
-    untrained, unrounded = make_engine(path, model=QLORA), make_engine(path)
+    untrained, unrounded = make_engine(qwen2, model=QLORA), make_engine(qwen2)
     assert relative_error(untrained.infer(batch)["log_probs"], unrounded.infer(batch)["log_probs"]) > 1e-3
 
 
-def test_only_the_adapter_is_trained_and_its_gradient_is_that_of_an_adapter_on_the_rounded_weights(path, tmp_path):
-    base = load_causal_lm(str(path))
+def test_only_the_adapter_is_trained_and_its_gradient_is_that_of_an_adapter_on_the_rounded_weights(qwen2, tmp_path):
+    base = load_causal_lm(str(qwen2))
     nf4.quantize(base)
-    other = make_engine(path, trains=False)
+    other = make_engine(qwen2, trains=False)
     other.load_weights(export_weights(base))
     other.save_hf(tmp_path / "rounded")
     batch, loss = ragged_batch(), PPOPolicyLoss(ActorConfig())
     unrounded = {**QLORA, "lora_base_quantization": None}
-    ours, plain = make_engine(path, model=QLORA), make_engine(tmp_path / "rounded", model=unrounded)
+    ours, plain = make_engine(qwen2, model=QLORA), make_engine(tmp_path / "rounded", model=unrounded)
     for _ in range(2):
         a, b = (one.train_batch(batch, loss).values() for one in (ours, plain))
         for name in ("loss", "grad_norm"):
@@ -135,18 +130,18 @@ def test_only_the_adapter_is_trained_and_its_gradient_is_that_of_an_adapter_on_t
     assert all(torch.allclose(t, factors[name], atol=1e-6) for name, t in ours.export_adapter())
 
 
-def test_the_reference_policy_is_the_rounded_base(path):
-    engine, batch = trained(path), ragged_batch()
-    alone = make_engine(path, trains=False, model={"lora_base_quantization": "nf4"})
+def test_the_reference_policy_is_the_rounded_base(qwen2):
+    engine, batch = trained(qwen2), ragged_batch()
+    alone = make_engine(qwen2, trains=False, model={"lora_base_quantization": "nf4"})
     assert torch.equal(AdapterBaseEngine(engine).infer(batch)["log_probs"], alone.infer(batch)["log_probs"])
 
 
-def test_a_checkpoint_resumes_bitwise_says_what_its_base_is_and_merges_to_the_same_policy(path, tmp_path):
-    engine, batch = trained(path), ragged_batch()
+def test_a_checkpoint_resumes_bitwise_says_what_its_base_is_and_merges_to_the_same_policy(qwen2, tmp_path):
+    engine, batch = trained(qwen2), ragged_batch()
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
-    other = make_engine(path, model=QLORA, seed=9)
+    other = make_engine(qwen2, model=QLORA, seed=9)
     other.load_state(read_part(tmp_path / "actor"))
-    unrounded = make_engine(path, model={**QLORA, "lora_base_quantization": None})
+    unrounded = make_engine(qwen2, model={**QLORA, "lora_base_quantization": None})
     with pytest.raises(CheckpointError, match=r"trained on a base in 4 bits.*Set it to nf4"):
         unrounded.load_state(read_part(tmp_path / "actor"))
     merging.merge(tmp_path / "actor", tmp_path / "merged")

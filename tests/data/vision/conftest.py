@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.vision import tiny_vision_dir
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
 
 
 @pytest.fixture(scope="session")
-def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vision_dir(tmp_path_factory.mktemp("seeing") / "model")
+def seeing_folder(seeing_model: Callable[..., Path]) -> Path:
+    return seeing_model()
 
 
 @pytest.fixture(scope="session")

@@ -31,41 +31,36 @@ ROLLOUT = RolloutConfig(prompt_length=64, response_length=64)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(path):
+def engine(qwen2):
     """Its adapter has moved away from zero."""
-    made = make_engine(path, model=LORA)
+    made = make_engine(qwen2, model=LORA)
     for seed in range(3):
         made.train_batch(ragged_batch(seed=seed), SFTLoss())
     return made
 
 
-def sampler_of(path, **model) -> HFSampler:
-    return HFSampler.from_config(ROLLOUT, HFModelConfig(path=str(path), **LORA, **model))
+def sampler_of(qwen2, **model) -> HFSampler:
+    return HFSampler.from_config(ROLLOUT, HFModelConfig(path=str(qwen2), **LORA, **model))
 
 
 def push(sampler, weights, version=1):
     asyncio.run(sampler.update_weights(chunk_weights(weights, 2000, version), version))
 
 
-def merged_model(path, engine):
-    model = load_causal_lm(str(path), torch.float32).eval()
+def merged_model(qwen2, engine):
+    model = load_causal_lm(str(qwen2), torch.float32).eval()
     model.load_state_dict(dict(engine.export_weights()))
     return model
 
 
-def test_an_adapter_alone_makes_the_weights_that_the_trainer_would_have_merged(path, engine):
-    alone, whole = sampler_of(path), sampler_of(path, lora=MegatronLoraConfig(merge=True))
+def test_an_adapter_alone_makes_the_weights_that_the_trainer_would_have_merged(qwen2, engine):
+    alone, whole = sampler_of(qwen2), sampler_of(qwen2, lora=MegatronLoraConfig(merge=True))
     before = sample(alone, WANTED)
     push(alone, engine.export_adapter())
     push(whole, engine.export_weights())
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(alone.model.state_dict()[name], tensor), name
-    found, trainer = sample(alone, WANTED), merged_model(path, engine)
+    found, trainer = sample(alone, WANTED), merged_model(qwen2, engine)
     assert [c.token_ids for c in found] == [c.token_ids for c in sample(whole, WANTED)]
     assert largest_difference(trainer, WANTED, found) < 1e-5
     assert largest_difference(trainer, WANTED, before) > 1e-2
@@ -75,34 +70,34 @@ def test_an_adapter_alone_makes_the_weights_that_the_trainer_would_have_merged(p
     assert whole.stats()["weight_bytes_received"] == sum(t.nbytes for t in alone.model.state_dict().values())
 
 
-def test_an_adapter_that_came_later_does_not_add_up_with_the_one_before(path, engine):
-    sampler = sampler_of(path)
+def test_an_adapter_that_came_later_does_not_add_up_with_the_one_before(qwen2, engine):
+    sampler = sampler_of(qwen2)
     for version, factor in enumerate((3.0, 0.5, 1.0)):
         push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)
-    assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+    assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
 
 
-def test_what_sleep_gives_back_comes_again_with_the_next_adapter(path, engine):
-    sampler = sampler_of(path)
+def test_what_sleep_gives_back_comes_again_with_the_next_adapter(qwen2, engine):
+    sampler = sampler_of(qwen2)
     for version in (1, 2):
         asyncio.run(sampler.sleep(level=2))
         changed = [t for name, t in sampler.model.named_parameters() if name.endswith("proj.weight")]
         assert {t.untyped_storage().nbytes() for t in changed} == {0}
         asyncio.run(sampler.wake())
         push(sampler, engine.export_adapter(), version)
-        assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+        assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["shared_memory", "disk", "gloo"])
-def test_an_adapter_comes_over_every_transport_again_and_again(path, engine, backend):
+def test_an_adapter_comes_over_every_transport_again_and_again(qwen2, engine, backend):
     """Both ends in this process; the transport does not know."""
     transport = CheckpointEngineConfig(backend=backend, engine_kwargs={"timeout": 20})
-    rollout, model = dataclasses.replace(ROLLOUT, checkpoint_engine=transport), HFModelConfig(path=str(path), **LORA)
+    rollout, model = dataclasses.replace(ROLLOUT, checkpoint_engine=transport), HFModelConfig(path=str(qwen2), **LORA)
     host = SamplerHost(HFSampler.from_config(rollout, model, device="cpu"))
     sampler = HostedSampler(LocalHandle(host), *transport_of(rollout, model, "cpu"))
     for version, factor in ((1, 0.5), (2, 1.0)):
         push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)
-    assert largest_difference(merged_model(path, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+    assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
     assert sampler.stats()["weight_bytes_sent"] == 2 * sum(t.nbytes for _, t in engine.export_adapter())
     sampler.close()
 
@@ -115,8 +110,8 @@ def test_an_adapter_comes_over_every_transport_again_and_again(path, engine, bac
         (lambda factors: [(factors[0][0], factors[0][1][:2]), *factors[1:]], "another shape"),
     ],
 )
-def test_an_adapter_that_is_not_the_sampler_s_is_refused(path, engine, spoil, said):
-    sampler = sampler_of(path)
+def test_an_adapter_that_is_not_the_sampler_s_is_refused(qwen2, engine, spoil, said):
+    sampler = sampler_of(qwen2)
     with pytest.raises(RolloutError, match=said):
         push(sampler, spoil(list(engine.export_adapter())))
     with pytest.raises(RolloutError, match="send them again"):
@@ -125,7 +120,6 @@ def test_an_adapter_that_is_not_the_sampler_s_is_refused(path, engine, spoil, sa
 
 @pytest.mark.parametrize("given", [{}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}])
 def test_an_adapter_on_experts_goes_alone_to_transformers_and_merged_to_others(tmp_path, given):
-    metrics.reset_notices()
     mixture = tiny_model_dir(tmp_path / "mixture", "qwen3_moe", num_experts=4, moe_intermediate_size=16)
     model = HFModelConfig(path=str(mixture), lora_rank=4, **given)
     assert separate_adapter(ROLLOUT, model) == lora.LoraSettings.of(model)
@@ -143,10 +137,9 @@ def test_an_adapter_on_experts_goes_alone_to_transformers_and_merged_to_others(t
         ({}, {"lora_rank": 0}, ""),
     ],
 )
-def test_an_adapter_goes_alone_unless_somebody_cannot_take_it_and_then_it_is_said(path, rollout, model, said):
-    metrics.reset_notices()
+def test_an_adapter_goes_alone_unless_somebody_cannot_take_it_and_then_it_is_said(qwen2, rollout, model, said):
     given = {**LORA, **model}
-    found = separate_adapter(dataclasses.replace(ROLLOUT, **rollout), HFModelConfig(path=str(path), **given))
+    found = separate_adapter(dataclasses.replace(ROLLOUT, **rollout), HFModelConfig(path=str(qwen2), **given))
     assert found == (lora.LoraSettings(rank=4, alpha=8) if said is None else None)
     told = metrics.notices().get("actor_rollout_ref.model.lora.merge", "")
     assert bool(told) == bool(said) and (said or "") in told

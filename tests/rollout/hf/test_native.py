@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.models import export_weights
 from verl.rollout.hf import projections
 from verl.rollout.hf.native import NativeModel
@@ -158,7 +158,6 @@ def test_scaled_rotary_embeddings_come_from_the_model(rope):
 
 
 def test_a_decoder_that_computes_something_else_here_is_not_used_and_a_notice_says_so(monkeypatch):
-    reset_notices()
     monkeypatch.setattr("verl.rollout.hf.native.rotate", lambda x, cos, sin: x)
     model = tiny_model(scale=2.0)
     sampler = HFSampler(model, owns_model=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.samplers import largest_difference, prompt, renamed, requests, sample, tiny_model
 from verl.errors import RolloutError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rollout.hf.pool_runner import PoolRunner
 from verl.rollout.hf.sampler import HFSampler
 
@@ -124,7 +124,6 @@ def test_sleep_frees_the_cache_and_sampling_goes_on_after_waking():
     [("gemma2", True, "its family is not written out"), ("qwen2", False, "the sampler does not own its weights")],
 )
 def test_a_model_that_decodes_without_graphs_says_why(family, owned, why):
-    reset_notices()
     model = tiny_model(family)
     sampler = HFSampler(model, owns_model=owned, record=True)
     assert sampler._runner.policy.record_after is None

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.harness.models import tiny_model_dir
-from tests.harness.vision import pictures, processed, prompt_tokens, vision_dir
+from tests.harness.samplers import sample
+from tests.harness.vision import pictures, processed, prompt_tokens
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.models.vision import inputs as vision_inputs
@@ -18,18 +19,6 @@ from verl.weight_sync import chunk_weights
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def folder(family="qwen2_5_vl"):
-        if family not in made:
-            made[family] = vision_dir(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return folder
 
 
 def requests(folder, config, samples=4, **more):
@@ -49,13 +38,6 @@ def requests(folder, config, samples=4, **more):
             )
 
 
-def run(sampler, asked):
-    async def together():
-        return await asyncio.gather(*(sampler.generate(request) for request in asked))
-
-    return asyncio.run(together())
-
-
 def expected(model, request, done):
     """The log-probs of the drawn tokens by transformers' own pass over the finished sequence."""
     ids = torch.tensor([[*request.token_ids, *done.token_ids]])
@@ -71,11 +53,11 @@ def expected(model, request, done):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 5}, {"full_determinism": True}])
-def test_log_probs_of_answers_about_images_are_those_of_the_model(folders, family, options):
-    folder = folders(family)
+def test_log_probs_of_answers_about_images_are_those_of_the_model(seeing_model, family, options):
+    folder = seeing_model(family)
     sampler, model = HFSampler(str(folder), **options), load_causal_lm(str(folder)).eval()
     asked = [request for request in requests(folder, model.config) if request.sampling.max_tokens]
-    for request, done in zip(asked, run(sampler, asked)):
+    for request, done in zip(asked, sample(sampler, asked)):
         assert model.config.image_token_id not in done.token_ids, (
             "choose another seed: transformers cannot compare this"
         )
@@ -83,60 +65,60 @@ def test_log_probs_of_answers_about_images_are_those_of_the_model(folders, famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_take_no_features_see_the_pictures_too(folders, family, monkeypatch):
+def test_models_that_take_no_features_see_the_pictures_too(seeing_model, family, monkeypatch):
     """As in transformers 5.17, which ignores the argument: a sampler of that version saw no picture."""
-    folder = folders(family)
+    folder = seeing_model(family)
     model, results = load_causal_lm(str(folder)).eval(), []
     jobs = [request for request in requests(folder, model.config) if request.sampling.max_tokens]
     for _ in range(2):
         sampler = HFSampler(str(folder))
-        results.append([(done.token_ids, done.log_probs) for done in run(sampler, jobs)])
+        results.append([(done.token_ids, done.log_probs) for done in sample(sampler, jobs)])
         assert sampler.stats()["images_encoded"] == 4
         monkeypatch.setattr(vision_inputs, "takes_features", lambda backbone: False)
     assert results[0] == results[1]
 
 
-def test_a_picture_goes_through_the_tower_once_for_all_samples_and_again_after_new_weights(folders):
-    folder = folders()
+def test_a_picture_goes_through_the_tower_once_for_all_samples_and_again_after_new_weights(seeing_model):
+    folder = seeing_model()
     sampler, config = HFSampler(str(folder)), load_causal_lm(str(folder)).config
     asked = list(requests(folder, config, samples=8))
-    run(sampler, asked)
+    sample(sampler, asked)
     assert sampler.stats()["images_encoded"] == 4 and sampler.stats()["prompt_hits"] == 4 * 7
-    run(sampler, asked)
+    sample(sampler, asked)
     assert sampler.stats()["images_encoded"] == 4
     weights = [(name, tensor.clone()) for name, tensor in export_weights(sampler.model)]
     asyncio.run(sampler.update_weights(chunk_weights(weights, 10_000, 1), 1))
-    run(sampler, asked)
+    sample(sampler, asked)
     assert sampler.stats()["images_encoded"] == 8
 
 
-def test_the_same_words_about_another_picture_are_another_prompt(folders):
-    folder = folders()
+def test_the_same_words_about_another_picture_are_another_prompt(seeing_model):
+    folder = seeing_model()
     sampler, config = HFSampler(str(folder)), load_causal_lm(str(folder)).config
     first, second = (processed(pictures([(56, 56)], seed), folder) for seed in (1, 2))
     tokens = tuple(prompt_tokens(config, first, [9, 11]))
     greedy = SamplingParams(max_tokens=3, do_sample=False)
-    one, two = run(
+    one, two = sample(
         sampler, [Request(n, tokens, greedy, multi_modal_inputs=x) for n, x in (("a", first), ("b", second))]
     )
     assert one.log_probs != two.log_probs and sampler.stats()["images_encoded"] == 2
 
 
-def test_a_response_goes_on_from_its_prefix_as_if_it_had_not_stopped(folders):
-    folder = folders()
+def test_a_response_goes_on_from_its_prefix_as_if_it_had_not_stopped(seeing_model):
+    folder = seeing_model()
     sampler, config = HFSampler(str(folder)), load_causal_lm(str(folder)).config
     whole = next(iter(requests(folder, config)))
-    done = run(sampler, [whole])[0]
+    done = sample(sampler, [whole])[0]
     rest = next(iter(requests(folder, config, generated_prefix=done.token_ids[:2])))
-    again = run(sampler, [rest])[0]
+    again = sample(sampler, [rest])[0]
     assert again.token_ids == done.token_ids[2:]
     torch.testing.assert_close(torch.tensor(again.log_probs), torch.tensor(done.log_probs[2:]), atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_of_text_refuses_images_and_pictures_without_a_processor_are_told(folders, tmp_path):
+def test_a_model_of_text_refuses_images_and_pictures_without_a_processor_are_told(seeing_model, tmp_path):
     text = HFSampler(str(tiny_model_dir(tmp_path)))
-    asked = next(iter(requests(folders(), load_causal_lm(str(folders())).config)))
+    asked = next(iter(requests(seeing_model(), load_causal_lm(str(seeing_model())).config)))
     with pytest.raises(RolloutError, match="Qwen2ForCausalLM takes no images"):
-        run(text, [asked])
+        sample(text, [asked])
     with pytest.raises(RolloutError, match="has no processor"):
-        run(HFSampler(str(folders())), [Request("a", (9,), SamplingParams(), images=pictures([(56, 56)]))])
+        sample(HFSampler(str(seeing_model())), [Request("a", (9,), SamplingParams(), images=pictures([(56, 56)]))])
