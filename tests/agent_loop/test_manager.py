@@ -6,16 +6,17 @@ import asyncio
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
+from tests.agent_loop.server import scripted
 from tests.harness.models import tiny_tokenizer
+from tests.harness.rows import columns
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
 from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.failed import RunStops
 from verl.errors import ConfigError, DataError, RolloutError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
 from verl.rollout.lost import EngineLostError
@@ -35,33 +36,15 @@ class Table:
 
 
 def settings(**changes):
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "do_sample": True}
-    validation = SimpleNamespace(temperature=0.0, top_p=1.0, top_k=-1, do_sample=False)
-    agent = SimpleNamespace(default_agent_loop="single_turn_agent", agent_loop_config_path=None)
-    base = {
-        "seed": 42,
-        "response_length": 8,
-        "ignore_eos": False,
-        "over_sample_rate": 0.0,
-        "calculate_log_probs": True,
-        "val_kwargs": validation,
-        "agent": agent,
-        "multi_turn": SimpleNamespace(enable=False),
-    }
-    return SimpleNamespace(**{**base, **sampling, **changes})
+    return scripted.settings(**{"top_p": 0.9, "response_length": 8, **changes})
 
 
 def manager(sampler, **changes) -> AgentLoopManager:
     return AgentLoopManager(settings(), sampler, SimpleNamespace(pad_token_id=0, eos_token_id=9), **changes)
 
 
-def prompts(ids: list[list[int]], uids: list[str], **columns) -> DataProto:
-    arrays = {"raw_prompt_ids": ids, "uid": uids, **columns}
-    made = {}
-    for name, values in arrays.items():
-        made[name] = np.empty(len(values), dtype=object)
-        made[name][:] = values
-    return DataProto.from_dict(non_tensors=made)
+def prompts(ids: list[list[int]], uids: list[str], **more) -> DataProto:
+    return DataProto.from_dict(non_tensors=columns(raw_prompt_ids=ids, uid=uids, **more))
 
 
 def test_the_batch_is_padded_to_its_longest_rows_on_the_right_sides():
@@ -160,7 +143,6 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_a_loop_that_raises_costs_its_own_row_which_is_masked_counted_and_shown(fault):
-    reset_notices()
     rows = prompts([[2], [3], [1]], ["a", "b", "c"], agent_name=[None, "failing", None], fault=[None, fault, None])
     batch = manager(Table()).generate_sequences(rows)
     assert batch.batch["responses"].tolist() == [[2, 1], [0, 0], [1, 0]]
@@ -174,7 +156,6 @@ def test_a_loop_that_raises_costs_its_own_row_which_is_masked_counted_and_shown(
 
 
 def test_the_line_of_a_users_loop_is_shown_and_if_every_row_fails_the_run_stops_with_its_exception():
-    reset_notices()
     with pytest.raises(RolloutError, match=r"all 2 rollouts.*row 0.*a bug of mine \(.*test_manager.py, line") as caught:
         manager(Table()).generate_sequences(prompts([[2], [2]], ["a", "b"], agent_name=["failing"] * 2))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

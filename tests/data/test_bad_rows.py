@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.harness.rows import turns, write_prompts
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.preference import PreferenceDataConfig
 from verl.data import RLHFDataset, chat_template
@@ -19,7 +20,7 @@ from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError, ModelError
 from verl.metrics import notices
 
-USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+USER, ASSISTANT = turns("1+1=", "2")
 GOOD: dict[str, dict[str, Any]] = {
     "sft": {"messages": [USER, ASSISTANT]},
     "pairs": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
@@ -37,9 +38,7 @@ def make(kind: str, file: Path, tokenizer: Any, **settings: Any) -> Any:
 
 
 def jsonl(folder: Path, *rows: dict) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_prompts(folder / "rows.jsonl", rows)
 
 
 def refused(kind: str, file: Path, tokenizer: Any, **settings: Any) -> str:

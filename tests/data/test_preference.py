@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from tests.harness.models import tiny_tokenizer
+from tests.harness.rows import write_prompts
 from verl.data.preference import PreferenceDataset, last_run
 from verl.errors import DataError
 from verl.metrics import notices, reset_notices
@@ -17,8 +17,7 @@ GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "three"}
 
 
 def dataset(tmp_path, *rows: dict, **settings) -> PreferenceDataset:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_prompts(tmp_path / "pairs.jsonl", rows)
     return PreferenceDataset(str(file), tiny_tokenizer(), SimpleNamespace(max_length=64, **settings))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
 from tests.harness.training_programs import PROGRAMS, SAVE_AT, sft_arguments
 from tests.megatron.cells import PIPELINE, SHIM, TENSOR
 from verl import env
@@ -58,7 +58,7 @@ def training_on_pairs(ranks, folder):
     if ranks.is_first:
         tiny_model_dir(inputs / "model", "qwen3")
         rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "no " * (i % 3 + 1)} for i in range(10)]
-        (inputs / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_prompts(inputs / "pairs.jsonl", rows)
     ranks.barrier()
     for program in ("dpo_trainer", "rm_trainer"):
         words = [f"data.train_files={inputs}/pairs.jsonl", f"data.val_files={inputs}/pairs.jsonl",

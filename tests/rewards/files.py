@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from tests.harness.rows import columns
 from verl.protocol import DataProto
 from verl.rewards import RewardSample
 
@@ -45,7 +45,7 @@ def batch(
     truths: Sequence[Any] | None = None,
     source: str | None = "openai/gsm8k",
     masks: Sequence[Sequence[int]] | None = None,
-    **columns: Any,
+    **more: Any,
 ) -> DataProto:
     """Left-padded prompts ``ask N``, right-padded responses that end with the end token, and the columns of rewards."""
     encoded = [[*(ord(c) for c in text), 1] if text else [] for text in responses]
@@ -54,11 +54,10 @@ def batch(
     there = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in encoded])
     prompts = torch.tensor([[PAD, *(ord(c) for c in f"ask {i % 10}")] for i in range(len(responses))])
     prompt_mask = (prompts != PAD).long()
-    arrays = {name: _objects(values) for name, values in columns.items()}
     if source is not None:
-        arrays["data_source"] = _objects([source] * len(responses))
+        more["data_source"] = [source] * len(responses)
     if truths is not None:
-        arrays["reward_model"] = _objects([{"style": "rule", "ground_truth": truth} for truth in truths])
+        more["reward_model"] = [{"style": "rule", "ground_truth": truth} for truth in truths]
     return DataProto.from_dict(
         tensors={
             "prompts": prompts,
@@ -66,11 +65,5 @@ def batch(
             "attention_mask": torch.cat([prompt_mask, there], 1),
             "response_mask": there if masks is None else torch.tensor(masks),
         },
-        non_tensors=arrays,
+        non_tensors=columns(**more),
     )
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    array[:] = list(values)
-    return array

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import write_prompts
+from tests.harness.rows import columns, write_prompts
 from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.runner import RunnerLostError
 from verl.config import load_config, replace
@@ -75,16 +75,10 @@ def sampling(config) -> ClassWithInitArgs:
 
 def batch(moods: list[str], **meta) -> DataProto:
     """Two samples of each prompt."""
-    count = len(moods)
-    columns = {
-        "raw_prompt_ids": [[5 + i // 2, 7, 9 + i // 2] for i in range(count)],
-        "uid": [f"row {i // 2}" for i in range(count)],
-        "mood": moods,
-    }
-    arrays = {name: np.empty(count, dtype=object) for name in columns}
-    for name, values in columns.items():
-        arrays[name][:] = values
-    return DataProto.from_dict(non_tensors=arrays, meta_info=meta)
+    halves = [i // 2 for i in range(len(moods))]
+    ids = [[5 + half, 7, 9 + half] for half in halves]
+    uids = [f"row {half}" for half in halves]
+    return DataProto.from_dict(non_tensors=columns(raw_prompt_ids=ids, uid=uids, mood=moods), meta_info=meta)
 
 
 def test_two_processes_make_the_batch_of_one_bit_for_bit_with_the_same_row_failed(here, apart):

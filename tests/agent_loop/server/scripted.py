@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.harness.models import tiny_tokenizer
+from tests.harness.rows import columns
 from verl.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
@@ -76,18 +77,13 @@ def settings(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**base, **sampling, **changes})
 
 
-def rows(count: int = 1, **columns: Sequence[Any]) -> DataProto:
-    arrays: dict[str, Sequence[Any]] = {
+def rows(count: int = 1, **more: Sequence[Any]) -> DataProto:
+    usual: dict[str, Sequence[Any]] = {
         "raw_prompt": [[{"role": "user", "content": "hi"}]] * count,
         "raw_prompt_ids": [ids("hi")] * count,
         "uid": [f"u{i}" for i in range(count)],
-        **columns,
     }
-    made = {}
-    for name, values in arrays.items():
-        made[name] = np.empty(len(values), dtype=object)
-        made[name][:] = list(values)
-    return DataProto.from_dict(non_tensors=made)
+    return DataProto.from_dict(non_tensors=columns(**{**usual, **more}))
 
 
 AGENTS: dict[str, Callable[..., Any]] = {}

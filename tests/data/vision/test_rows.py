@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from tests.harness.models import tiny_tokenizer
-from tests.harness.rows import write_prompts
+from tests.harness.rows import turns, write_prompts
 from verl.config import DataConfig
 from verl.config.data import CustomClassConfig
 from verl.config.preference import PreferenceDataConfig
@@ -25,7 +25,7 @@ from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import DataError, NotBuiltError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.protocol import DataProto
 from verl.trainer.pairs import split_at_answers
 from verl.trainer.supervised import supervised_batch
@@ -230,8 +230,7 @@ def test_a_dataset_class_with_images_as_users_of_upstream_write_it_works(tmp_pat
 
 
 def chat(question: str, answer: str, images: list[Any]) -> dict[str, Any]:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "images": images}
+    return {"messages": turns(question, answer), "images": images}
 
 
 def conversations(tmp_path: Any, tokenizer: Any, processor: Any, rows: list[Any], **settings: Any) -> Any:
@@ -263,7 +262,6 @@ def test_a_conversation_is_too_long_by_its_images(tmp_path, seeing_tokenizer, pr
 
 
 def test_rows_that_are_wrong_are_left_out_on_demand(tmp_path, seeing_tokenizer, processor):
-    reset_notices()
     good, broken = image(), {"bytes": image()["bytes"][:-30], "path": None}
     rows = [chat("<image>What?", "red", [good]), chat("<image>What?", "red", [broken])]
     data = conversations(tmp_path, seeing_tokenizer, processor, rows, filter_invalid=True)
