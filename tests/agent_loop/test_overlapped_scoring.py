@@ -12,7 +12,7 @@ import torch
 from tests.agent_loop.server.scripted import TOKENIZER, Scripted, ids, rows, settings
 from verl.agent_loop import AgentLoopManager
 from verl.errors import RewardError, RolloutError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.protocol import DataProto
 from verl.rewards import ScoringLimits, load_reward_function
 from verl.rewards.early import EarlyScorer
@@ -148,7 +148,6 @@ def test_all_results_come_from_before_and_nothing_is_scored_twice():
 
 
 def test_a_function_of_the_whole_batch_is_scored_afterwards_and_says_so():
-    reset_notices()
 
     def score(solution_strs, ground_truths):
         return [1.0] * len(solution_strs)

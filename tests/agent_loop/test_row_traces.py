@@ -41,7 +41,6 @@ def backend(monkeypatch):
     monkeypatch.setattr(traces, "_active", None)
     reset_notices()
     yield kept
-    reset_notices()
 
 
 def play(folder, table, script=None, **settings):

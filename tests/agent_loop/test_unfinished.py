@@ -14,7 +14,7 @@ from tests.harness.samplers import tiny_model
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register, unfinished
 from verl.agent_loop.runner import RowRunner
 from verl.agent_loop.unfinished import EARLIER, ENOUGH, LEFT, Members, output_of, plain_output
-from verl.metrics import MetricSet, reset_notices
+from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.rollout.base import Completion
 from verl.rollout.hf.sampler import HFSampler
@@ -130,7 +130,6 @@ def test_a_conversation_goes_on_with_the_turn_in_flight_and_no_tool_is_called_tw
 
 
 def test_a_tool_with_memory_of_a_process_that_is_gone_makes_the_conversation_begin_anew(talk, monkeypatch):
-    reset_notices()
     run, make, expected, _ = talk
     sampler = make({"u1-0-1": 3})
     asked = rows(QUESTION, QUESTION)

@@ -18,7 +18,7 @@ from verl.algorithms.kl import (
     kl_penalty,
 )
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 
 
 def value_and_gradient(kind, a, b):
@@ -167,7 +167,6 @@ def test_the_batch_is_charged_the_coefficient_before_the_update_and_its_rows_are
 
 
 def test_the_adaptive_coefficient_survives_a_checkpoint_and_a_nan():
-    reset_notices()
     controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=100)
     controller.update(0.3, 10)
     value = controller.value

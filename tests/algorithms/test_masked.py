@@ -5,7 +5,7 @@ import torch
 
 from tests.harness.algorithms import poison
 from verl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten, zero_outside
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
 VALUES = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 6.0]])
@@ -53,7 +53,6 @@ def test_a_variance_of_fewer_than_two_values_is_an_error_by_name():
 
 
 def test_whitening_fewer_than_two_values_centres_them_and_says_so():
-    reset_notices()
     one = torch.tensor([[0, 1, 0], [0, 0, 0]])
     assert masked_whiten(poison(VALUES, one), one).abs().max() < 1e-6
     assert masked_whiten(VALUES, torch.zeros_like(MASK)).tolist() == [[0, 0, 0], [0, 0, 0]]

@@ -11,12 +11,11 @@ from tests.checkpoint.builders import assert_holds, save
 from verl.checkpoint import CheckpointWriter, find_checkpoint
 from verl.checkpoint.manifest import Manifest
 from verl.errors import CheckpointError, ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 
 
 @pytest.fixture
 def run(tmp_path):
-    reset_notices()
     with CheckpointWriter(tmp_path) as writer:
         for step in (1, 2):
             save(writer, step)

@@ -14,13 +14,12 @@ from verl.checkpoint.files import FileRecord
 from verl.checkpoint.manifest import Manifest
 from verl.config import SFTRunConfig
 from verl.errors import CheckpointError, DataError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 
 
 @pytest.fixture
 def places(tmp_path):
     """The run folder, and a folder that stands for a remote one."""
-    reset_notices()
     return tmp_path / "run", tmp_path / "remote"
 
 

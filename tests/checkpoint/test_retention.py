@@ -8,7 +8,7 @@ from tests.checkpoint.builders import assert_holds, save
 from verl.checkpoint import CheckpointWriter, find_checkpoint, list_checkpoints
 from verl.checkpoint import retention as retention_module
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 
 
 def steps(root) -> list[int]:
@@ -62,7 +62,6 @@ def test_a_part_without_a_limit_of_its_own_goes_with_the_roles(tmp_path):
 
 
 def test_a_deletion_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
-    reset_notices()
     with CheckpointWriter(tmp_path, keep={"actor": 1}) as writer:
         save(writer, 1)
         with monkeypatch.context() as patch:

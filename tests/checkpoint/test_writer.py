@@ -19,12 +19,7 @@ from verl.checkpoint import (
 )
 from verl.checkpoint import stream as file_stream
 from verl.errors import CheckpointError, ConfigError
-from verl.metrics import notices, reset_notices
-
-
-@pytest.fixture(autouse=True)
-def fresh_notices():
-    reset_notices()
+from verl.metrics import notices
 
 
 def names(folder) -> set[str]:

@@ -11,7 +11,6 @@ import pytest
 
 from tests.harness.families import family_tokenizer
 from tests.harness.models import tiny_tokenizer
-from verl.metrics import reset_notices
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +23,3 @@ def tokenizer() -> Any:
 def family(shared: Path) -> Callable[[str], Any]:
     """``family('qwen3')``: that family's template with a tokenizer of its own."""
     return functools.cache(functools.partial(family_tokenizer, shared))
-
-
-@pytest.fixture(autouse=True)
-def fresh_notices() -> None:
-    reset_notices()

@@ -69,7 +69,6 @@ def test_with_checkpointing_only_the_input_of_each_layer_and_the_end_go_to_the_h
 
 
 def test_on_a_cpu_the_setting_has_no_effect_and_says_so():
-    reset_notices()
     assert host_activations(True, [], "cpu") is None and "no effect" in notices()["enable_activation_offload"]
     reset_notices()
     assert host_activations(False, [], "cuda") is None and notices() == {}

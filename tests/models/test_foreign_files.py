@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.harness.models import tiny_model_dir
 from verl.errors import ModelError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.models import hf_folder, load_causal_lm, load_value_model
 from verl.models.config import load_model_config
 from verl.models.hf_folder import read_weights
@@ -24,7 +24,6 @@ NORM = "model.norm.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    reset_notices()
     return tiny_model_dir(tmp_path / "model", layers=1)
 
 

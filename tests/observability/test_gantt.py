@@ -106,7 +106,6 @@ def test_half_a_line_of_a_run_that_was_killed_is_cut_off_before_it_goes_on(tmp_p
 
 
 def test_a_trace_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path, caplog):
-    reset_notices()
     spans = Spans()
     assert spans.record_in(tmp_path).name == NAME
     shutil.rmtree(tmp_path)

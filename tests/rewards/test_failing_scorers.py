@@ -50,7 +50,6 @@ def fails_on(monkeypatch, source, compute_score, error):
 
 
 def test_a_text_on_which_a_built_in_scorer_raises_scores_as_an_empty_one_and_is_counted_apart(monkeypatch):
-    reset_notices()
     fails_on(monkeypatch, "math_dapo", math_dapo.compute_score, ZeroDivisionError("by a text"))
     found = DAPORewardManager(Letters(), 0)(batch(["bad", "Answer: 4"], ["4", "4"], source="math_dapo"))
     assert found["reward_tensor"].sum(-1).tolist() == [-1.0, 1.0], "an empty answer has -1 there, so 0 would pay"
@@ -66,14 +65,12 @@ def test_a_text_on_which_a_built_in_scorer_raises_scores_as_an_empty_one_and_is_
 
 
 def test_no_notice_without_a_failure():
-    reset_notices()
     found = NaiveRewardManager(Letters(), 0)(batch(["#### 4"], ["4"]))
     assert found["metrics"]["reward/unscorable_builtin"].value == 0.0 and notices() == {}
 
 
 @pytest.mark.parametrize("on_error", ["mask", "raise", "zero"])
 def test_the_policy_can_neither_mask_nor_stop_a_run_by_texts_that_built_in_scorers_do_not_read(monkeypatch, on_error):
-    reset_notices()
     fails_on(monkeypatch, "openai/gsm8k", lambda text, truth: 0.0, RecursionError())
     found = NaiveRewardManager(Letters(), 0, limits=ScoringLimits(on_error=on_error))(batch(["bad"] * 3, ["4"] * 3))
     assert found["reward_tensor"].sum() == 0 and found["unscorable"] == [False] * 3

@@ -10,7 +10,7 @@ import torch
 from tests.rewards.files import Letters, batch, reward_file
 from verl.config import PPOTrainerConfig, replace
 from verl.errors import ConfigError, NotBuiltError, RewardError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.registry import REWARD_MANAGERS
 from verl.rewards import check_reward_data, get_custom_reward_fn, load_reward_manager, resolve_reward_manager_cls
 from verl.rewards.managers.dapo import DAPORewardManager
@@ -121,7 +121,6 @@ def test_the_longest_response_comes_from_the_data_section():
 
 
 def test_a_setting_of_another_manager_gives_a_notice_and_an_unknown_one_an_error():
-    reset_notices()
     load_reward_manager(config(**{"reward.reward_kwargs": {"max_resp_len": 8}}), Letters())
     assert "reward.reward_manager.name=dapo" in notices()["reward.reward_kwargs.max_resp_len"]
     with pytest.raises(ConfigError, match=r"reward\.reward_kwargs\.compute_score_timeot.*compute_score_timeout"):

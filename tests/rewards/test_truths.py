@@ -8,7 +8,7 @@ import pytest
 from tests.rewards.files import Letters, batch, reward_file
 from verl.config import PPOTrainerConfig, replace
 from verl.errors import ConfigError, DataError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rewards import RewardFunction, check_reward_data, default_compute_score, load_reward_manager
 from verl.rewards.truths import needs_truth
 
@@ -80,7 +80,6 @@ def test_rows_that_their_loop_scored_need_none(tmp_path):
 
 @pytest.mark.parametrize("truth", [20, 20.0, np.int64(20)])
 def test_a_number_that_is_compared_with_text_is_told_once_all_scores_are_the_same(tmp_path, truth):
-    reset_notices()
     compared = load_reward_manager(config(tmp_path, NAMES_IT.format("float(solution_str == ground_truth)")), Letters())
     assert compared(batch(["20", "21"], [truth, truth]))["reward_tensor"].sum() == 0.0
     said = notices()["reward_model.ground_truth"]
@@ -94,7 +93,6 @@ def test_a_number_that_is_compared_with_text_is_told_once_all_scores_are_the_sam
     [("float(float(solution_str) == float(ground_truth))", 20), ("float(solution_str == ground_truth)", "22")],
 )
 def test_numbers_that_are_read_as_such_and_texts_are_no_cause_for_a_notice(tmp_path, body, truth):
-    reset_notices()
     manager = load_reward_manager(config(tmp_path, NAMES_IT.format(body)), Letters())
     manager(batch(["20", "21"], [truth, truth]))
     assert "reward_model.ground_truth" not in notices()

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness.plugin import within
 from verl.errors import RolloutError, WorkerError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
@@ -114,7 +114,6 @@ def test_the_samples_of_a_prompt_share_a_replica_unless_it_is_far_ahead():
 
 
 def test_what_a_lost_replica_had_goes_to_another_and_it_gets_nothing_more():
-    reset_notices()
     fakes, replicas = make(3)
     fakes[1].error = WorkerError("a worker is gone")
     done = many(replicas, [asked(i) for i in range(12)])

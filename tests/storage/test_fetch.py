@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from verl.errors import DataError, MissingDependencyError, ModelError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.storage import copy_to_local, fetch
 
 
@@ -60,7 +60,6 @@ def test_shared_memory_gets_a_copy_that_follows_the_source(tmp_path, monkeypatch
 
 
 def test_without_shared_memory_the_path_itself_is_used_with_a_notice(tmp_path, monkeypatch):
-    reset_notices()
     monkeypatch.setattr(fetch, "SHARED_MEMORY", tmp_path / "none")
     (tmp_path / "a.txt").touch()
     assert copy_to_local(tmp_path / "a.txt", use_shm=True) == str(tmp_path / "a.txt")

@@ -14,7 +14,7 @@ import pytest
 from mcp.types import ListToolsResult
 
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.ports import free_port
 from verl.tools.loading import load_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, text_of
@@ -92,7 +92,6 @@ def test_a_slow_call_is_given_up_and_the_server_goes_on(tmp_path):
 
 
 def test_a_server_that_dies_is_started_again_so_often_and_then_no_more(tmp_path):
-    reset_notices()
     found = tools_of(tmp_path, STDIO, max_restarts=1)
     before = call(found["who"])[0]
     assert call(found["die"])[0] == "Error: the server 'example' died during this call"

@@ -6,7 +6,7 @@ from verl.algorithms.advantages import call_estimator
 from verl.algorithms.advantages.gae import gae
 from verl.algorithms.advantages.grpo import grpo
 from verl.errors import ConfigError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 
 REWARDS, MASK, UIDS = outcome_batch()
 
@@ -54,7 +54,6 @@ def test_a_result_of_another_form_is_refused_with_the_allowed_one(result):
 
 
 def test_what_a_user_returns_outside_the_mask_is_cleared_and_nan_inside_is_told():
-    reset_notices()
     junk = torch.where(MASK.bool(), 1.0, torch.nan)
     advantages, returns = call(lambda token_level_rewards, response_mask: (junk, junk))
     assert torch.equal(advantages, MASK.float()) and torch.equal(returns, MASK.float())

@@ -101,7 +101,6 @@ def test_a_row_with_a_nan_reward_leaves_its_group_alone():
 
 
 def test_a_group_of_one_is_told_once():
-    reset_notices()
     rewards, mask, uids = outcome_batch()
     grpo(rewards, mask, uids)
     said = notices()["algorithm.singleton"]

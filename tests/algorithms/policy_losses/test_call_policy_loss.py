@@ -7,7 +7,7 @@ from verl.algorithms.masked import masked_mean
 from verl.algorithms.policy_losses import call_policy_loss
 from verl.algorithms.policy_losses.vanilla import vanilla
 from verl.errors import ConfigError
-from verl.metrics import Metric, notices, reset_notices
+from verl.metrics import Metric, notices
 from verl.trainer.ppo import core_algos
 
 
@@ -49,7 +49,6 @@ def test_a_users_loss_that_calls_agg_loss_is_normalised_over_the_mini_batch():
 
 
 def test_a_users_loss_that_averages_by_itself_is_weighted_by_tokens_and_told():
-    reset_notices()
     assert over_micro_batches(by_itself)[0] == pytest.approx(PLAIN)
     assert "token mean" in notices()["actor_rollout_ref.actor.policy_loss.loss_mode"]
 

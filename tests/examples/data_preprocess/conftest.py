@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 
 from tests.harness.models import tiny_tokenizer
-from verl.metrics import reset_notices
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """A byte-level tokenizer: one character of ASCII is one token."""
     return tiny_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def fresh_notices() -> None:
-    reset_notices()

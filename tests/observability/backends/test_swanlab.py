@@ -8,7 +8,7 @@ import types
 import pytest
 
 from verl.errors import MissingDependencyError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.observability.backends.swanlab import SwanlabTracker
 from verl.observability.tracker import Sample
 
@@ -18,7 +18,6 @@ def fake(monkeypatch):
     """A stand-in whose servers cannot be reached: only ``offline`` opens."""
     monkeypatch.delenv("SWANLAB_MODE", raising=False)
     monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
-    reset_notices()
     module = types.ModuleType("swanlab")
     module.asked, module.logged, module.ended = [], [], []
     module.Text = lambda content, caption=None: (content, caption)
@@ -35,7 +34,6 @@ def fake(monkeypatch):
     module.init = init
     monkeypatch.setitem(sys.modules, "swanlab", module)
     yield module
-    reset_notices()
 
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):

@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 
 from tests.harness.samplers import largest_difference, prompt, requests, sample, tiny_model
 from verl.errors import RolloutError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rollout.hf.attention import UnsupportedModelError
 from verl.rollout.hf.padded_runner import PaddedRunner
 from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
@@ -58,7 +58,6 @@ def test_keys_and_values_may_have_different_dimensions():
     ],
 )
 def test_other_models_fall_back_with_a_notice_and_the_same_numbers(family, config, reason):
-    reset_notices()
     model = tiny_model(family, scale=1.5, **config)
     sampler = HFSampler(model, max_num_seqs=7)
     assert isinstance(sampler._runner, PaddedRunner)

@@ -13,7 +13,7 @@ from tests.harness.models import tiny_model_dir
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads
 from verl.config.loading import read_config
 from verl.errors import ConfigError, MissingDependencyError, NotBuiltError, RolloutError
-from verl.metrics import notices, reset_notices
+from verl.metrics import notices
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.vllm import arguments, versions, weight_transfer
 from verl.rollout.vllm.extension import buckets
@@ -123,7 +123,6 @@ def test_a_layout_of_workers_that_an_engine_does_not_have_is_refused_before_it_s
 
 
 def test_what_a_version_lacks_is_left_out_if_it_is_ours_and_an_error_if_it_is_the_users():
-    reset_notices()
     found = arguments.known({"model": "m", "logprobs_mode": "x"}, FakeEngineArgs, {"logprobs_mode": None})
     assert found == {"model": "m"} and any("logprobs_mode" in text for text in notices().values())
     with pytest.raises(ConfigError, match=r"swap_spac: vLLM has no such argument.*swap_space"):
@@ -138,13 +137,11 @@ def test_a_version_before_the_range_is_refused_by_name(version):
 
 @pytest.mark.parametrize("version", ["0.8.5", "0.9.0.1", "0.10.1.1.post2", "0.11.2", "0.12.0", "0.32.0", "0.8.5+cu121"])
 def test_a_version_of_the_range_is_taken(version):
-    reset_notices()
     versions.check_version(version)
     assert not notices()
 
 
 def test_a_newer_version_is_taken_with_a_notice():
-    reset_notices()
     versions.check_version("0.33.1")
     assert "newer than 0.32" in next(iter(notices().values()))
 
