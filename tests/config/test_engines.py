@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.configs import refused
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from verl.config import load_config
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import NotBuiltError
 
 R = "actor_rollout_ref.rollout"
 
@@ -26,12 +27,6 @@ def ppo(usual):
     return lambda *words: load_config("ppo_trainer", [*usual, *words])
 
 
-def message(load, *words, kind=ConfigError):
-    with pytest.raises(kind) as caught:
-        load(*words)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -42,7 +37,7 @@ def message(load, *words, kind=ConfigError):
 )
 def test_an_engine_that_is_not_there_is_refused_before_anything_starts(ppo, monkeypatch, settings, said):
     monkeypatch.setattr("verl.config.machine.is_installed", lambda package: False)
-    assert said in message(ppo, *settings)
+    assert said in refused(ppo, *settings)
 
 
 def test_a_server_that_runs_needs_nothing_installed(ppo, monkeypatch):
@@ -52,9 +47,9 @@ def test_a_server_that_runs_needs_nothing_installed(ppo, monkeypatch):
 
 
 def test_a_setting_of_one_engine_is_refused_or_told_with_another(ppo, told):
-    refused = message(ppo, f"{R}.expert_parallel_size=2", kind=NotBuiltError)
-    assert "not built for this sampler: sampling on several ranks" in refused
-    assert refused.endswith("It works with actor_rollout_ref.rollout.name=vllm or sglang.")
+    said = refused(ppo, f"{R}.expert_parallel_size=2", kind=NotBuiltError)
+    assert "not built for this sampler: sampling on several ranks" in said
+    assert said.endswith("It works with actor_rollout_ref.rollout.name=vllm or sglang.")
     ppo(f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2", f"{R}.gpu_memory_utilization=0.8")
     assert f"{R}.gpu_memory_utilization" not in told()
     ppo(f"{R}.gpu_memory_utilization=0.8")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.harness.configs import changed as replaced
+from tests.harness.configs import refused
 from verl import device, registry
 from verl.config import load_config, record_reads, replace
 from verl.config.loading import read_config
@@ -83,15 +84,9 @@ def read_sft(usual_sft):
     return read_config("sft_trainer", usual_sft)
 
 
-def message(load, *overrides, kind=ConfigError):
-    with pytest.raises(kind) as caught:
-        load(*overrides)
-    return str(caught.value)
-
-
 def changed(check, config, **changes):
     """What ``check`` says about a configuration with other values."""
-    return message(lambda: check(replace(config, **changes)))
+    return refused(lambda: check(replace(config, **changes)))
 
 
 def test_a_valid_configuration_passes_without_a_word(ppo, told):
@@ -120,7 +115,7 @@ NAMES = [
 
 @pytest.mark.parametrize("override, parts", NAMES, ids=[case[0] for case in NAMES])
 def test_a_name_that_nobody_knows_is_refused_with_the_nearest_one(ppo, override, parts):
-    said = message(ppo, override)
+    said = refused(ppo, override)
     assert said.startswith(f"{override.partition('=')[0]}: ") and "Allowed: " in said
     assert [part for part in parts if part not in said] == []
 
@@ -140,7 +135,7 @@ def test_a_name_that_nobody_knows_is_refused_with_the_nearest_one(ppo, override,
 )
 def test_a_name_that_is_not_built_yet_is_refused_with_what_works_today(ppo, monkeypatch, names, key, instead):
     monkeypatch.setattr(names, "_planned", frozenset({"someday"}))
-    said = message(ppo, f"{key}=someday", kind=NotBuiltError)
+    said = refused(ppo, f"{key}=someday", kind=NotBuiltError)
     assert said.startswith(f"{key}: the {names.kind} 'someday' is not built yet. Got 'someday'. Allowed: ")
     assert instead in said
 
@@ -153,31 +148,31 @@ def test_the_exact_kl_is_refused_where_the_logits_of_two_models_never_meet(ppo, 
     exact = (f"{switch}=true", f"{key}=full")
     ppo(*exact)
     ppo(f"{key}=full", "actor_rollout_ref.model.use_fused_kernels=true")  # no KL is computed
-    fused = message(ppo, *exact, "actor_rollout_ref.model.use_fused_kernels=true", kind=NotBuiltError)
+    fused = refused(ppo, *exact, "actor_rollout_ref.model.use_fused_kernels=true", kind=NotBuiltError)
     assert fused.startswith(f"{key}: ") and "use_fused_kernels=false" in fused and "low_var_kl" in fused
     sizes = [f"{A}.fsdp_config.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
-    assert "several ranks share a row" in message(ppo, *exact, *sizes, kind=NotBuiltError)
+    assert "several ranks share a row" in refused(ppo, *exact, *sizes, kind=NotBuiltError)
     apart = "trainer.resource_pools={second:{roles:[ref],processes:[1]}}"
-    assert "in the pool 'second'" in message(ppo, *exact, apart, "trainer.device=cpu", kind=NotBuiltError)
+    assert "in the pool 'second'" in refused(ppo, *exact, apart, "trainer.device=cpu", kind=NotBuiltError)
     with pytest.raises(ConfigError, match="has the gradient of the KL as it is"):
         ppo(f"{key}=full+")
 
 
 def test_the_bypass_mode_has_no_distribution_of_the_old_policy_to_charge_for(ppo):
     charged = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"]
-    said = message(ppo, *charged, "algorithm.rollout_correction.bypass_mode=true")
+    said = refused(ppo, *charged, "algorithm.rollout_correction.bypass_mode=true")
     assert said.startswith("algorithm.kl_penalty: the bypass mode") and "bypass_mode=false" in said
 
 
 @pytest.mark.parametrize("role", [A, "critic"])
 def test_a_training_backend_is_refused_under_the_key_of_its_own_role(ppo, role):
-    said = message(ppo, f"{role}.strategy=plane")
+    said = refused(ppo, f"{role}.strategy=plane")
     assert said.startswith(f"{role}.strategy: unknown training backend") and "Did you mean 'plain'" in said
     assert "settings cannot stand" not in said  # the reference follows the actor and is not told apart
 
 
 def test_a_training_backend_of_a_supervised_run_is_checked_too(sft):
-    assert message(sft, "engine.strategy=plane").startswith("engine.strategy: unknown training backend")
+    assert refused(sft, "engine.strategy=plane").startswith("engine.strategy: unknown training backend")
 
 
 @pytest.mark.parametrize(
@@ -211,26 +206,26 @@ def test_a_tracker_whose_package_is_missing_is_an_error_with_the_command_that_in
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    said = message(ppo, "trainer.logger=[console,wandb]")
+    said = refused(ppo, "trainer.logger=[console,wandb]")
     assert said.startswith("trainer.logger: ") and "pip install wandb" in said and "not installed" in said
 
 
 def test_more_gpus_than_a_cpu_machine_has_is_one_error_with_both_counts(ppo):
-    said = message(ppo, "trainer.n_gpus_per_node=8")
+    said = refused(ppo, "trainer.n_gpus_per_node=8")
     assert said.startswith("trainer.n_gpus_per_node: 8 GPUs are asked for, and this machine has no GPU")
     assert "Set trainer.n_gpus_per_node=1 trainer.nnodes=1 to run on CPU" in said and "\n" not in said
 
 
 def test_more_gpus_than_a_gpu_machine_has_names_both_counts(ppo, machine):
     machine(2)
-    said = message(ppo, "trainer.n_gpus_per_node=8")
+    said = refused(ppo, "trainer.n_gpus_per_node=8")
     assert "8 GPUs are asked for, and this machine has 2 GPUs" in said and "Allowed: 1 to 2" in said
 
 
 def test_a_supervised_run_of_several_processes_is_started_by_torchrun(sft, monkeypatch):
-    said = message(sft, "trainer.nnodes=2")
+    said = refused(sft, "trainer.nnodes=2")
     assert "2 processes are asked for, and 1 was started" in said and "torchrun --nnodes=2" in said
-    assert "this machine has no GPU" in message(sft, "trainer.n_gpus_per_node=8")
+    assert "this machine has no GPU" in refused(sft, "trainer.n_gpus_per_node=8")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert sft("trainer.nnodes=2").trainer.nnodes == 2
 
@@ -247,35 +242,35 @@ def test_several_gpus_of_which_one_is_used_are_worth_a_notice(ppo, machine, told
 
 
 def test_a_device_that_is_not_there_is_an_error(ppo):
-    assert (said := message(ppo, "trainer.device=cuda")).startswith("trainer.device: ") and "Allowed: cpu" in said
+    assert (said := refused(ppo, "trainer.device=cuda")).startswith("trainer.device: ") and "Allowed: cpu" in said
 
 
 def test_a_missing_file_is_an_error_with_the_nearest_name_in_its_folder(ppo, files):
-    said = message(ppo, f"data.train_files={files}/tran.parquet")
+    said = refused(ppo, f"data.train_files={files}/tran.parquet")
     assert said.startswith("data.train_files: no such file") and "Did you mean 'train.parquet'" in said
 
 
 def test_every_missing_file_of_a_list_is_named(ppo, files):
-    said = message(ppo, f"data.val_files=[{files}/test.parquet,{files}/a.parquet,/no/where/b.parquet]")
+    said = refused(ppo, f"data.val_files=[{files}/test.parquet,{files}/a.parquet,/no/where/b.parquet]")
     assert f"{files}/a.parquet" in said and "The folder '/no/where' does not exist either" in said
     assert said.count("data.val_files: no such file") == 2
 
 
 def test_the_default_data_that_was_never_made_is_an_error_with_both_ways_out(usual, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    said = message(load_config, "ppo_trainer", usual[2:])
+    said = refused(load_config, "ppo_trainer", usual[2:])
     assert f"Got '{tmp_path}/data/rlhf/gsm8k/train.parquet'" in said
     assert "default path: set data.train_files, or make the file (`python examples/data_preprocess/gsm8k.py" in said
 
 
 def test_a_folder_of_data_is_an_error_that_lists_its_files(ppo, files):
-    said = message(ppo, f"data.train_files={files}")
+    said = refused(ppo, f"data.train_files={files}")
     assert "this is a folder; name the files in it" in said and "train.parquet" in said
 
 
 @pytest.mark.parametrize("given", ["[]", "''"])
 def test_no_training_files_is_an_error(ppo, given):
-    assert message(ppo, f"data.train_files={given}").startswith("data.train_files: ")
+    assert refused(ppo, f"data.train_files={given}").startswith("data.train_files: ")
 
 
 def test_files_of_a_dataset_class_of_the_users_own_are_not_looked_up(ppo, files):
@@ -297,36 +292,36 @@ def test_remote_files_and_hub_models_are_not_looked_up(ppo, told):
     ],
 )
 def test_a_python_file_of_the_user_that_is_missing_is_an_error(ppo, files, key):
-    said = message(ppo, f"{key}={files}/mi.py", "data.custom_cls.name=Mine")
+    said = refused(ppo, f"{key}={files}/mi.py", "data.custom_cls.name=Mine")
     assert f"{key}: no such file" in said and "Did you mean 'my.py'" in said
 
 
 def test_a_model_folder_that_does_not_exist_is_an_error(ppo, files):
-    said = message(ppo, f"actor_rollout_ref.model.path={files}/modle")
+    said = refused(ppo, f"actor_rollout_ref.model.path={files}/modle")
     assert said.startswith("actor_rollout_ref.model.path: no such model folder")
     assert "Did you mean 'model'" in said and "a name on the hub" in said
 
 
 def test_a_folder_without_a_model_is_an_error(ppo, sft, tmp_path):
-    said = message(ppo, f"actor_rollout_ref.model.path={tmp_path}")
+    said = refused(ppo, f"actor_rollout_ref.model.path={tmp_path}")
     assert "this folder is not a Hugging Face model: it has no config.json" in said and "\n" not in said
-    assert message(sft, f"model.path={tmp_path}").startswith("model.path: this folder is not")
+    assert refused(sft, f"model.path={tmp_path}").startswith("model.path: this folder is not")
 
 
 def test_the_critics_own_model_is_checked_only_where_there_is_a_critic(ppo, tmp_path):
-    assert message(ppo, f"critic.model.path={tmp_path}").startswith("critic.model.path: ")
+    assert refused(ppo, f"critic.model.path={tmp_path}").startswith("critic.model.path: ")
     ppo(f"critic.model.path={tmp_path}", "algorithm.adv_estimator=grpo", f"{R}.n=2")
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
 def test_a_group_estimator_needs_several_samples(ppo, estimator):
-    said = message(ppo, f"algorithm.adv_estimator={estimator}")
+    said = refused(ppo, f"algorithm.adv_estimator={estimator}")
     assert said.startswith(f"{R}.n: the estimator '{estimator}' compares the samples of one prompt")
     assert "Got 1. Allowed: 2 or more." in said and "adv_estimator=gae" in said
 
 
 def test_a_group_estimator_needs_samples_that_differ(ppo):
-    said = message(ppo, "algorithm.adv_estimator=grpo", f"{R}.n=4", f"{R}.do_sample=false")
+    said = refused(ppo, "algorithm.adv_estimator=grpo", f"{R}.n=4", f"{R}.do_sample=false")
     assert said.startswith(f"{R}.do_sample: greedy samples of one prompt are all the same")
 
 
@@ -337,13 +332,13 @@ def test_other_estimators_take_one_sample(ppo, estimator):
 
 @pytest.mark.parametrize("batch, mini, near", [(1000, 256, 250), (64, 256, 64), (96, 40, 32)])
 def test_a_batch_that_does_not_divide_is_an_error_with_the_sizes_that_do(ppo, batch, mini, near):
-    said = message(ppo, f"data.train_batch_size={batch}", f"{A}.ppo_mini_batch_size={mini}")
+    said = refused(ppo, f"data.train_batch_size={batch}", f"{A}.ppo_mini_batch_size={mini}")
     assert f"data.train_batch_size={batch} prompts cannot be cut into mini-batches of {mini}" in said
     assert f"Set {A}.ppo_mini_batch_size={near}." in said and "\n" not in said
 
 
 def test_a_critic_with_a_mini_batch_of_its_own_is_checked_too(ppo):
-    said = message(ppo, "critic.ppo_mini_batch_size=100")
+    said = refused(ppo, "critic.ppo_mini_batch_size=100")
     assert said.startswith("critic.ppo_mini_batch_size: data.train_batch_size=1024 prompts cannot be cut")
 
 
@@ -369,31 +364,31 @@ def test_samples_that_processes_cannot_share_evenly_are_an_error(read_ppo, machi
     ],
 )
 def test_two_micro_batch_sizes_contradict_each_other_only_where_they_differ(ppo, section, name):
-    said = message(ppo, f"{section}.{name}=8", f"{section}.{name}_per_gpu=4")
+    said = refused(ppo, f"{section}.{name}=8", f"{section}.{name}_per_gpu=4")
     assert f"{section}.{name}=8 and {section}.{name}_per_gpu=4 contradict each other" in said
     ppo(f"{section}.{name}=4", f"{section}.{name}_per_gpu=4")
 
 
 def test_sampling_in_validation_needs_a_temperature(ppo):
-    said = message(ppo, f"{R}.val_kwargs.do_sample=true")
+    said = refused(ppo, f"{R}.val_kwargs.do_sample=true")
     assert said.startswith(f"{R}.val_kwargs.temperature: sampling at temperature 0 is greedy")
     ppo(f"{R}.val_kwargs.do_sample=true", f"{R}.val_kwargs.temperature=0.7")
 
 
 def test_a_length_has_one_value(ppo):
-    said = message(ppo, f"{R}.response_length=100")
+    said = refused(ppo, f"{R}.response_length=100")
     assert said.startswith(f"{R}.response_length: ") and "data.max_response_length, which is 512" in said
     assert ppo("data.max_response_length=100").actor_rollout_ref.rollout.response_length == 100
 
 
 def test_prompts_and_responses_have_to_fit_the_models_context(ppo):
-    said = message(ppo, f"{R}.max_model_len=1000")
+    said = refused(ppo, f"{R}.max_model_len=1000")
     assert "= 1024 tokens do not fit" in said and f"Set {R}.max_model_len=1024" in said
     ppo(f"{R}.max_model_len=1024")
 
 
 def test_gae_needs_its_critic(ppo):
-    assert message(ppo, "critic.enable=false").startswith("critic.enable: the estimator 'gae' needs the values")
+    assert refused(ppo, "critic.enable=false").startswith("critic.enable: the estimator 'gae' needs the values")
     ppo("critic.enable=false", "algorithm.adv_estimator=reinforce_plus_plus")
 
 
@@ -426,7 +421,7 @@ def test_rejection_of_rollouts_needs_a_threshold(read_ppo):
 
 
 def test_a_reward_manager_from_a_file_needs_the_file(ppo):
-    said = message(ppo, "reward.reward_manager.source=importlib")
+    said = refused(ppo, "reward.reward_manager.source=importlib")
     assert said.startswith("reward.reward_manager.module.path: ") and "Name the Python file" in said
 
 
@@ -434,13 +429,13 @@ def test_a_reward_manager_from_a_file_needs_the_file(ppo):
 def test_a_dataset_class_needs_its_file_and_its_name(ppo, sft, files, given, missing):
     value = f"{files}/my.py" if given == "path" else "Mine"
     for load in (ppo, sft):
-        said = message(load, f"data.custom_cls.{given}={value}")
+        said = refused(load, f"data.custom_cls.{given}={value}")
         assert said.startswith(f"data.custom_cls.{missing}: data.custom_cls.{given} alone names no dataset")
 
 
 @pytest.mark.parametrize("given, missing", [("prompt_key", "response_key"), ("response_key", "prompt_key")])
 def test_two_column_data_needs_both_columns(sft, given, missing):
-    said = message(sft, f"data.{given}=question")
+    said = refused(sft, f"data.{given}=question")
     assert said.startswith(f"data.{missing}: two-column data needs the names of both columns")
     sft(f"data.{given}=question", f"data.{missing}=answer")
 
@@ -448,24 +443,24 @@ def test_two_column_data_needs_both_columns(sft, given, missing):
 @pytest.mark.parametrize("path, part", [("null", "needs the folder of a step"), ("/a/run", "global_step_<number>")])
 def test_resuming_from_a_path_needs_a_step_folder(ppo, sft, path, part):
     for load in (ppo, sft):
-        said = message(load, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+        said = refused(load, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
         assert said.startswith("trainer.resume_from_path: ") and part in said
 
 
 def test_resuming_from_a_step_that_does_not_exist_is_an_error_with_the_nearest(ppo, tmp_path):
     (tmp_path / "global_step_20").mkdir()
-    said = message(ppo, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_30")
+    said = refused(ppo, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_30")
     assert "no such folder" in said and "Did you mean 'global_step_20'" in said
     ppo("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_20")
 
 
 def test_validating_only_needs_something_to_validate_on(ppo):
-    said = message(ppo, "trainer.val_only=true", "data.val_files=null")
+    said = refused(ppo, "trainer.val_only=true", "data.val_files=null")
     assert said.startswith("data.val_files: trainer.val_only=true leaves nothing to do")
 
 
 def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
-    said = message(ppo, "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=8", f"data.train_files={files}/no")
+    said = refused(ppo, "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=8", f"data.train_files={files}/no")
     lines = said.splitlines()
     assert lines[0] == "3 settings cannot stand:" and len(lines) == 4
     assert [line.split(":")[0] for line in lines[1:]] == [
@@ -477,7 +472,7 @@ def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
 
 def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
     load = [f"{A}.qat.enable=true", "distillation.enabled=true"]
-    message(ppo, *load, kind=NotBuiltError)
+    refused(ppo, *load, kind=NotBuiltError)
     with pytest.raises(ConfigError) as caught:
         ppo(*load, "trainer.nnodes=two")
     assert not isinstance(caught.value, NotBuiltError)
@@ -485,22 +480,22 @@ def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
 
 def test_an_engine_that_is_not_built_comes_alone_with_the_number_of_the_other_problems(ppo):
     details = [f"{A}.veomni.param_offload=true", f"{A}.veomni.seed=2", "trainer.total_epoch=2"]
-    said = message(ppo, "model_engine=veomni", *details, kind=NotBuiltError).splitlines()
+    said = refused(ppo, "model_engine=veomni", *details, kind=NotBuiltError).splitlines()
     assert said[0].startswith(f"{A}.strategy: the training backend 'veomni' is not built yet")
     assert said[1:] == ["(1 more problem of these settings may go with it.)"]
-    both = message(ppo, f"{R}.name=trtllm", f"{A}.strategy=automodel", "algorithm.gamma=2", kind=NotBuiltError)
+    both = refused(ppo, f"{R}.name=trtllm", f"{A}.strategy=automodel", "algorithm.gamma=2", kind=NotBuiltError)
     keys = [f"  - {A}.strategy", f"  - {R}.name"]
     assert [line.split(":")[0] for line in both.splitlines()[1:]] == keys  # gamma is judged once the others stand
 
 
 def test_a_device_that_is_not_built_decides_too(ppo):
-    said = message(ppo, "trainer.device=npu", "distillation.enabled=true", kind=NotBuiltError).splitlines()
+    said = refused(ppo, "trainer.device=npu", "distillation.enabled=true", kind=NotBuiltError).splitlines()
     assert "Ascend NPUs" in said[0] and len(said) == 2
 
 
 def test_the_settings_of_one_missing_feature_are_one_problem_named_by_its_switch(ppo):
     own = [f"{R}.qat={{mode: w4a16}}", f"{A}.fsdp_config.qat.enable=true"]
-    said = message(ppo, *own, "distillation.enabled=true", kind=NotBuiltError).splitlines()
+    said = refused(ppo, *own, "distillation.enabled=true", kind=NotBuiltError).splitlines()
     assert len(said) == 3 and said[1].startswith(f"  - {A}.fsdp_config.qat.enable: not built yet: quantization")
     assert said[1].endswith("The same goes for 1 more setting of it.")
 
@@ -508,16 +503,16 @@ def test_the_settings_of_one_missing_feature_are_one_problem_named_by_its_switch
 def test_a_message_lists_a_dozen_problems_and_says_how_many_there_are_more(ppo):
     names = ("gamma", "lam", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty", "adv_estimator", "use_pf_ppo")
     wrong = [f"trainer.{n}=x" for n in ("seed", "nnodes", "n_gpus_per_node", "save_freq", "total_epochs", "val_only")]
-    said = message(ppo, *wrong, *(f"algorithm.{name}={{a: 1}}" for name in names)).splitlines()
+    said = refused(ppo, *wrong, *(f"algorithm.{name}={{a: 1}}" for name in names)).splitlines()
     assert said[0] == "13 settings cannot stand:" and said[-1] == "  (1 more problem is not listed.)"
     assert len(said) == 14
 
 
 def test_unknown_settings_are_suggested_only_what_is_near_and_else_the_mapping_that_takes_them(ppo):
-    said = message(ppo, f"{A}.motor.tp=1", f"{A}.motor.pp=2")
+    said = refused(ppo, f"{A}.motor.tp=1", f"{A}.motor.pp=2")
     assert said.startswith(f"{A}.motor: unknown settings of a section that does not exist: tp, pp.")
     assert "Did you mean" not in said
-    said = message(ppo, "actor_rollout_ref.model.rope_theta=1", f"{R}.max_num_sqs=3").splitlines()
+    said = refused(ppo, "actor_rollout_ref.model.rope_theta=1", f"{R}.max_num_sqs=3").splitlines()
     assert said[1].endswith("goes into actor_rollout_ref.model.override_config.")
     assert said[2].endswith(f"Did you mean '{R}.max_num_seqs'?")
 
@@ -529,7 +524,7 @@ def test_looking_at_a_setting_to_check_it_is_not_reading_it(read_ppo):
 
 
 def test_a_number_of_samples_has_one_value(ppo):
-    said = message(ppo, "critic.rollout_n=2")
+    said = refused(ppo, "critic.rollout_n=2")
     assert said.startswith(f"critic.rollout_n: it is the same number as {R}.n, which is 1")
     assert ppo(f"{R}.n=2").critic.rollout_n == 2
 
@@ -553,6 +548,6 @@ def test_a_token_budget_has_to_hold_the_longest_sample(read_ppo, key):
 
 
 def test_a_token_budget_of_a_supervised_run_has_to_hold_the_longest_row(sft):
-    said = message(sft, "data.max_length=9000")
+    said = refused(sft, "data.max_length=9000")
     assert said.startswith("data.max_token_len_per_gpu: ") and "data.max_length = 9000 tokens" in said
     sft("data.max_length=9000", "data.use_dynamic_bsz=false")

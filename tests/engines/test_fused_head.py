@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness.engines import FAMILIES, gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import FAMILIES, gradients, make_engine, model_dir, policy_loss, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
@@ -14,10 +14,6 @@ from verl.models.fused_head import apply, one_pass
 
 FUSED = {"use_fused_kernels": True}
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
-
-
-def policy_loss() -> PPOPolicyLoss:
-    return PPOPolicyLoss(ActorConfig(entropy_coeff=0.01))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
@@ -30,7 +26,8 @@ def test_outputs_and_gradient_are_those_of_the_models_own_head(tmp_path, family,
     expected, found = (engine.infer(batch, OUTPUTS, temperature=0.8) for engine in (own, fused))
     for name in OUTPUTS:
         assert relative_error(found[name], expected[name]) < 1e-5
-    (loss, gradient), (again, other) = (gradients(e, batch, policy_loss(), temperature=0.8) for e in (own, fused))
+    loss_fn = policy_loss(entropy_coeff=0.01)
+    (loss, gradient), (again, other) = (gradients(e, batch, loss_fn, temperature=0.8) for e in (own, fused))
     assert again == pytest.approx(loss, rel=1e-5, abs=1e-7) and relative_error(other, gradient) < 1e-5
 
 
@@ -39,7 +36,7 @@ def test_the_logits_are_never_made(tmp_path):
     engine = make_engine(path, model=FUSED)
     widths = []
     engine.model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[-1]))
-    engine.train_batch(ragged_batch(), policy_loss())
+    engine.train_batch(ragged_batch(), policy_loss(entropy_coeff=0.01))
     assert widths and set(widths) == {1}
     plain = make_engine(path)
     plain.model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[-1]))
@@ -84,7 +81,7 @@ def test_bf16_gives_the_same_up_to_its_rounding(tmp_path):
     own, fused = (make_engine(path, engine={"dtype": "bfloat16"}, model=m) for m in ({}, FUSED))
     expected, found = (engine.infer(batch)["log_probs"] for engine in (own, fused))
     assert relative_error(found, expected) < 1e-3
-    (_, gradient), (_, other) = (gradients(engine, batch, policy_loss()) for engine in (own, fused))
+    (_, gradient), (_, other) = (gradients(engine, batch, policy_loss(entropy_coeff=0.01)) for engine in (own, fused))
     assert relative_error(other, gradient) < 2e-2
 
 
@@ -127,9 +124,9 @@ def test_the_memory_saving_entropy_changes_no_number(tmp_path, passes, monkeypat
     for name in ("entropy_from_logits", "entropy_from_logits_with_chunking"):
         original = getattr(forward, name)
         monkeypatch.setattr(forward, name, lambda *a, f=original, n=name: (calls.append((n, *a[1:])), f(*a))[1])
-    expected_loss, expected = gradients(make_engine(path), batch, policy_loss())
+    expected_loss, expected = gradients(make_engine(path), batch, policy_loss(entropy_coeff=0.01))
     plain_calls = len(calls)
-    loss, found = gradients(make_engine(path, passes=passes), batch, policy_loss())
+    loss, found = gradients(make_engine(path, passes=passes), batch, policy_loss(entropy_coeff=0.01))
     assert loss == pytest.approx(expected_loss) and relative_error(found, expected) < 1e-6
     again = calls[plain_calls:]
     assert len(again) == plain_calls * (2 if passes.entropy_again else 1)

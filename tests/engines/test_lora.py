@@ -9,20 +9,24 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.harness.engines import gradients, grouped_batch, make_engine, model_dir, ragged_batch, relative_error
-from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
+from tests.harness.engines import (
+    gradients,
+    grouped_batch,
+    make_engine,
+    model_dir,
+    policy_loss,
+    ragged_batch,
+    relative_error,
+)
+from verl.algorithms.losses import PPOValueLoss, SFTLoss
 from verl.checkpoint.part import read_part, write_part
-from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config import CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models import lora
 from verl.registry import ENGINES
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-
-
-def policy_loss() -> PPOPolicyLoss:
-    return PPOPolicyLoss(ActorConfig())
 
 
 def trained(qwen2, steps: int = 3, **arguments):

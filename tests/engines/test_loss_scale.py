@@ -5,25 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from tests.harness.engines import gradients, make_engine, ragged_batch, relative_error
-from verl.algorithms.losses import PPOPolicyLoss, SFTLoss
-from verl.config import ActorConfig
+from tests.harness.engines import gradients, make_engine, parameter, policy_loss, ragged_batch, relative_error
+from verl.algorithms.losses import SFTLoss
 from verl.engines.loss_scale import INTERVAL, MOST, LossScale
 from verl.engines.step import clip_and_step
 
 
-def policy_loss() -> PPOPolicyLoss:
-    return PPOPolicyLoss(ActorConfig())
-
-
 def half(qwen2, **arguments):
     return make_engine(qwen2, engine={"dtype": "float16"}, **arguments)
-
-
-def parameter(gradient: list[float]) -> torch.nn.Parameter:
-    made = torch.nn.Parameter(torch.zeros(len(gradient)))
-    made.grad = torch.tensor(gradient)
-    return made
 
 
 def test_the_scale_halves_with_each_overflow_down_to_one_where_it_cannot_help():

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
-from verl.algorithms.losses import PPOPolicyLoss
+from tests.harness.engines import make_engine, model_dir, relative_error, train
 from verl.checkpoint import EngineState
-from verl.config import ActorConfig, OptimizerConfig
+from verl.config import OptimizerConfig
 from verl.engines.low_bit import narrowed, widened
 from verl.engines.optimizer import build_optimizer
 
@@ -21,14 +20,6 @@ def path(tmp_path_factory):
 
 def few_bits(name: str) -> dict[str, str]:
     return {"optimizer_impl": "torchao.optim", "optimizer": name, "lr_scheduler_type": "cosine", "lr": 1e-2}
-
-
-def train(engine, steps):
-    metrics = {}
-    for step in steps:
-        metrics = engine.train_batch(ragged_batch(seed=step), PPOPolicyLoss(ActorConfig())).values()
-        engine.step_scheduler()
-    return metrics
 
 
 @pytest.mark.parametrize("name", BYTES)

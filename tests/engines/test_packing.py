@@ -8,9 +8,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.harness.engines import FAMILIES, gradients, grouped_batch, make_engine, model_dir, relative_error
-from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
-from verl.config import ActorConfig, CriticConfig
+from tests.harness.engines import (
+    FAMILIES,
+    gradients,
+    grouped_batch,
+    make_engine,
+    model_dir,
+    policy_loss,
+    relative_error,
+)
+from verl.algorithms.losses import PPOValueLoss
+from verl.config import CriticConfig
 from verl.engines.packing import computed_tokens, families, pack, plan_packed
 from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings
@@ -20,10 +28,6 @@ from verl.protocol import DataProto
 
 SHARED = PassSettings(packed=True, share_prompts=True)
 PADDED = PassSettings(packed=False)
-
-
-def policy_loss() -> PPOPolicyLoss:
-    return PPOPolicyLoss(ActorConfig(entropy_coeff=0.01))
 
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -41,8 +45,8 @@ def test_log_probs_loss_and_gradient_are_those_of_padded_rows(tmp_path, family, 
     expected, found = (engine.infer(batch, outputs) for engine in (padded, ours))
     for name in outputs:
         assert relative_error(found[name], expected[name]) < 1e-5
-    expected_loss, expected_gradient = gradients(padded, batch, policy_loss(), micro_batch_size=5)
-    loss, gradient = gradients(ours, batch, policy_loss(), max_tokens=70)
+    expected_loss, expected_gradient = gradients(padded, batch, policy_loss(entropy_coeff=0.01), micro_batch_size=5)
+    loss, gradient = gradients(ours, batch, policy_loss(entropy_coeff=0.01), max_tokens=70)
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-7)
     assert relative_error(gradient, expected_gradient) < 1e-5
 
@@ -68,8 +72,8 @@ def test_values_and_their_gradient_are_those_of_padded_rows(qwen2, passes):
 def test_the_gradient_of_shared_prompts_does_not_depend_on_the_cut(engines, seed, limit, prompts):
     plain, shared = engines
     batch = grouped_batch(prompts=prompts, samples=3, seed=seed)
-    loss, gradient = gradients(plain, batch, policy_loss())
-    again, found = gradients(shared, batch, policy_loss(), **limit)
+    loss, gradient = gradients(plain, batch, policy_loss(entropy_coeff=0.01))
+    again, found = gradients(shared, batch, policy_loss(entropy_coeff=0.01), **limit)
     assert again == pytest.approx(loss, rel=1e-5, abs=1e-7) and relative_error(found, gradient) < 1e-5
 
 
@@ -97,7 +101,7 @@ def test_only_real_tokens_are_computed_and_a_shared_prompt_once(qwen2):
     packed, shared = make_engine(qwen2), make_engine(qwen2, passes=SHARED)
     assert counted(packed, lambda: packed.infer(batch)) == 12 * (9 + 11)
     assert counted(shared, lambda: shared.infer(batch)) == 3 * 9 + 12 * 11
-    assert counted(shared, lambda: shared.train_batch(batch, policy_loss())) == 3 * 9 + 12 * 11
+    assert counted(shared, lambda: shared.train_batch(batch, policy_loss(entropy_coeff=0.01))) == 3 * 9 + 12 * 11
 
 
 def full_batch() -> DataProto:
@@ -123,9 +127,9 @@ def full_batch() -> DataProto:
 
 def test_gradient_checkpointing_computes_packed_rows_again(qwen2):
     batch = grouped_batch()
-    _, expected = gradients(make_engine(qwen2, passes=PADDED), batch, policy_loss())
+    _, expected = gradients(make_engine(qwen2, passes=PADDED), batch, policy_loss(entropy_coeff=0.01))
     engine = make_engine(qwen2, passes=SHARED, model={"enable_gradient_checkpointing": True})
-    _, found = gradients(engine, batch, policy_loss())
+    _, found = gradients(engine, batch, policy_loss(entropy_coeff=0.01))
     assert relative_error(found, expected) < 1e-5
 
 

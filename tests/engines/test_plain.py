@@ -12,6 +12,7 @@ from tests.harness.engines import (
     make_engine,
     model_dir,
     padded_logits,
+    policy_loss,
     ragged_batch,
     relative_error,
 )
@@ -21,10 +22,6 @@ from verl.engines.rows import AlignedRows
 from verl.errors import ConfigError, DataError, EngineError
 from verl.metrics import notices
 from verl.protocol import DataProto
-
-
-def policy_loss(**settings) -> PPOPolicyLoss:
-    return PPOPolicyLoss(ActorConfig(**settings))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,10 +7,8 @@ import json
 import pytest
 import torch
 
-from tests.harness.engines import make_engine, model_dir, ragged_batch
-from verl.algorithms.losses import PPOPolicyLoss
+from tests.harness.engines import make_engine, model_dir, train
 from verl.checkpoint import CheckpointReader, CheckpointWriter, EngineState
-from verl.config import ActorConfig
 from verl.errors import CheckpointError
 
 SCHEDULE = {"lr": 1e-2, "lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
@@ -20,14 +18,6 @@ SCHEDULE = {"lr": 1e-2, "lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
 def path(tmp_path_factory):
     # Dropout makes the random generator part of the state.
     return model_dir(tmp_path_factory.mktemp("models"), "qwen2", attention_dropout=0.2, tie_word_embeddings=True)
-
-
-def train(engine, steps) -> dict[str, float]:
-    metrics = {}
-    for step in steps:
-        metrics = engine.train_batch(ragged_batch(seed=step), PPOPolicyLoss(ActorConfig())).values()
-        engine.step_scheduler()
-    return metrics
 
 
 def assert_same(found: EngineState, expected: EngineState) -> None:

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.dist.engine_cells import gathered_gradient
-from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
-from verl.algorithms.losses import PPOPolicyLoss
+from tests.harness.engines import gradients, make_engine, model_dir, policy_loss, ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter
-from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.topology import backend_of
 from verl.engines import sharding
 from verl.engines.fsdp2 import FSDP2Engine
@@ -37,10 +36,6 @@ def engine_of(path, kind="causal_lm", optim=None, engine=None, trains=True, **ar
         kind=kind,
         **{"total_training_steps": 10, "seed": 3, **arguments},
     )
-
-
-def policy_loss():
-    return PPOPolicyLoss(ActorConfig())
 
 
 def test_one_process_computes_what_the_plain_engine_computes(path):

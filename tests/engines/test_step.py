@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.engines import make_engine, model_dir, ragged_batch
+from tests.harness.engines import make_engine, model_dir, parameter, ragged_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.step import clip_and_step, tell_broken_rows
-
-
-def parameter(gradient: list[float]) -> torch.nn.Parameter:
-    found = torch.nn.Parameter(torch.zeros(len(gradient)))
-    found.grad = torch.tensor(gradient)
-    return found
 
 
 def test_gradients_are_clipped_by_their_global_norm():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.harness.models import tiny_model_dir
-from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.engines.plain import PlainEngine
 from verl.protocol import DataProto
 
@@ -98,6 +100,26 @@ def padded_logits(model: Any, batch: DataProto) -> Tensor:
         use_cache=False,
     ).logits
     return logits[:, tensors["prompts"].shape[1] - 1 : -1]
+
+
+def policy_loss(**settings: Any) -> PPOPolicyLoss:
+    return PPOPolicyLoss(ActorConfig(**settings))
+
+
+def train(engine: Any, seeds: Iterable[int]) -> dict[str, float]:
+    """A step on the batch of each seed; the metrics of the last one."""
+    metrics: dict[str, float] = {}
+    for seed in seeds:
+        metrics = engine.train_batch(ragged_batch(seed=seed), policy_loss()).values()
+        engine.step_scheduler()
+    return metrics
+
+
+def parameter(gradient: list[float]) -> torch.nn.Parameter:
+    """Zeros with this gradient."""
+    made = torch.nn.Parameter(torch.zeros(len(gradient)))
+    made.grad = torch.tensor(gradient)
+    return made
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run it in an event loop of its own."""
+    """Run it in a new event loop."""
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None

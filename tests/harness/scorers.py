@@ -15,4 +15,4 @@ def scorer(result: str) -> str:
 
 
 LETTERS = scorer("len(set(solution_str)) / 10")
-"""How many characters an answer has that differ: almost every answer has a score of its own."""
+"""How many characters an answer has that differ, so that few answers score alike."""

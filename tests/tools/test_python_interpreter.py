@@ -56,17 +56,14 @@ def test_each_call_begins_anew_unless_the_tool_is_stateful(tools):
     assert calls(tools["stateful"], "x = 5", "x") == ["(no output)", "5"]
 
 
-def test_trajectories_do_not_see_each_others_variables(tools):
-    async def run() -> list[str]:
-        tool = tools["stateful"]
-        names = [(await tool.create())[0] for _ in range(2)]
-        await tool.execute(names[0], {"code": "x = 1"})
-        answers = [(await tool.execute(name, {"code": "x"}))[0].text or "" for name in names]
-        for name in names:
-            await tool.release(name)
-        return answers
-
-    first, second = asyncio.run(run())
+async def test_trajectories_do_not_see_each_others_variables(tools):
+    tool = tools["stateful"]
+    names = [(await tool.create())[0] for _ in range(2)]
+    await tool.execute(names[0], {"code": "x = 1"})
+    answers = [(await tool.execute(name, {"code": "x"}))[0].text or "" for name in names]
+    for name in names:
+        await tool.release(name)
+    first, second = answers
     assert first == "1" and "NameError" in second
 
 
