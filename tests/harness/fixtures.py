@@ -1,23 +1,24 @@
-"""Fixtures that several rooms use."""
+"""Fixtures that several rooms use. They import what they need themselves: the trackers' environment has no torch."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.harness.arithmetic import Arithmetic, warmed_up
-from tests.harness.models import tiny_model_dir
-from tests.harness.vision import vision_dir
-from verl.metrics import reset_notices
+if TYPE_CHECKING:
+    from tests.harness.arithmetic import Arithmetic
 
 
 @pytest.fixture(autouse=True)
 def no_notices() -> None:
     """Nothing has been said once per process when a test begins."""
-    reset_notices()
+    if metrics := sys.modules.get("verl.metrics"):
+        metrics.reset_notices()
 
 
 def _work_in(folder: Path, patch: pytest.MonkeyPatch) -> Path:
@@ -43,16 +44,22 @@ def shared_workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 @pytest.fixture(scope="session")
 def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``seeing_model("qwen3_vl")``: the folder of a small model that sees, made once; tests only read it."""
+    from tests.harness.vision import vision_dir
+
     return functools.cache(lambda family="qwen2_5_vl": vision_dir(tmp_path_factory.mktemp(family), family))
 
 
 @pytest.fixture(scope="session")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `tiny_model_dir` with its usual sizes; tests only read it."""
+    from tests.harness.models import tiny_model_dir
+
     return tiny_model_dir(tmp_path_factory.mktemp("models") / "qwen2")
 
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
     """One warmed-up arithmetic model for all learning tests."""
+    from tests.harness.arithmetic import warmed_up
+
     return warmed_up(tmp_path_factory.mktemp("arithmetic"))
