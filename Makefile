@@ -1,6 +1,6 @@
 # Two commands on a fresh machine (git, Python >= 3.10, a C compiler, make):
 #   make quickstart   train a small model by reinforcement learning and see it learn
-#   make test         the whole test suite
+#   make test         what a commit has to pass (about 12 minutes on 2 cores); make test-all runs every test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +15,12 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-trackers quickstart test test-trackers test-vllm lint format clean
+.PHONY: help install install-trackers quickstart test test-all test-trackers test-vllm lint format clean
 
 help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
-	@echo "make test         set up $(VENV), then run the whole test suite"
+	@echo "make test         set up $(VENV), then run what a commit has to pass (about 12 minutes on 2 cores)"
+	@echo "make test-all     every test there is, and a table; GROUP=sandbox: one folder of tests/; ARGS=--last-failed: the rest"
 	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab; no torch), then run their tests"
 	@echo "make test-vllm    set up $(VLLM_VENV) (vLLM on CPU, 4 GB), then run the tests against vLLM itself"
 	@echo "make install      only set up $(VENV)"
@@ -51,7 +52,11 @@ quickstart: install
 
 # Three passes, the first two of them at once; its last lines say what each came to.
 test: install
-	@$(BIN)/python scripts/run_tests.py --durations=15
+	@$(BIN)/python scripts/run_tests.py --durations=15 $(ARGS)
+
+# GROUP is a folder of tests/, or trackers, or vllm. ARGS=--last-failed leaves out what passed before, also after a kill.
+test-all: install install-trackers
+	@$(BIN)/python scripts/run_tests.py --all --group='$(GROUP)' --trackers=$(TRACKERS_VENV) --vllm=$(VLLM_VENV) $(ARGS)
 
 # Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
 $(TRACKERS_VENV)/.installed: constraints-trackers.txt

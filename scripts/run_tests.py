@@ -1,84 +1,259 @@
-"""Run the whole suite in three passes, two of them at once, and say at the end what each came to.
+"""Run the suite: what a commit has to pass, or with ``--all`` everything; the last lines say what it came to.
 
-    python scripts/run_tests.py [pytest's options]
+    python scripts/run_tests.py [--all] [--group NAME] [--last-failed] [pytest's options]
 
-Beside each other: two workers, of which only one at a time runs a test of several processes. Meanwhile a third pytest
-runs, one after another, what mostly waits (`WAITING` in tests/conftest.py); its output is shown when it has ended. Then
-alone: what a clock or another test may fail (`ALONE`). However this process ends, nothing that it started outlives it.
+A commit has to pass all tests but the `slow` ones, and of those the few that tests/representatives.toml lists.
+There are three passes. Parallel: two workers, of which only one at a time runs a test of several processes. Waiting, at
+the same time: a third pytest runs, one after another, what mostly waits; its output is shown when it has ended. Alone:
+what a clock or another test may fail. With ``--all`` the environments of trackers and of vLLM have a pass each, where
+they exist, and a table of all groups is printed. However this process ends, nothing that it started outlives it.
 
-Failed tests that start processes or depend on a clock (marker `timed`) run once more, by themselves. One that passes
-then does not fail the suite: the last lines say `flaky: NAME`, and .pytest_cache/flaky.txt lists it.
+Every pass writes a line per test into .pytest_cache/outcomes as it goes (`tests/outcomes.py`); ``--last-failed`` leaves
+out what has passed by these files, also after a run that was killed. Failed tests that start processes or depend on a
+clock run once more, by themselves. One that passes then does not fail the suite: the last lines say `flaky: NAME`, and
+.pytest_cache/flaky.txt lists it.
 """
 
 from __future__ import annotations
 
+import argparse
 import codecs
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-
-from verl.lifeline import guarded
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# tests/conftest.py says what stays with one worker, and puts the longest first.
-BESIDE = ("-n", "2", "--no-loadscope-reorder", "-m", "not alone and not waiting")
-WAITING = ("-m", "waiting")
-ALONE = ("-m", "alone")
-TIMED = ("--last-failed", "--last-failed-no-failures", "none", "-m", "timed")
-FAILED = 1  # pytest's status after failed tests
-INTERRUPTED = 2  # pytest's status after Ctrl-C
-FLAKY_FILE = ROOT / ".pytest_cache" / "flaky.txt"
+sys.path.insert(0, str(ROOT))
+
+from tests.conftest import ALONE, REPRESENTATIVES, WAITING  # noqa: E402
+from tests.outcomes import read  # noqa: E402
+from verl.lifeline import guarded  # noqa: E402
+
+COMMIT = "(not slow or representative)"
+NOTHING_COLLECTED, INTERRUPTED = 5, 2  # of pytest's statuses
+SECONDS, RANKS = 5.0, 2
+"""What a test may take and start without the marker `slow`; CONTRIBUTING.md states the rule."""
+MARGIN = 3.0
+"""The clock depends on what else runs: beyond SECONDS a test is named. Beyond this multiple of the processor's seconds,
+which depend little on it, the suite fails."""
+SPACE = 2 << 30
+"""Bytes that the suite may need for temporary files."""
 
 
-def main(options: list[str]) -> int:
-    """All passes, the last also after a failure of the others, but not after Ctrl-C; 0 if all passed."""
+@dataclass(frozen=True)
+class Pass:
+    """One pytest: which Python runs it, on what, and the marker expression that selects its tests."""
+
+    name: str
+    python: str
+    words: tuple[str, ...]
+    kept: Path
+
+    @property
+    def file(self) -> Path:
+        """The outcomes of its tests."""
+        return self.kept / "outcomes" / f"{self.name}.jsonl"
+
+    def command(self, *words: str) -> list[str]:
+        plugin = ("-p", "tests.outcomes", f"--outcomes={self.file}", "-o", f"cache_dir={self.kept / self.name}")
+        color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
+        return [self.python, "-m", "pytest", color, *plugin, *words]
+
+    def failed(self) -> list[str]:
+        return [line["test"] for line in read(self.file) if line["outcome"] == "failed"]
+
+
+def main(words: list[str]) -> int:
+    """Run all passes, the last ones also after a failure, but not after Ctrl-C; 0 if all passed."""
+    options, further = arguments(words)
+    if problem := what_is_missing(options):
+        print(problem, file=sys.stderr)
+        return 2
     # The terminal interrupts pytest as well, which then says how far it came.
     signal.signal(signal.SIGINT, lambda *_: None)
-    ends: dict[str, tuple[int, str]] = {}
-    flaky: list[str] = []
-    with tempfile.TemporaryDirectory() as caches, tempfile.TemporaryFile() as kept:
-        folders = {name: Path(caches, name) for name in ("beside each other", "waiting", "alone")}
-        cached = {name: ["-o", f"cache_dir={folder}", *options] for name, folder in folders.items()}
-        waiting = start([*WAITING, *cached["waiting"]], kept.fileno())
-        ends["beside each other"] = run([*BESIDE, *cached["beside each other"]])
-        status = waiting.wait()
-        kept.seek(0)
-        ends["waiting"] = (abs(status), show(kept.fileno()))
-        if INTERRUPTED not in (code for code, _ in ends.values()):
-            ends["alone"] = run([*ALONE, *cached["alone"]])
-            for name in [name for name, (code, _) in ends.items() if code == FAILED]:
-                flaky += run_failed_again(folders[name], cached[name])
-                if not last_failed(folders[name]):
-                    ends[name] = (0, f"{ends[name][1]}; all that failed passed by themselves")
-    report_flaky(flaky)
+    began, passes = time.monotonic(), chosen_passes(options, further)
+    for one in passes:
+        one.file.parent.mkdir(parents=True, exist_ok=True)
+        if not options.last_failed:
+            one.file.unlink(missing_ok=True)
+        elif one.file.is_file():
+            further = [*further, f"--without-passed={one.file}"]
+    ends = run_passes(passes, further)
+    flaky = [name for one in passes for name in run_failed_again(one, ends, further)]
+    lines = {one.name: read(one.file) for one in passes}
+    for reason, count in Counter(line.get("reason") for found in lines.values() for line in found).items():
+        if reason:
+            print(f"skipped: {count} tests: {reason}")
+    report_flaky(flaky, options.kept / "flaky.txt")
+    problems = broken_rules(line for found in lines.values() for line in found)
+    if not words:
+        problems += absent_representatives(lines.values())
+    print("\n".join(problems), end="\n" * bool(problems))
+    if options.all:
+        print(table(lines, flaky, (time.monotonic() - began) / 60))
     print("\n".join(f"tests {name}: {summary}" for name, (_, summary) in ends.items()), flush=True)
-    return max(code for code, _ in ends.values())
+    return max([status(ends), *map(bool, problems)])
 
 
-def run_failed_again(cache: Path, options: list[str]) -> list[str]:
-    """Run the failed `timed` tests of a pass by themselves; returns those that pass now."""
-    failed = last_failed(cache)
-    run([*TIMED, *options])
-    return sorted(failed - last_failed(cache))
+def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="slow tests, too")
+    parser.add_argument("--group", default="", help="only this folder of tests/, or trackers, or vllm")
+    parser.add_argument("--last-failed", action="store_true", help="leave out what passed in the run before")
+    parser.add_argument(
+        "--kept", type=Path, default=ROOT / ".pytest_cache", help="the folder of outcomes and flaky.txt"
+    )
+    parser.add_argument("--trackers", default=".venv-trackers", help="the environment with wandb, mlflow and swanlab")
+    parser.add_argument("--vllm", default=".venv-vllm", help="the environment with vLLM")
+    return parser.parse_known_args(words)
 
 
-def last_failed(cache: Path) -> set[str]:
-    """What failed last, by pytest's own record; tests that were left out keep their entry."""
-    record = cache / "v" / "cache" / "lastfailed"
-    return set(json.loads(record.read_text())) if record.is_file() else set()
+def groups() -> list[str]:
+    return sorted({path.parent.name for path in (ROOT / "tests").glob("*/*")} - {"__pycache__", "harness"})
 
 
-def report_flaky(names: list[str]) -> None:
+def what_is_missing(options: argparse.Namespace) -> str | None:
+    """Why no test can be run, as a sentence."""
+    if options.group and options.group not in (known := [*groups(), "trackers", "vllm"]):
+        return f"there is no group {options.group!r} of tests; there are: {', '.join(known)}"
+    folder = tempfile.gettempdir()
+    if (free := shutil.disk_usage(folder).free) < SPACE:
+        return (
+            f"{folder} has {free >> 20} MB left, and the tests write up to {SPACE >> 20} MB there: "
+            "make room, or set TMPDIR to another folder"
+        )
+    return None
+
+
+def chosen_passes(options: argparse.Namespace, further: list[str]) -> list[Pass]:
+    """The three passes over the tests of the library, and those of the environments that exist."""
+    tier = [] if options.all else [COMMIT]
+    folder = [f"tests/{options.group}"] if options.group else []
+    if folder or any(Path(word.partition("::")[0]).exists() for word in further):
+        waiting, alone = folder, folder
+    else:  # collecting all others costs half a minute
+        waiting, alone = ([f"tests/{start}" for start in starts] for starts in (WAITING, ALONE))
+    workers = str(min(2, os.cpu_count() or 1))
+    passes = [
+        Pass(name, sys.executable, (*words, "-m", " and ".join([*tier, *marks])), options.kept)
+        for name, words, *marks in (
+            ("parallel", (*folder, "-n", workers, "--no-loadscope-reorder"), "not alone", "not waiting"),
+            ("waiting", waiting, "waiting"),
+            ("alone", alone, "alone"),
+        )
+    ]
+    real = "tests/engines_real"
+    environments = {
+        "trackers": (options.trackers, (f"{real}/trackers", f"{real}/math_verify")),
+        "vllm": (options.vllm, (f"{real}/vllm", "tests/rollout")),
+    }
+    if options.group in environments:
+        passes = []
+    for name, (environment, paths) in environments.items():
+        if options.group not in ("", name) or not options.all:
+            continue
+        if (ROOT / environment / ".installed").exists():
+            passes.append(Pass(name, str(ROOT / environment / "bin" / "python"), paths, options.kept))
+        else:
+            print(f"{name} are left out: there is no {environment} (make test-{name} makes it)")
+    return passes
+
+
+def run_passes(passes: list[Pass], further: list[str]) -> dict[str, tuple[int, str]]:
+    """The name of each pass -> pytest's status and its last line."""
+    ends: dict[str, tuple[int, str]] = {}
+    with tempfile.TemporaryFile() as kept:
+        meanwhile = {one.name: start(one.command(*one.words, *further), kept.fileno())
+                     for one in passes if one.name == "waiting"}  # fmt: skip
+        for one in passes:
+            if INTERRUPTED in (code for code, _ in ends.values()):
+                break
+            if one.name in meanwhile:
+                code = meanwhile[one.name].wait()
+                kept.seek(0)
+                ends[one.name] = (abs(code), show(kept.fileno()))
+            else:
+                ends[one.name] = run(one.command(*one.words, *further))
+    return ends
+
+
+def run_failed_again(one: Pass, ends: dict[str, tuple[int, str]], further: list[str]) -> list[str]:
+    """Run the failed tests of a pass that start processes or depend on a clock by themselves; those that pass now."""
+    failed = one.failed()
+    if not failed or ends[one.name][0] == INTERRUPTED:
+        return []
+    run(one.command("--last-failed", "--last-failed-no-failures=none", f"--again={one.file}", *further))
+    left = one.failed()
+    if not left:
+        ends[one.name] = (0, f"{ends[one.name][1]}; all that failed passed by themselves")
+    return sorted(set(failed) - set(left))
+
+
+def report_flaky(names: list[str], file: Path) -> None:
     """Print them, and put them into the file for whoever looks later."""
-    FLAKY_FILE.parent.mkdir(exist_ok=True)
-    FLAKY_FILE.write_text("".join(f"{name}\n" for name in names))
+    file.write_text("".join(f"{name}\n" for name in names))
     for name in names:
         print(f"flaky: {name}")
+
+
+def absent_representatives(lines: Iterable[list[dict[str, Any]]]) -> list[str]:
+    """Representatives that did not run: they were renamed, or are not slow."""
+    ran = {line["test"] for found in lines for line in found if "slow" in line["marks"]}
+    return [
+        f"tests/representatives.toml names what is no slow test: {name}" for name in REPRESENTATIVES if name not in ran
+    ]
+
+
+def broken_rules(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """Tests that need the marker `slow`, by the rule of CONTRIBUTING.md."""
+    problems = []
+    for line in lines:
+        if "slow" in line["marks"]:
+            continue
+        if line["ranks"] > RANKS:
+            problems.append(f"starts {line['ranks']} ranks without the marker slow: {line['test']}")
+        elif line["seconds"] > SECONDS:
+            text = f"takes {line['seconds']:.1f} s without the marker slow: {line['test']}"
+            if line["processor"] > MARGIN * SECONDS:
+                problems.append(text)
+            else:
+                print(text)
+    return problems
+
+
+def table(lines: dict[str, list[dict[str, Any]]], flaky: list[str], minutes: float) -> str:
+    """Group by group what the tests came to. Minutes are those of its tests; the last are those of the clock."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    seconds: Counter[str] = Counter()
+    for name, found in lines.items():
+        for line in found:
+            group = name if name in ("trackers", "vllm") else line["test"].removeprefix("tests/").split("/")[0]
+            counts[group][line["outcome"]] += 1
+            counts[group]["flaky"] += line["test"] in flaky
+            seconds[group] += line["seconds"]
+    total = sum(counts.values(), Counter())
+    columns = ("passed", "failed", "flaky", "skipped")
+    rows = [(group, *(counts[group][name] for name in columns), seconds[group] / 60) for group in sorted(counts)]
+    rows.append(("all, by the clock", *(total[name] for name in columns), minutes))
+    heading = f"{'group':18}" + "".join(f"{name:>8}" for name in (*columns, "minutes"))
+    texts = [f"{name:18}" + "".join(f"{n:8}" for n in numbers) for name, *numbers, _ in rows]
+    return "\n".join([heading, *(f"{text}{row[-1]:8.1f}" for text, row in zip(texts, rows))])
+
+
+def status(ends: dict[str, tuple[int, str]]) -> int:
+    """The worst of pytest's statuses; a pass that has no test is none, unless no pass has one."""
+    codes = {code for code, _ in ends.values()}
+    return max(codes - {NOTHING_COLLECTED}, default=NOTHING_COLLECTED)
 
 
 def run(words: list[str]) -> tuple[int, str]:
@@ -89,10 +264,9 @@ def run(words: list[str]) -> tuple[int, str]:
     return abs(process.wait()), last
 
 
-def start(words: list[str], output: int) -> subprocess.Popen[bytes]:
-    """A pytest that ends with this process."""
-    pytest = [sys.executable, "-m", "pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}", *words]
-    return subprocess.Popen(guarded(pytest), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output)
+def start(command: list[str], output: int) -> subprocess.Popen[bytes]:
+    """A program that ends with this process."""
+    return subprocess.Popen(guarded(command), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output)
 
 
 def show(output: int) -> str:

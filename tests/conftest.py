@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 # Before torch is imported anywhere: spinning OpenMP threads beside another busy process are many times slower than one.
@@ -17,35 +20,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests.sanity.source_tree import read_toml
+
 pytest_plugins = ["tests.harness.plugin", "tests.harness.fixtures"]
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
-# Below tests/: what a clock may fail, or another test's sockets, shared memory or processes. Nothing runs beside these.
+# Below tests/: what looks at the files of all Ray runs, or measures the processes of this user. Nothing else runs then.
 ALONE = (
-    "agent_loop/server/test_bad_agents.py",
-    "agent_loop/test_tool_agent.py",
     "faults/test_ray.py",
-    "faults/test_signals.py",
-    "rewards/managers/test_loop.py",
-    "rewards/managers/test_managers.py",
-    "rewards/runners/test_process.py",
-    "rewards/scorers/test_numina.py",
-    "rewards/test_hostile.py",
-    "rewards/test_scoring.py",
-    "rewards/test_slow_functions.py",
-    "rollout/server/",
-    "rollout/test_place.py",
     "sandbox/",
-    "serving/",
     "single_controller/ray/",
-    "tools/test_function_tool.py",
     "trainer/on_ray/",
-    "trainer/ppo/test_weight_sync.py",
-    "weight_sync/test_transports.py",
 )
 
-# What mostly waits for processes that start, and for no clock: one after another, beside the two workers.
+# What mostly waits for processes that start, and for no clock: one after another, while the two workers run.
 WAITING = (
     "trainer/on_ray/test_conversations.py",
     "trainer/on_ray/test_correction.py",
@@ -74,17 +63,21 @@ ONE_WORKER = {
     ),
 }
 
-# What a test's module imports if its tests start processes or depend on a clock.
+# A test that uses one of these modules, itself or by a function of the tests, starts processes or depends on a clock.
 CLOCKS = frozenset(("asyncio", "multiprocessing", "ray", "signal", "socket", "subprocess", "threading", "time"))
-TIMED_MARKERS = ("alone", "dist", "e2e", "waiting")
+
+REPRESENTATIVES = read_toml(PROJECT_ROOT / "tests" / "representatives.toml")
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real inputs (models, GSM8K, templates): $VERL_SHARED, else ``../shared`` beside the project."""
-    folder = Path(os.environ.get("VERL_SHARED") or PROJECT_ROOT.parent / "shared")
+    """The folder with real inputs (models, GSM8K, templates): $VERL_SHARED, else ``../shared`` next to the project."""
+    named = os.environ.get("VERL_SHARED")
+    folder = Path(named or PROJECT_ROOT.parent / "shared")
     if not (folder / "models").is_dir():
-        pytest.fail(f"no shared inputs at {folder}: set VERL_SHARED to the folder that holds models/ and data/", False)
+        missing = f"no shared inputs at {folder}: set VERL_SHARED to the folder that holds models/ and data/"
+        # Where somebody set up the inputs, as continuous integration does, their absence is a fault.
+        (pytest.fail if named else pytest.skip)(missing)
     return folder
 
 
@@ -110,10 +103,10 @@ def own_ray_folder() -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what mostly waits and what runs alone, and put the tests into an order.
+    """Mark what mostly waits, runs alone, may be run again or represents others, and put the tests into an order.
 
-    One process: cheap tests first, then runs of several processes, then the runs in which a model learns. Several
-    workers (scripts/run_tests.py): the longest first, so that all end together.
+    One process: cheap tests first, then the slow ones. Several workers (scripts/run_tests.py): the longest first, so
+    that all end together.
     """
     for item in items:
         file = _file(item.nodeid)
@@ -121,12 +114,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("waiting")
         elif file.startswith(ALONE):
             item.add_marker("alone")
-        if CLOCKS & vars(getattr(item, "module", item)).keys() or any(map(item.get_closest_marker, TIMED_MARKERS)):
+        if item.nodeid in REPRESENTATIVES:
+            item.add_marker("representative")
+        if isinstance(item, pytest.Function) and _is_timed(item):
             item.add_marker("timed")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: (_one_worker(item.nodeid) not in ONE_WORKER, not item.get_closest_marker("e2e")))
+        items.sort(key=lambda item: (_one_worker(item.nodeid) not in ONE_WORKER, not item.get_closest_marker("slow")))
     else:
-        items.sort(key=lambda item: (bool(item.get_closest_marker("e2e")), bool(item.get_closest_marker("dist"))))
+        items.sort(key=lambda item: bool(item.get_closest_marker("slow")))
+
+
+def _is_timed(item: pytest.Function) -> bool:
+    """Whether a test, or a fixture that it takes, uses a module of `CLOCKS`."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return any(_uses_a_clock(function) for function in (item.obj, *(found[-1].func for found in fixtures)))
+
+
+@functools.cache
+def _uses_a_clock(function: Callable[..., Any]) -> bool:
+    """Whether a function, or a function of the tests that it names, uses a module of `CLOCKS`."""
+    function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
+    todo, seen = [function], set()
+    while todo:
+        current = todo.pop()
+        code, scope = getattr(current, "__code__", None), getattr(current, "__globals__", {})
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        for value in (scope[name] for name in _names(code) if name in scope):
+            module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            if str(module).partition(".")[0] in CLOCKS:
+                return True
+            if str(module).startswith("tests"):
+                todo += [value, *(vars(value).values() if isinstance(value, type) else ())]
+    return False
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function and the functions inside it look up."""
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,7 +15,7 @@ from tests.harness.models import tiny_tokenizer
 SERVER = Path(__file__).resolve().parents[1] / "tools" / "mcp_example_server.py"
 ASK = [{"role": "user", "content": "6*7?"}]
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 def call(name: str, **arguments: object) -> str:

@@ -22,7 +22,7 @@ from tests.harness.scorers import LETTERS
 from verl.metrics import reset_notices
 from verl.trainer import dpo_trainer, main_ppo, rm_trainer, sft_trainer
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow  # each takes a second or two, and there are many
 COMMANDS = [
     pytest.param(attempt, id=f"{row.id}-{number}")
     for row in rows()

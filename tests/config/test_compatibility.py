@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from scripts import compatibility, recording
 
-COMMANDS = Path(os.environ.get("VERL_SHARED", "")) / "migration" / "commands.jsonl"
 FLOORS = {"examples and tests": 73, "recipes": 36}
 """Scripts that resolve, those with images among them; who brings one up writes the higher number here."""
 
 
 @pytest.fixture(scope="module")
-def results():
-    if not COMMANDS.is_file():
-        pytest.skip("VERL_SHARED names no folder with migration/commands.jsonl")
-    return compatibility.verdicts(compatibility.read_commands(COMMANDS), every_reason=False)
+def results(shared: Path):
+    commands = compatibility.read_commands(shared / "migration" / "commands.jsonl")
+    return compatibility.verdicts(commands, every_reason=False)
 
 
 def test_no_fewer_of_upstreams_commands_resolve_than_before(results):

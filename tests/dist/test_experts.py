@@ -10,7 +10,7 @@ from tests.harness.ranks import run_cells
 from tests.harness.engines import ragged_batch
 from verl.engines.rows import AlignedRows
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-5
 CELLS = {

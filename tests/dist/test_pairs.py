@@ -16,7 +16,7 @@ from tests.harness.runs import logged
 from tests.harness.ranks import TIMEOUT
 from tests.harness.models import tiny_model_dir
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

@@ -11,7 +11,7 @@ from tests.dist import parity
 from tests.harness.ranks import run_cells
 from tests.dist.parity_cells import SIZES, Beside, layouts
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-5
 CELLS = [layout for layout in layouts() if layout.absence is None]

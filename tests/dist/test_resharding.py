@@ -5,7 +5,7 @@ import pytest
 from tests.dist import resharding_cells as cells
 from tests.harness.ranks import run_cells
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[4, 8])

@@ -8,7 +8,7 @@ import torch
 from tests.harness.training_programs import PROGRAMS, SAVE_AT, STEPS
 from tests.harness.engines import relative_error
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-5
 SIZES = (1, 2, 4)

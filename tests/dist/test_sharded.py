@@ -11,7 +11,7 @@ from tests.dist import copy_cells, kl_cells, loading_cells, switch_cells, switch
 from tests.dist import resume_cells as resume
 from tests.harness.ranks import run_cells
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-5
 RESUME = (resume.same_ranks_same_bits, resume.saved_here, resume.loaded_here, resume.loaded_into_a_frozen_engine)

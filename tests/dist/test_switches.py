@@ -8,7 +8,7 @@ from tests.dist import switches
 from tests.harness.ranks import run_cells
 from tests.dist.sharing_cells import sharing
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.dist import resume_cells, titan_cells
 from tests.harness.ranks import run_cells
 
 pytestmark = [
-    pytest.mark.dist,
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed"),
 ]
 SIZES = (1, 2, 4)

@@ -12,7 +12,7 @@ from tests.harness.programs import command
 from tests.harness.ranks import TIMEOUT
 from tests.harness.training_programs import PROGRAMS, STEPS, sft_arguments
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 SFT = PROGRAMS["sft"]
 

@@ -7,7 +7,7 @@ import pytest
 from tests.dist import ulysses_cells as cells
 from tests.harness.ranks import run_cells
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-5
 CELLS = {

@@ -130,7 +130,7 @@ def four(tmp_path_factory):
     return run_cells(SIZE, CELLS, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 class TestFourProcesses:
     def test_numbers_are_reduced_and_gathered_in_rank_order(self, four):
         for rank, found in enumerate(four["numbers"]):

@@ -39,7 +39,7 @@ def parts_of_a_vocabulary(ranks, folder):
     }
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_parts_give_the_values_and_gradients_of_the_whole_vocabulary(tmp_path):
     for found in run_cells(3, [parts_of_a_vocabulary], tmp_path)["parts_of_a_vocabulary"]:
         assert found["values"] < 1e-5 and found["gradient"] < 1e-5

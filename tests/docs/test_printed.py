@@ -107,14 +107,14 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, bash(folder, block("docs/quickstart.md", "python examples/data_preprocess/arithmetic.py"))
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_quickstart_by_hand_learns_from_reward(by_hand):
     _, printed = by_hand
     values = rewards(printed)
     assert len(values) == 15 and rises(values, 2, 5), values
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_its_variation_with_a_critic_learns_from_reward(by_hand):
     folder, _ = by_hand
     (ppo,) = [one for one in blocks(ROOT / "docs/quickstart.md", "bash") if "adv_estimator=gae" in one]
@@ -122,7 +122,7 @@ def test_its_variation_with_a_critic_learns_from_reward(by_hand):
     assert len(values) == 20 and rises(values, 2, 5), values
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_page_of_fine_tuning_goes_on_from_it(by_hand):
     folder, _ = by_hand
     sft = block("docs/sft.md", "python -m verl.trainer.sft_trainer")
@@ -136,7 +136,7 @@ def labels(text: str) -> dict[str, list[str]]:
     return {name: [word for word in re.split(r" *-?\d[\d.e+-]* *", values) if word] for name, values in rows}
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_readme_goes_from_data_to_a_checkpoint_and_shows_what_a_step_prints(by_hand, tmp_path):
     made, _ = by_hand
     shutil.copytree(made / "my/sft/global_step_60/model/huggingface", tmp_path / WARMED_UP)

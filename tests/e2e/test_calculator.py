@@ -10,7 +10,7 @@ import pytest
 from tests.harness.programs import PROJECT, curve, fine_tuned, run, trained
 from tests.harness.runs import records
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 EXAMPLE = PROJECT / "examples/calculator"
 WARM_UP, STEPS = 150, 8
 ACCURACY = "val-core/products/reward/mean@1"

@@ -54,7 +54,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
     tiny_model_dir(tmp_path / "model")
     write_prompts(tmp_path / "train.parquet", 8)
@@ -69,7 +69,7 @@ def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
         assert step["training/rollout_probs_diff_max"] < 1e-4
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_page_on_environments_learns_as_it_says(tmp_path):
     """Its files and its commands as they are printed; only the project's name is added, to read the metrics by."""
     page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.programs import curve, trained
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 ESTIMATOR = '''"""Advantage = reward minus a fixed half, the same for every token."""
 

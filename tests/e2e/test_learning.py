@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.harness.programs import curve, trained
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 ACCURACY = "val-core/arithmetic/reward/mean@1"
 
 

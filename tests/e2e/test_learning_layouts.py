@@ -13,7 +13,7 @@ from tests.e2e.mixture import write_dense, write_mixture
 from tests.e2e.test_learning import ACCURACY, learn
 from tests.harness.programs import command, curve
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 GRPO, STEPS, WARM_UP = "algorithm.adv_estimator=grpo", 10, 320
 TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "actor_rollout_ref.actor.strategy=fsdp2"]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.test_learning import ACCURACY, learn
 from tests.harness.programs import curve
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 TWO = ["trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
 MEGATRON = [*TWO, "--config-name=ppo_megatron_trainer", "actor_rollout_ref.model.external_lib=tests.megatron.shim"]
 

@@ -46,7 +46,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_path):
     tiny_model_dir(tmp_path / "model")
     write_prompts(tmp_path / "train.parquet", 8)

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.programs import PROJECT, curve, run, trained
 from tests.harness.rows import write_prompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 WORD_REWARD = '''"""Rewards stories with the word "she" in them, the brief's first form of a reward function."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.programs import command, curve, metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 RM_STEPS, PPO_STEPS = 24, 14
 
 

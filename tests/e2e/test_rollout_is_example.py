@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.programs import PROJECT, metrics, run
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 SCRIPT = str(PROJECT / "examples/rollout_importance_sampling/run_with_rollout_is.sh")
 
 

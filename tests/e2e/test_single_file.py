@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.programs import PROJECT, run
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("name", "steps"), [("grpo", 12), ("ppo", 16)])

@@ -14,6 +14,7 @@ import pytest
 from tests.harness.programs import command, python
 from tests.harness.runs import logged, prepare
 
+pytestmark = pytest.mark.slow
 THIRD_PARTY = Path(__file__).parent / "third_party"
 WORDS = (
     "data.train_files=train.parquet",

@@ -16,7 +16,7 @@ import pytest
 from tests.harness.programs import command, curve, metrics
 from verl.ports import free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 ACCURACY = "val-core/arithmetic/reward/mean@1"
 RAY = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1", "--object-store-memory=120000000"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.programs import PROJECT, curve, fine_tuned, run, trained
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 EXAMPLE = PROJECT / "examples/vision"
 WARM_UP, STEPS = 28, 40
 ACCURACY = "val-core/vision/colour/reward/mean@1"

@@ -27,7 +27,7 @@ def test_the_notebook_is_committed_without_outputs_and_has_no_magic_commands(pro
     assert not [line for cell in code for line in cell["source"] if line.lstrip().startswith(("!", "%"))]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_notebook_runs_from_its_first_to_its_last_cell(project_root, tmp_path):
     for folder in ("quickstart", "data_preprocess"):
         shutil.copytree(project_root / "examples" / folder, tmp_path / "examples" / folder)

@@ -112,7 +112,7 @@ def test_tiny_changes_sizes_files_and_places_and_nothing_else(bash, script):
     assert len(changed) > 5 and changed - SIZES - FILES - PLACE == set()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script, (_, swaps) in SCRIPTS.items() if not swaps])
 def test_a_script_trains_in_small_as_it_stands(bash, script):
     done = bash(script, TINY="1")
@@ -120,7 +120,7 @@ def test_a_script_trains_in_small_as_it_stands(bash, script):
     assert done.returncode == 0 and "step:1 - " in said, said[-3000:]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script, (_, swaps) in SCRIPTS.items() if swaps])
 def test_a_script_trains_in_one_or_two_processes_with_what_runs_here_in_place_of_vllm_and_liger(bash, script):
     done = bash(script, *SCRIPTS[script][1], TINY="1")
@@ -128,7 +128,7 @@ def test_a_script_trains_in_one_or_two_processes_with_what_runs_here_in_place_of
     assert done.returncode == 0 and "step:1 - " in said, said[-3000:]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "says"),
     [
@@ -141,7 +141,7 @@ def test_a_script_whose_sampler_or_kernels_are_missing_says_so_and_takes_no_othe
     assert done.returncode != 0 and all(words in done.stderr for words in says), done.stderr[-3000:]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_generation_and_evaluation_leave_a_report_with_the_built_in_sampler(bash, tiny):
     done = bash("generation/run_generation_and_eval.sh", TINY="1", SAMPLER="hf")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -149,7 +149,7 @@ def test_generation_and_evaluation_leave_a_report_with_the_built_in_sampler(bash
     assert "| arithmetic | 16 | 64 |" in (folder / "report.md").read_text() and (folder / "report.json").is_file()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_from_a_new_model_to_a_report_and_a_folder_that_others_load_with_the_built_in_sampler(bash, tiny):
     """Fine-tuning, pairs, a reward model, PPO with it, generation, evaluation, export; transformers on the folder."""
     done = bash("end_to_end/run.sh", TINY="1", SAMPLER="hf")

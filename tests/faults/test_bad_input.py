@@ -13,7 +13,7 @@ from tests.harness.forked_runs import Server, assert_same_end, finish, grpo, pre
 from tests.harness.models import tiny_model_dir
 from verl.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.forked_runs import Server, assert_no_process_left, grpo, prepare
 from verl.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 SLEEPS = """import time
 

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.kill_async import CASES, Tally, disturb
 from tests.harness.forked_runs import Server
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_with_a_queue_that_is_killed_anywhere_trains_on_every_prompt_of_each_epoch_once(

@@ -12,7 +12,7 @@ import pytest
 from tests.harness.forked_runs import HANGS, STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
 from verl.checkpoint import find_checkpoint
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 WITHIN_A_STEP = [("generation", 8), ("scoring", 2), ("backward", 6), ("optimizer_begin", 7), ("optimizer_end", 5)]
 WITHIN_A_SAVE = [("shard", 9), ("files", 2), ("manifest", 2), ("published", 2), ("tracker", 1)]

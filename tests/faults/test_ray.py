@@ -12,7 +12,7 @@ from tests.faults.points import PAUSE_SECONDS
 from tests.harness.forked_runs import STOPPING, Server, assert_no_process_left, assert_same_end, finish, grpo, prepare
 from verl.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 RAY = [*grpo(), "trainer.runtime=ray"]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.harness.forked_runs import Server, assert_same_end, finish, grpo, prepare
 from verl.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 AHEAD = [*grpo(STEPS), "trainer.v1.trainer_mode=one_step_off", "algorithm.rollout_correction.bypass_mode=true"]

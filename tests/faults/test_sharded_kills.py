@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.sharded_kills import BYTES, RECORDS, TRACKER, Hit, Runs
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 def test_a_rank_that_dies_or_has_no_room_in_a_save_leaves_a_complete_checkpoint_and_the_same_bits_follow(tmp_path):

@@ -12,7 +12,7 @@ from tests.faults.points import PAUSE_SECONDS
 from tests.harness.forked_runs import STEPS, STOPPING, Server, assert_same_end, finish, grpo, prepare
 from verl.checkpoint import CheckpointWriter, find_checkpoint, list_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 RARELY = ["trainer.save_freq=100"]  # so that what is found was saved because of the signal
 

@@ -16,7 +16,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import talks, write_prompts
 from verl.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 SFT = [

@@ -25,11 +25,9 @@ def within(seconds: float) -> Callable[[Any], Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs in an event loop depends on a clock, and `programs` starts processes."""
+    """What runs in an event loop depends on a clock."""
     for item in items:
-        names = vars(getattr(item, "module", item)).values()
-        starts = any(getattr(value, "__module__", None) == "tests.harness.programs" for value in names)
-        if starts or inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        if inspect.iscoroutinefunction(getattr(item, "obj", None)):
             item.add_marker("timed")
 
 

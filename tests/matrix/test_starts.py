@@ -11,6 +11,8 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.harness.ranks import run_cells
 from tests.matrix.cells import outcomes
 
@@ -130,6 +132,7 @@ def disagreeing(cells, answers) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_what_resolves_starts_and_what_is_refused_does_not_on_two_ranks(tmp_path):
     covering = pairs(WORKING)
     chosen = [words_of(cell) for cell in covering]
@@ -144,6 +147,7 @@ def test_what_resolves_starts_and_what_is_refused_does_not_on_two_ranks(tmp_path
     assert len(cells) >= 50 and refused >= 25
 
 
+@pytest.mark.slow
 def test_what_resolves_starts_and_what_is_refused_does_not_in_one_process(tmp_path):
     cells = [("ppo_trainer", words, True) for words in ALONE]
     cells += [("ppo_trainer", words, False) for words in ASKED_OTHERWISE]

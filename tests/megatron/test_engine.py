@@ -16,7 +16,7 @@ from tests.megatron import (
     supervised_cells,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 PARITY = {
     2: [
         cells.tensor_parallel,

@@ -34,6 +34,7 @@ def steps(folder, monkeypatch, setting: bool | None) -> tuple[list[float], torch
     return losses, engine.infer(batch(8, 13))["log_probs"]
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_the_others_do(tmp_path, monkeypatch):
     folder = tiny_model_dir(tmp_path / "model")
     plain, expected = steps(folder, monkeypatch, False)

@@ -33,7 +33,7 @@ def one_rank(rank: int, store: str, world_size: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes_get_the_rows_of_both_in_rank_order(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2]), str(Path(__file__).parent), *sys.path])
     torch.multiprocessing.spawn(one_rank, args=(str(tmp_path / "store"), 2), nprocs=2)

@@ -74,7 +74,7 @@ ONE_PROCESS = ["trainer.nnodes=1", "trainer.n_gpus_per_node=1", "actor_rollout_r
                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1"]  # fmt: skip
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_script_trains_in_one_process_with_the_built_in_sampler(project_root, tmp_path):
     done = script(project_root, tmp_path, "run_dapo_qwen2.5_32b_tis.sh", *ONE_PROCESS, TINY="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

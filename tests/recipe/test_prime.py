@@ -197,7 +197,7 @@ def test_the_advantage_is_that_of_the_ratings_and_outcomes(here):
     assert right[row] == 1 and tensors["returns"][row, 0].item() == pytest.approx(first, abs=1e-4)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_accuracy_rises_and_pairs_that_were_never_learnt_from_are_told_apart(here):
     """The model rates each batch before it learns from it: chance at first, then better, while answers get right."""
     learning = [f"{A}.optim.lr=2e-2", f"{IMPLICIT}.optim.lr=2e-2", f"{IMPLICIT}.beta_train=0.5"]

@@ -130,7 +130,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps_and_a_run_goes_on_
         assert one and equal(one, other), part
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
     settings = [
             "data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",

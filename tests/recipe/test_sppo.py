@@ -84,7 +84,7 @@ def test_micro_batches_add_up_and_rows_without_tokens_do_not_count():
     torch.testing.assert_close(whole, rows[[0, 1, 3]].square().mean())
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
     status = main(
         [

@@ -33,6 +33,7 @@ def workers() -> set[psutil.Process]:
     return {child for child in living if "verl.rewards.worker" in " ".join(child.cmdline())}
 
 
+@pytest.mark.slow
 def test_calls_of_a_function_that_hangs_run_out_of_their_time_together(tmp_path):
     others = workers()  # of graders, say, which stay until the tests end
     scorer = Scorer(load_reward_function(reward_file(tmp_path, HANGS)), ScoringLimits(timeout=2.0, num_workers=1))

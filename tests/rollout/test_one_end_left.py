@@ -38,7 +38,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_a_samplers_process_ends_when_its_trainer_is_killed(tmp_path):
     keys = [f"actor_rollout_ref.model.path={tiny_model_dir(tmp_path / 'model')}",
             "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"]  # fmt: skip

@@ -10,7 +10,7 @@ from tests.sanity.source_tree import ROOT
 
 @pytest.mark.parametrize(
     "command",
-    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], pytest.param(["mypy"], marks=pytest.mark.slow)],
     ids=["ruff-check", "ruff-format", "mypy"],
 )
 def test_tool_is_content(command):

@@ -24,7 +24,7 @@ from tests.harness.training_programs import PROGRAMS, sft_arguments
 from tests.megatron.cells import TENSOR
 from tests.megatron.supervised_cells import cut, trained
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 SCORER = """
 from functools import cache

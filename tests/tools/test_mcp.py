@@ -20,8 +20,6 @@ from verl.tools.loading import load_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, text_of
 from verl.tools.mcp_server import LAST_WORDS, McpFailure, McpServer, ServerSpec
 
-pytestmark = pytest.mark.dist
-
 SERVER = str(Path(__file__).with_name("mcp_example_server.py"))
 STDIO = {"command": sys.executable, "args": [SERVER], "env": {"GIVEN": "a gift"}}
 

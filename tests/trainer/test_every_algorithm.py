@@ -13,7 +13,6 @@ from verl.config import load_config, record_reads
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl.trainer import main_ppo
 
-pytestmark = pytest.mark.e2e
 A, ALG = "actor_rollout_ref.actor", "algorithm"
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -207,7 +207,7 @@ def test_a_setting_that_batch_generation_has_no_use_for_gets_a_notice(here):
     assert {"rollout.over_sample_rate", "rollout.n"} == {key for key, said in notices().items() if "no use" in said}
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_a_real_kill_in_the_middle_loses_nothing(here):
     assert run("rollout.response_length=100", "rollout.ignore_eos=true") == 0
     whole = responses()
@@ -282,7 +282,7 @@ def test_the_output_of_the_server_form_stands_on_the_command_line():
             split_output(argv)
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_the_server_form_starts_a_server_and_writes_the_same_answers(here, capsys):
     R = "actor_rollout_ref.rollout"
     keys = ["actor_rollout_ref.model.path=model", "data.train_files=prompts.parquet", "data.max_prompt_length=64",

@@ -37,7 +37,7 @@ def test_grpo_gives_the_numbers_of_the_plain_engine_also_after_its_checkpoint(wo
     assert json.loads(Path("titan/global_step_2/actor/huggingface/config.json").read_text())["model_type"] == "qwen3"
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_fine_tuning_with_shared_layers_or_in_stages_gives_the_curve_of_one_process(workplace):
     """Their checkpoints hold the weights under their names of the files."""
     SFT.prepare(workplace)

@@ -41,7 +41,7 @@ def cut_and_gathered(ranks, folder):
     }
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_two_ranks_cut_a_row_and_put_it_together_with_the_gradient_of_the_whole(tmp_path):
     first, second = run_cells(2, [cut_and_gathered], tmp_path)["cut_and_gathered"]
     assert first["ids"] == [[5, 6, 7]] and second["ids"] == [[8, 9, 1]] and first["added"] == 1

@@ -109,7 +109,7 @@ def _other_process(address: dict, results: str) -> None:
     torch.save(dict(sampler.model.state_dict()), results)
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_a_sampler_in_another_process_gets_the_weights_through_shared_memory(tmp_path):
     new = tiny_model(seed=1)
     ours = SharedMemoryTransport(bucket_bytes=20000, timeout=60)
@@ -304,7 +304,7 @@ def _rank(rank: int, address: str, folder: str) -> None:
         file.write("done")
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_a_broadcast_over_gloo_reaches_every_sampler(tmp_path):
     processes.spawn(_rank, args=(f"127.0.0.1:{free_port()}", str(tmp_path)), nprocs=3, join=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]

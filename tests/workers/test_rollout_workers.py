@@ -25,7 +25,7 @@ from verl.single_controller.local.handle import LocalHandle
 from verl.workers.loops import RemoteRunner, RolloutWorker
 from verl.workers.sampling import SamplingWorker
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 R = "actor_rollout_ref.rollout"
 
 

@@ -15,7 +15,7 @@ from tests.harness.programs import command, curve, metrics
 from tests.harness.rows import write_prompts
 from verl.trainer.replicas import __main__ as replicas
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+pytestmark = pytest.mark.slow
 STEPS, GROUPS, SAMPLES, LENGTH = 3, 4, 2, 48
 GATED = """import pathlib, time
 

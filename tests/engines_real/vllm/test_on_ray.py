@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.programs import command, curve, metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+pytestmark = pytest.mark.slow
 STEPS = 6
 
 

@@ -10,7 +10,7 @@ from tests.harness.models import tiny_model_dir
 from tests.matrix.cells import prepare, reason, start, unchecked, usual
 from verl.config import load_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+pytestmark = pytest.mark.slow
 VLLM = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.name=vllm")
 TWO = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 EVEN, ODD = "actor_rollout_ref.model.path=@even", "actor_rollout_ref.model.path=@odd"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.programs import command, curve, metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.slow
 ACCURACY = "val-core/arithmetic/reward/mean@1"
 STEPS = 30
 

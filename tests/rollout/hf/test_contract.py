@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 
+import pytest
+
 from tests.harness.programs import python
 from tests.harness.samplers import prompt, renamed, requests, sample, tiny_model
 from verl.rollout.hf.sampler import HFSampler
@@ -90,6 +92,7 @@ async def _until_nearly_done(sampler: HFSampler, wanted: list, pools: list) -> N
     await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 def test_sleep_gives_the_memory_of_the_cache_back_to_the_machine():
     code = "from tests.rollout.hf.test_contract import memory_of_sleep; memory_of_sleep()"
     done = python("-c", code)

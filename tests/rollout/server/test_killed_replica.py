@@ -52,7 +52,7 @@ def over(url, folder):
     return ServerSampler(url, model=str(folder), timeout=TIMEOUT, max_attempts=1, retry_delay=0.05, api_key=SECRET)
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_new_weights_reach_hosts_in_other_processes_and_bad_ones_do_not(hosts, folder, tmp_path):
     replicas = SamplerService({url: over(url, folder) for _, url in hosts})
     reference = HFSampler(str(folder), device="cpu")
@@ -79,7 +79,7 @@ def test_new_weights_reach_hosts_in_other_processes_and_bad_ones_do_not(hosts, f
     assert other.version == 7 and other.stats()["replicas_alive"] == COUNT
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_generation(hosts, folder):
     replicas = SamplerService({url: over(url, folder) for _, url in hosts})
     prompts = [tuple(range(10 + i, 20 + i)) for i in range(6)]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from verl.rollout.vllm import extension
@@ -53,6 +54,7 @@ def test_a_worker_that_cuts_its_rows_out_of_a_bucket_reads_those_only():
         close_folder(folder)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_sender_was_killed_in_an_update_ends_and_leaves_no_memory_behind():
     sender = subprocess.Popen([sys.executable, "-c", SENDER], stdout=subprocess.PIPE, text=True)
     try:

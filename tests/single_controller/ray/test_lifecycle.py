@@ -24,7 +24,7 @@ from verl.single_controller.ray import host_object, runtime
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.watchdog import Watchdog
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 HANGS = 60.0
 """Seconds after which nothing will come any more."""
 

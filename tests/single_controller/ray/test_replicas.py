@@ -17,7 +17,7 @@ from verl.rollout.service import SamplerService
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.ray import host_object, runtime
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_nothing_of_a_run_outlives_it_whether_it_stops_or_is_killed(tmp_path, project_root):
     script, timeline = tmp_path / "life.py", tmp_path / "timeline.json"
     script.write_text(LIFE)
@@ -91,7 +91,7 @@ def _follow(run: subprocess.Popen[str], timeline: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_without_ray_the_message_says_what_to_install_and_what_works_without(project_root):
     code = (
         "import importlib.util as u; find = u.find_spec\n"
@@ -270,7 +270,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.dist
+@pytest.mark.slow
 def test_a_call_after_the_end_of_a_run_starts_no_cluster(tmp_path, project_root):
     script = tmp_path / "late.py"
     script.write_text(LATE)

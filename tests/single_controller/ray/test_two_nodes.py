@@ -22,7 +22,7 @@ from verl.single_controller.ray import cluster as nodes
 from verl.single_controller.ray import runtime, security
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 class Summer(Dice):

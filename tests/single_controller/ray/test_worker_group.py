@@ -35,7 +35,7 @@ from verl.single_controller.ray.base import (
 )
 from verl.single_controller.ray.failures import RemoteTraceback
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

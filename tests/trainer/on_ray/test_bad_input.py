@@ -16,7 +16,7 @@ from tests.trainer.on_ray.conftest import SETTINGS
 from verl.single_controller.ray import runtime as cluster
 from verl.trainer import main_ppo
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import numbers
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 WORDS = (
     "algorithm.adv_estimator=grpo",
     "algorithm.use_kl_in_reward=false",

@@ -11,7 +11,7 @@ from tests.harness.every_answer import SETTINGS
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 
 def pieces(run: Run) -> list[list]:

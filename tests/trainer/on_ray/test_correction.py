@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.on_ray.conftest import Run
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 WORDS = (
     "algorithm.adv_estimator=remax",
     "algorithm.filter_groups.enable=true",

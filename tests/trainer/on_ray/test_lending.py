@@ -10,7 +10,7 @@ from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.spans import read_spans
 from verl.trainer.ppo.lending import LendingRule
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 SWITCH = "trainer.v1.separate_async.hybrid_rollout"
 SETTINGS = (

@@ -16,7 +16,7 @@ from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
 from verl.models.megatron_conversion import convert
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 TWO = "trainer.n_gpus_per_node=2"
 MEGATRON = (
     "--config-name=ppo_megatron_trainer",

@@ -9,7 +9,7 @@ import pytest
 from recipe.prime.main_prime import PRIME
 from tests.trainer.on_ray.conftest import Run
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 COMMAND = [
     *PRIME, "reward.reward_model.model_path=model", "reward.reward_model.implicit.optim.lr=1e-3",
     "reward.reward_model.implicit.prime_norm=none", "data.oversample_factor=2", "data.train_batch_size=2",

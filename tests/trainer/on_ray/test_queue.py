@@ -23,7 +23,7 @@ from verl.observability.spans import read_spans
 from verl.trainer.replicas import __main__ as replicas
 from verl.trainer.replicas.keeper import ReplicaKeeper
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 
 STREAM = (
     "trainer.v1.trainer_mode=fully_async",

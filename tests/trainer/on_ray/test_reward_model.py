@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.reward_models import reward_model_dir
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 WITH = (
     "reward.custom_reward_function.path=null",
     "reward_model.enable=true",

@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 R = "actor_rollout_ref.rollout"
 
 

@@ -12,7 +12,7 @@ from tests.harness.runs import numbers
 from tests.trainer.on_ray.conftest import Run
 from verl.metrics import notices, reset_notices
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 CLOCKS = ("timing", "perf/", "global_seqlen/")
 STEP = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 

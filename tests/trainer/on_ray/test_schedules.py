@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.callbacks import Callback
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 R, MODE = "actor_rollout_ref.rollout", "trainer.v1.trainer_mode"
 SETTINGS = (
     "algorithm.adv_estimator=grpo",

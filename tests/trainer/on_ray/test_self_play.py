@@ -10,7 +10,7 @@ import torch
 from recipe.spin.main_spin import SPIN
 from tests.trainer.on_ray.conftest import Run
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 OURS = (*SPIN, "critic.enable=false", "actor_rollout_ref.rollout.n=3", "algorithm.kl_ctrl.type=fixed",
         "trainer.ref_update_freq=2", "trainer.save_freq=3")  # fmt: skip
 COMPARED = ("actor/dpo_loss", "actor/grad_norm", "rewards/margins", "rewards/accuracies", "training/pairs")

@@ -16,7 +16,7 @@ import pytest
 from tests.harness.runs import records
 from tests.trainer.on_ray.conftest import Run
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 R = "actor_rollout_ref.rollout"
 STEPS = 2
 LAUNCHER = """

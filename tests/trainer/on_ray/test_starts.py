@@ -26,7 +26,7 @@ from verl.config import load_config
 from verl.config.topology import Topology
 from verl.trainer import main_ppo
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 TWO = "trainer.n_gpus_per_node=2"
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1")
 SENT = f"{R}.checkpoint_engine.backend=shared_memory"

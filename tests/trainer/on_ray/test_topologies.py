@@ -15,12 +15,13 @@ import pytest
 
 from tests.harness.scorers import scorer
 from tests.trainer.on_ray.conftest import Run
+from tests.trainer.on_ray.test_megatron import MEGATRON
 from verl.rollout.server.client import HttpClient
 from verl.rollout.server.host import LISTENING
 from verl.rollout.server.own import INFO
 from verl.rollout.server.process import KEY
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.slow
 R, SECRET = "actor_rollout_ref.rollout", "a key that both sides know"
 EVEN = scorer("sum(ord(character) % 2 == 0 for character in solution_str) / 6")
 STEPS = 5
@@ -101,7 +102,13 @@ def served(learn: Callable[..., Run], servers: list[str]) -> Run:
                      f"{R}.name=server", urls, f"{R}.server.api_key_env={KEY}")  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["in_place", "colocated", "apart", "served"])
+@pytest.fixture(scope="module")
+def megatron(learn: Callable[..., Run]) -> Run:
+    """Two trainer ranks in tensor parallel on Megatron-Core, with the samplers in their processes."""
+    return learn("on_megatron", *MEGATRON)
+
+
+@pytest.mark.parametrize("place", ["in_place", "colocated", "apart", "served", "megatron"])
 def test_rewards_rise(request: pytest.FixtureRequest, place: str):
     rewards = [step["critic/rewards/mean"] for step in request.getfixturevalue(place).steps]
     assert len(rewards) == STEPS and mean(rewards[-2:]) > rewards[0] + 0.3, rewards

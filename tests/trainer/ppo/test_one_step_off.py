@@ -123,6 +123,7 @@ def log_probs_of(checkpoint: Path, batch: DataProto) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, batch.batch["responses"][..., None])[..., 0]
 
 
+@pytest.mark.slow
 def test_one_version_behind_a_run_learns_what_one_on_policy_learns(shared_here):
     """A quarter of what the first model writes are even characters; the sampler's log-probs are the old ones.
 
