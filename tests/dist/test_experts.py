@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist import expert_cells as cells
 from tests.dist.engine_cells import ROWS
-from tests.harness.ranks import run_cells
+from tests.harness.ranks import cells_on_demand
 from tests.harness.engines import ragged_batch
 from verl.engines.rows import AlignedRows
 
@@ -30,8 +30,8 @@ CELLS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """World size -> cell -> what each rank returned."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {size: run_cells(size, own, folder) for size, own in CELLS.items()}
+    with cells_on_demand(CELLS, tmp_path_factory.mktemp("runs")) as answers:
+        yield answers
 
 
 def cases(*wanted):

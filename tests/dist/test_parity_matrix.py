@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import parity
-from tests.harness.ranks import run_cells
+from tests.harness.ranks import cells_on_demand
 from tests.dist.parity_cells import SIZES, Beside, layouts
 
 pytestmark = pytest.mark.slow
@@ -19,17 +19,15 @@ CELLS = [layout for layout in layouts() if layout.absence is None]
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """Layout -> relative errors."""
-    folder = tmp_path_factory.mktemp("matrix")
-    found = {}
-    for size in SIZES:
-        found |= run_cells(size, [Beside(layout) for layout in CELLS if layout.ranks == size], folder)
-    return {name: answers[0] for name, answers in found.items()}
+    """World size -> layout -> relative errors on each rank."""
+    cells = {size: [Beside(layout) for layout in CELLS if layout.ranks == size] for size in SIZES}
+    with cells_on_demand(cells, tmp_path_factory.mktemp("matrix")) as answers:
+        yield answers
 
 
 @pytest.mark.parametrize("layout", CELLS, ids=str)
 def test_outputs_loss_and_gradient_equal_the_plain_engine(errors, layout):
-    found = errors[str(layout)]
+    found = errors[layout.ranks][str(layout)][0]
     assert set(found) == {"log_probs", "entropy", "loss", "gradient"}
     assert all(error <= EXACT for error in found.values()), found
 

@@ -9,7 +9,7 @@ import pytest
 from tests.dist import engine_cells as cells
 from tests.dist import copy_cells, kl_cells, loading_cells, switch_cells, switches
 from tests.dist import resume_cells as resume
-from tests.harness.ranks import run_cells
+from tests.harness.ranks import cells_on_demand
 
 pytestmark = pytest.mark.slow
 
@@ -62,16 +62,35 @@ CELLS = {
     ),
 }
 
+SAVED_HERE = ("loaded_here", "written_by_a_worker", "loaded_into_a_frozen_engine")
+NEEDS = {
+    **{(size, name): [(size, "saved_here")] for size in CELLS for name in SAVED_HERE},
+    (4, "loaded_here"): [(2, "saved_here"), (4, "saved_here")],
+    (4, "muon_loaded"): [(2, "muon_saved")],
+}
+"""The checkpoints that a cell reads, by the cells that write them."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """World size -> cell -> what each rank returned; checkpoints wait in one folder for the other engines and sizes."""
     folder = tmp_path_factory.mktemp("runs")
-    found = {1: {"saved_here": [resume.plain_saved(folder)]}}
-    for size, own in CELLS.items():
-        found[size] = run_cells(size, own, folder)
-    found[1]["loaded_here"] = [resume.plain_loaded(folder)]
-    return found
+    with cells_on_demand(CELLS, folder, NEEDS) as answers:
+        yield {1: InOneProcess(folder, answers), **answers}
+
+
+class InOneProcess(dict):
+    """The plain engine's part of the exchange of checkpoints, when a test first looks at it."""
+
+    def __init__(self, folder, answers):
+        super().__init__(saved_here=[resume.plain_saved(folder)])
+        self.folder, self.answers = folder, answers
+
+    def __missing__(self, name):
+        for size in CELLS:
+            self.answers[size]["saved_here"]
+        self[name] = [{"loaded_here": resume.plain_loaded}[name](self.folder)]
+        return self[name]
 
 
 def world(*names: str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import ulysses_cells as cells
-from tests.harness.ranks import run_cells
+from tests.harness.ranks import cells_on_demand
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,8 @@ CELLS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """World size -> cell -> what each rank returned."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {size: run_cells(size, own, folder) for size, own in CELLS.items()}
+    with cells_on_demand(CELLS, tmp_path_factory.mktemp("runs")) as answers:
+        yield answers
 
 
 def cases(*wanted):

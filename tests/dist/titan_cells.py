@@ -192,9 +192,3 @@ def moved(ranks: Ranks, folder: Path) -> dict[str, Any]:
         resume.load(alone, Ranks(), root)
         after["plain"] = resume.after(alone, Ranks(), root)
     return {"after": after, "different": different, "copied": torch.equal(kept, copied)}
-
-
-def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """In one cell: TorchTitan names the axes of its meshes, so a process has one set of groups for all its models."""
-    results = {"parity": parity(ranks, folder), "resumed": resumed(ranks, folder)}
-    return results if ranks.size < 4 else {**results, "moved": moved(ranks, folder)}

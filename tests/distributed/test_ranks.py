@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from tests.harness.programs import python
-from tests.harness.ranks import run_cells
+from tests.harness.ranks import cells_on_demand
 from verl import distributed
 from verl.distributed import RankPlace, Ranks, data_parallel_mesh, metrics, shards
 from verl.errors import ConfigError, EngineError, WorkerError
@@ -127,7 +127,8 @@ CELLS = (
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_cells(SIZE, CELLS, tmp_path_factory.mktemp("four"))
+    with cells_on_demand({SIZE: CELLS}, tmp_path_factory.mktemp("four")) as answers:
+        yield answers[SIZE]
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """Real Megatron-Core over gloo: its own schedules, parallel layers and collectives, beside the plain engine."""
 
 import socket
+from contextlib import ExitStack
 
 import pytest
 
-from tests.harness.ranks import run_cells
+from tests.harness.ranks import cells_on_demand
 from tests.megatron import (
     adapter_cells,
     cells,
@@ -117,7 +118,12 @@ LIMIT = 1e-5
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     sets = (PARITY, OTHERS, ADAPTERS, REPLAYED, MUON)
-    return {size: run_cells(size, [c for cells in sets for c in cells[size]], folder / str(size)) for size in PARITY}
+    with ExitStack() as stack:
+        by_size = {size: {size: [cell for cells in sets for cell in cells[size]]} for size in PARITY}
+        yield {
+            size: stack.enter_context(cells_on_demand(cells, folder / str(size)))[size]
+            for size, cells in by_size.items()
+        }
 
 
 @pytest.mark.parametrize("size, cell", [(size, cell.__name__) for size in PARITY for cell in PARITY[size]])
