@@ -13,6 +13,7 @@ from tests.agent_loop.test_parser_limits import CALLS
 from tests.harness.conversations import (
     HERE,
     Echo,
+    Odd,
     Script,
     manager,
     rollout,
@@ -64,7 +65,9 @@ def test_a_call_is_answered_and_only_sampled_tokens_have_mask_one(tokenizer, tmp
     settings = {"multi_turn__tool_config_path": tool_file(tmp_path, ("Echo", ECHO, {"reward": 0.25, "score": 3.0}))}
     first, second = call("echo", text="pong") + "<|im_end|>", "pong it is<|im_end|>"
     table = rows(ASK, tools_kwargs=[{"echo": {"create_kwargs": {"size": 4}}}])
+    start = time.perf_counter()
     batch, _, text = play(tokenizer, [first, second], settings, table)
+    spent = time.perf_counter() - start
     between = "\n<|im_start|>tool\npong<|im_end|>\n<|im_start|>assistant\n"
     assert text == first + between + second
     lengths = [len(ids(tokenizer, part)) for part in (first, between, second)]
@@ -79,7 +82,7 @@ def test_a_call_is_answered_and_only_sampled_tokens_have_mask_one(tokenizer, tmp
     assert columns["__num_turns__"].tolist() == [4] and columns["tool_call_counts"].tolist() == [1]
     assert count(batch, "tool_calls/echo/count") == 1 and count(batch, "tool_calls/echo/size") == 2.0
     assert count(batch, "tool_calls/step_reward") == 0.25 and count(batch, "agent_loop/ended/answer") == 1
-    assert 0 < count(batch, "timing_s/agent_loop/tool_calls/mean") < 5
+    assert 0 < count(batch, "timing_s/agent_loop/tool_calls/mean") < spent
 
 
 def test_the_whole_trajectory_is_on_record(tokenizer, tmp_path):
@@ -102,14 +105,14 @@ FAULTS = {
     "bare": "returned str",
     "exits": "SystemExit: 3",
     "cancels": "the tool cancelled its own call",
-    "hangs": "no answer within 0.2 seconds",
+    "hangs": "no answer within 1 seconds",
 }
 
 
 @pytest.mark.parametrize("kind", sorted(FAULTS))
 def test_a_tool_that_goes_wrong_is_told_to_the_model_and_counted(tokenizer, tmp_path, kind):
     tools = tool_file(tmp_path, ("Odd", ODD))
-    settings = {"multi_turn__tool_config_path": tools, "multi_turn__tool_timeout": 0.2 if kind == "hangs" else 30.0}
+    settings = {"multi_turn__tool_config_path": tools, "multi_turn__tool_timeout": 1.0 if kind == "hangs" else 60.0}
     batch, _, text = play(tokenizer, [call("odd", kind=kind) + "<|im_end|>", "sorry<|im_end|>"], settings)
     assert f"Error: {'the tool odd gave ' if kind == 'hangs' else ''}" in text and FAULTS[kind] in text
     assert text.endswith("sorry<|im_end|>"), "the conversation goes on"
@@ -120,13 +123,14 @@ def test_a_tool_that_goes_wrong_is_told_to_the_model_and_counted(tokenizer, tmp_
 
 def test_a_tool_that_blocks_its_event_loop_stops_no_other_trajectory(tokenizer, tmp_path):
     tools = tool_file(tmp_path, ("Odd", ODD), ("Echo", ECHO))
-    settings = {"multi_turn__tool_config_path": tools, "multi_turn__tool_timeout": 0.2}
-    start = time.perf_counter()
+    settings = {"multi_turn__tool_config_path": tools, "multi_turn__tool_timeout": 1.0}
+    Odd.over.clear()
     _, _, text = play(tokenizer, [call("odd", kind="blocks") + "<|im_end|>", "sorry<|im_end|>"], settings)
-    assert "no answer within 0.2 seconds" in text
-    settings["multi_turn__tool_timeout"] = 30.0
+    assert "no answer within 1 seconds" in text
+    settings["multi_turn__tool_timeout"] = 60.0
     _, _, text = play(tokenizer, [call("echo", text="pong") + "<|im_end|>", "fine<|im_end|>"], settings)
-    assert "\npong<|im_end|>" in text and time.perf_counter() - start < 30
+    assert "\npong<|im_end|>" in text and Odd.blocking, "the other tool has not come back yet"
+    Odd.over.set()
 
 
 def test_a_hundred_megabytes_are_cut_in_the_middle(tokenizer, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -114,7 +114,10 @@ class Echo(BaseTool):
 
 
 class Odd(BaseTool):
-    """Returns, raises or hangs as its argument says."""
+    """Returns, raises or hangs as its argument says; where it blocks its loop, until the test has set `over`."""
+
+    over = threading.Event()
+    blocking: ClassVar[bool] = False
 
     async def execute(self, instance_id, parameters, **kwargs):
         kind = parameters["kind"]
@@ -127,7 +130,9 @@ class Odd(BaseTool):
         if kind == "hangs":
             await asyncio.sleep(600)
         if kind == "blocks":
-            time.sleep(3)
+            Odd.blocking = True
+            self.over.wait(120)
+            Odd.blocking = False
         values = {
             "bytes": (ToolResponse(text=b"\xff\x00"), 0.0, {}),
             "nothing": None,
