@@ -136,7 +136,7 @@ def serving(paths: dict[str, Any]):
     server = ScriptedServer(paths)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert server._ready.wait(10)
+    assert server._ready.wait(60)
     try:
         yield server
     finally:

@@ -29,7 +29,7 @@ def asked(sampler, *requests: tuple[str, object]) -> list[Reply]:
     """The answers to requests that come at the same time, each over a connection of its own."""
 
     async def one(address, path, payload):
-        return await Client(address, key=KEY).ask("POST", path, payload, 30)
+        return await Client(address, key=KEY).ask("POST", path, payload, 120)
 
     async def run():
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()

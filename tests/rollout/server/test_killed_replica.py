@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -25,8 +24,10 @@ from verl.weight_sync import chunk_weights
 COUNT = 2
 SAMPLES = 8
 SECRET = "a key that both sides know"
-TIMEOUT = 240.0
+TIMEOUT = 86400.0
 """Seconds a request may take, which nobody has to wait for when its connection breaks."""
+HANGS = 240.0
+"""Seconds after which nothing will come any more."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def hosts(folder):
     finally:
         for process in started:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def over(url, folder):
@@ -94,16 +95,12 @@ def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_g
             owes=lambda tasks: replicas.replicas[0].load > 0,
         )
         busy = replicas.replicas[0].load
-        start = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
-        while not replicas.stats()["replicas_lost"] and not all(task.done() for task in tasks):
-            await asyncio.sleep(0.01)
-        noticed = time.monotonic() - start
-        return warm, busy, noticed, await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT)
+        return warm, busy, await asyncio.wait_for(asyncio.gather(*tasks), HANGS)
 
-    warm, busy, noticed, found = asyncio.run(run())
+    warm, busy, found = asyncio.run(run())
     assert len(warm) == 2 and busy > 0, "the killed replica was in the middle of something"
-    assert noticed < TIMEOUT / 4
+    assert replicas.stats()["replicas_lost"] == 1
     assert Counter(done.request_id.split("-")[0] for done in found) == {str(i): SAMPLES for i in range(len(prompts))}
     assert len({done.request_id for done in found}) == len(wanted)
     assert replicas.stats()["resent"] >= busy
