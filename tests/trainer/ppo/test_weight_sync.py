@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.harness.runs import Seen, numbers, train
 from verl.errors import RolloutError
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler
-from verl.weight_sync import shared_memory
+from verl.weight_sync import SharedMemoryTransport
 
 STEPS = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1e-2")
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
@@ -52,7 +51,7 @@ def test_the_step_goes_on_while_weights_are_on_their_way_and_sampling_waits_for_
         if version:
             import asyncio
 
-            for _ in range(600):
+            for _ in range(2400):
                 if Path(f"dumps/{version}.jsonl").exists():
                     break
                 await asyncio.sleep(0.05)
@@ -83,7 +82,13 @@ def test_an_error_in_the_background_ends_the_run_with_that_error(here, monkeypat
     ["shared_memory", "gloo", "disk", "delta"],
 )
 def test_a_sampler_in_a_process_of_its_own_gives_the_numbers_of_one_in_this_process(here, backend, monkeypatch):
-    monkeypatch.setattr(shared_memory, "PREFIX", prefix := f"verl-weights-{os.getpid()}-")  # other tests make some, too
+    made, begin = [], SharedMemoryTransport.__init__
+
+    def noted(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        made.append(Path(self.path))
+
+    monkeypatch.setattr(SharedMemoryTransport, "__init__", noted)
     inside = train(*STEPS, "trainer.default_local_dir=a")
     outside = train(*STEPS, "trainer.default_local_dir=b", f"{ENGINE}.backend={backend}")
     sampler = sampler_of(outside)
@@ -95,4 +100,4 @@ def test_a_sampler_in_a_process_of_its_own_gives_the_numbers_of_one_in_this_proc
             assert sampler._transport.encoder.ratio > 0.5
     finally:
         sampler.close()
-    assert not list(Path("/dev/shm").glob(f"{prefix}*"))
+    assert len(made) == (backend in ("shared_memory", "delta")) and not any(path.exists() for path in made)
