@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 SHARED = Path("/dev/shm")
+SHM = f" {SHARED}/"
 
 
 @dataclass
@@ -60,13 +62,39 @@ def names() -> dict[str, list[int]]:
     return {path: entry for path, entry in found.items() if entry}
 
 
+def names_of_others(names: dict[str, list[int]], own: set[int]) -> set[str]:
+    """Which of them programs outside of this run have open or mapped, and those that are gone by now."""
+    shared = {path for path in names if path.startswith(f"{SHARED}/")}
+    if not shared:
+        return set()
+    others = [process for process in psutil.process_iter() if process.pid not in own]
+    held = {place for process in others for place in _held(process.pid)}
+    return {path for path in shared if path in held or not os.path.lexists(path)}
+
+
+def _held(pid: int) -> set[str]:
+    """Paths in shared memory that a process has open or mapped; none of a process that may not be looked into."""
+    held: set[str] = set()
+    with suppress(OSError):
+        held |= {
+            line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if SHM in line
+        }
+    with suppress(OSError):
+        for descriptor in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                held.add(os.readlink(descriptor.path))
+    return held
+
+
 def look(starter: int) -> Seen:
     """Look at the child of process ``starter`` that this process descends from, and at all below that."""
     root = psutil.Process()
     while root.ppid() != starter:
         root = psutil.Process(root.ppid())
-    seen = Seen(names=names())
-    for process in [root, *root.children(recursive=True)]:
+    seen, run = Seen(names=names()), [root, *root.children(recursive=True)]
+    for path in names_of_others(seen.names, {process.pid for process in run}):
+        del seen.names[path]
+    for process in run:
         try:
             _look_into(process, seen)
             seen.processes.add(process.pid)
@@ -122,7 +150,7 @@ def read(folder: Path) -> Seen:
     return seen
 
 
-def ends(pids: list[int], seconds: float = 30.0) -> bool:
+def ends(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether these processes are gone after a while; zombies are."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

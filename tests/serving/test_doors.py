@@ -17,15 +17,18 @@ from verl.config import PPOTrainerConfig
 from verl.config.loading import read_config
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.place import make_sampler
-from verl.weight_sync import BroadcastTransport, DiskTransport, SharedMemoryTransport
+from verl.weight_sync import BroadcastTransport, DiskTransport, SharedMemoryTransport, shared_memory
 
-SHARED, TEMPORARY = Path("/dev/shm"), Path(tempfile.gettempdir())
+SHARED = Path("/dev/shm")
 MINE = "verl-"
+USUAL = shared_memory.PREFIX
+PREFIX = f"{USUAL}{os.getpid()}-"
+"""How names of shared memory begin meanwhile, so that those of other tests are none of them."""
 
 
 def names() -> set[Path]:
-    """What lies in shared memory and in the folder for temporary files under names of this library."""
-    return {path for place in (SHARED, TEMPORARY) if place.is_dir() for path in place.glob(f"{MINE}*")}
+    """What lies in the folder for temporary files, which is this test's own, and in shared memory by its prefix."""
+    return {*Path(tempfile.gettempdir()).glob(f"{MINE}*"), *(SHARED.glob(f"{PREFIX}*") if SHARED.is_dir() else ())}
 
 
 def sockets() -> tuple[set[str], set[Path]]:
@@ -45,9 +48,20 @@ class Conversation:
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory):
+def temporary(tmp_path_factory):
+    """A folder for temporary files of this test's own; its path is short."""
+    tmp_path_factory.getbasetemp()  # pytest's own stays where it is
+    with tempfile.TemporaryDirectory(prefix="v", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(shared_memory, "PREFIX", PREFIX)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory, temporary):
     """Addresses, unix sockets, and new names with mode and owner, while everything of the first table is open."""
-    before, addresses = names(), sockets()[0]
+    before, (addresses, paths) = names(), sockets()
     model = tiny_model_dir(tmp_path_factory.mktemp("model"))
     keys = [f"actor_rollout_ref.model.path={model}"]
     keys += ["actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"]
@@ -60,7 +74,7 @@ def opened(tmp_path_factory):
     async def watched():
         async with Endpoint().open(Conversation()):
             await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=2)))
-            seen["sockets"] = sockets()
+            seen["sockets"] = sockets()[0], sockets()[1] - paths
             seen["names"] = {path: path.lstat() for path in names() - before}
 
     try:
@@ -75,9 +89,9 @@ def test_every_address_is_loopback(opened):
     assert opened["addresses"] == {"127.0.0.1"}
 
 
-def test_every_unix_socket_and_folder_is_this_users_alone(opened):
+def test_every_unix_socket_and_folder_is_this_users_alone(opened, temporary):
     (path,) = opened["sockets"][1]
-    assert stat.S_IMODE(opened["names"][path.parent].st_mode) == 0o700 and path.parent.parent == TEMPORARY
+    assert stat.S_IMODE(opened["names"][path.parent].st_mode) == 0o700 and path.parent.parent == temporary
     for path, found in opened["names"].items():
         assert found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode), path
         assert stat.S_IMODE(found.st_mode) == (0o700 if stat.S_ISDIR(found.st_mode) else 0o600), path
@@ -89,5 +103,6 @@ def test_nothing_stays_behind(opened):
 
 def test_the_page_names_each_of_them(opened, project_root):
     page = (project_root / "docs/security.md").read_text()
-    patterns = {f"{path.name.rpartition('-')[0]}-*" for path in opened["names"]}
+    listed = {path.name.replace(PREFIX, USUAL) for path in opened["names"]}
+    patterns = {f"{name.rpartition('-')[0]}-*" for name in listed}
     assert patterns == {"verl-host-*", "verl-weights-*"} and all(pattern in page for pattern in patterns)
