@@ -180,13 +180,22 @@ def test_groups_of_which_one_tells_more_than_another_are_one_batch():
     assert "acc" not in parts[0].non_tensor_batch
 
 
+def wait_until(condition) -> None:
+    """Return once the other thread has done it."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 class Slow:
     """A sampler's handle: each call ends when the test says so."""
 
     def __init__(self):
-        self.go, self.cancelled = threading.Event(), 0
+        self.go, self.begun, self.cancelled = threading.Event(), 0, 0
 
     async def call(self, method, asked):
+        self.begun += 1
         try:
             while not self.go.is_set():
                 await asyncio.sleep(0.01)
@@ -209,8 +218,9 @@ def test_groups_in_flight_are_waited_for_amid_a_step_even_after_a_signal_and_can
     threading.Timer(0.3, slow.go.set).start()
     assert beside.results(ctx, wait=True, may_stop=False)[0].why == "failed"
     slow.go.clear()
+    before = slow.begun
     beside.begin({2: prompt}, ctx)
-    time.sleep(0.1)
+    wait_until(lambda: slow.begun > before)
     beside.close()
     assert slow.cancelled == 1 and not [one for one in threading.enumerate() if one.name == "verl-groups"]
 
@@ -242,10 +252,13 @@ def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for
     ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
     prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
 
+    trained = []
+
     def training():
-        for _ in range(1000):
+        for _ in range(3000):
             interrupts.current().check()
             time.sleep(0.02)
+        trained.append("to its end")
 
     def broken(*_):
         raise RewardError("rewards.py, line 3: it failed on row 7")
@@ -256,10 +269,9 @@ def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for
     beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: answering))}, limit=2)
     filling = Filling(GroupQueue(QueueBound(groups=1, chunk=1)), ctx.run)
     beside.begin({0: prompt}, ctx)
-    begun = time.monotonic()
     with pytest.raises(RewardError, match="it failed on row 7"):
         filling.beside(training, beside, ctx)
-    assert time.monotonic() - begun < 10
+    assert not trained, "it was not waited for"
 
 
 def test_an_agent_loop_whose_failures_are_to_stop_the_run_ends_it_with_its_first_one():
@@ -289,24 +301,17 @@ def test_an_agent_loop_whose_failures_are_to_stop_the_run_ends_it_with_its_first
 def test_as_many_groups_are_sampled_at_once_as_the_replicas_that_there_are_now_may_have():
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     run = RunState(config, reward=lambda batch: {}, total_steps=9)
-    run.replicas, at_once = (lambda: 2), 0
-
-    class Counting(Slow):
-        async def call(self, method, asked):
-            nonlocal at_once
-            at_once += 1
-            return await super().call(method, asked)
-
-    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: Counting()))}, 2, each=1)
+    slow = Slow()
+    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, 2, each=1)
     prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
-    beside.begin(dict.fromkeys(range(6), prompt), run.open(1))
-    time.sleep(0.1)
-    assert at_once == 2
-    run.replicas = lambda: 5
-    beside.begin({6: prompt}, run.open(1))
-    time.sleep(0.1)
+    for expected in (2, 5):
+        run.replicas = lambda: expected  # noqa: B023
+        beside.begin(dict.fromkeys(range(10 * expected, 10 * expected + 6), prompt), run.open(1))
+        wait_until(lambda: slow.begun >= expected)  # noqa: B023
+        for _ in range(10):
+            beside.ask(asyncio.sleep(0.001))  # a turn of the loop, for one more if it came
+        assert slow.begun == expected
     beside.close()
-    assert at_once == 5
 
 
 def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is_one_error(tmp_path, monkeypatch):
