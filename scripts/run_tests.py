@@ -65,7 +65,8 @@ class Pass:
         return self.kept / "outcomes" / f"{self.name}.jsonl"
 
     def command(self, *words: str) -> list[str]:
-        plugin = ("-p", "tests.outcomes", f"--outcomes={self.file}", "-o", f"cache_dir={self.kept / self.name}")
+        plugin = ["-p", "tests.outcomes", f"--outcomes={self.file}", "-o", f"cache_dir={self.kept / self.name}"]
+        plugin += [f"--without-passed={self.file}"] if self.file.is_file() else []
         color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
         return [self.python, "-m", "pytest", color, *plugin, *words]
 
@@ -86,8 +87,6 @@ def main(words: list[str]) -> int:
         one.file.parent.mkdir(parents=True, exist_ok=True)
         if not options.last_failed:
             one.file.unlink(missing_ok=True)
-        elif one.file.is_file():
-            further = [*further, f"--without-passed={one.file}"]
     ends = run_passes(passes, further)
     flaky = [name for one in passes for name in run_failed_again(one, ends, further)]
     lines = {one.name: read(one.file) for one in passes}

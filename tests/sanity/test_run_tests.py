@@ -150,6 +150,15 @@ def test_a_full_temporary_folder_is_said_before_anything_runs(
     assert "has 5 MB left" in (said := capsys.readouterr().err) and "TMPDIR" in said
 
 
+def test_each_pass_leaves_out_what_passed_in_that_pass_before(tmp_path: Path):
+    first, second = (run_tests.Pass(name, "python", (), tmp_path) for name in ("parallel", "alone"))
+    assert not any("--without-passed" in word for word in first.command())
+    first.file.parent.mkdir()
+    first.file.write_text("")
+    assert f"--without-passed={tmp_path}/outcomes/parallel.jsonl" in first.command()
+    assert not any("--without-passed" in word for word in second.command())
+
+
 def test_outcomes_of_a_run_that_was_killed_are_read_as_far_as_they_go(tmp_path: Path):
     file = tmp_path / "outcomes.jsonl"
     file.write_text('{"test": "a", "outcome": "failed"}\n{"test": "a", "outcome": "passed"}\n{"test": "b", "outc')
