@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,16 @@ def tiny_model_dir(
         **config,
     }
     key = json.dumps([family, seed, settings], sort_keys=True, default=repr)
-    if key not in _made:
-        _made[key] = Path(_store(), f"{os.getpid()}-{len(_made)}")  # a fork has the store of its parent
-        _make(_made[key], family, seed, settings)
+    with _making:
+        if key not in _made:
+            _made[key] = Path(_store(), f"{os.getpid()}-{len(_made)}")  # a fork has the store of its parent
+            _make(_made[key], family, seed, settings)
     shutil.copytree(_made[key], folder, copy_function=shutil.copy, dirs_exist_ok=True)
     return Path(folder)
 
 
 _made: dict[str, Path] = {}
+_making = threading.Lock()  # threads that prepare runs at the same time: each gets a whole model
 
 
 @functools.cache
