@@ -88,7 +88,7 @@ def tiny_model_dir(
 
 
 _made: dict[str, Path] = {}
-_making = threading.Lock()  # threads that prepare runs at the same time: each gets a whole model
+_making = threading.Lock()  # threads that prepare runs at the same time get one that is complete
 
 
 @functools.cache

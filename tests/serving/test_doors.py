@@ -50,7 +50,7 @@ class Conversation:
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory):
     """A folder for temporary files of this test's own; its path is short."""
-    tmp_path_factory.getbasetemp()  # pytest's own stays where it is
+    tiny_model_dir(tmp_path_factory.mktemp("model"))  # pytest's folder and that of models stay where they are
     with tempfile.TemporaryDirectory(prefix="v", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", folder)
         patch.setenv("TMPDIR", folder)
