@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import statistics
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.sanity.source_tree import ROOT, parse, python_files, read_toml, show
@@ -19,42 +19,46 @@ BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.mat
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """All nodes of a function except those of functions and classes defined inside it."""
-    for child in ast.iter_child_nodes(function):
-        if not isinstance(child, (*FUNCTIONS, ast.ClassDef)):
-            yield child
-            yield from own_nodes(child)
+@dataclass
+class Sizes:
+    """Of one function, without the functions and classes defined inside it."""
 
-
-def depth(node: ast.AST) -> int:
+    lines: int
+    nesting: int = 0
     """Levels of nested blocks; an ``elif`` is on the level of its ``if``."""
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
-            continue
-        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
-        deepest = max(deepest, depth(child) + (isinstance(child, BLOCKS) and not is_elif))
-    return deepest
+    branches: int = 0
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    for node in ast.iter_child_nodes(tree):
-        name = f"{prefix}{getattr(node, 'name', '')}"
-        if isinstance(node, FUNCTIONS):
-            yield name, node
-        inner = f"{name}." if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else prefix
-        yield from functions(node, inner)
+def functions(tree: ast.AST) -> dict[str, Sizes]:
+    """The sizes of every function, by a name like ``Class.method``; one walk over the millions of nodes."""
+    found: dict[str, Sizes] = {}
+    left: list[tuple[ast.AST, str, Sizes | None, int]] = [(tree, "", None, 0)]
+    while left:
+        node, prefix, sizes, level = left.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+                name, inner = f"{prefix}{child.name}", None
+                if isinstance(child, FUNCTIONS):
+                    inner = found[name] = Sizes(child.end_lineno - child.lineno + 1)
+                left.append((child, f"{name}.", inner, 0))
+                continue
+            is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+            below = level + (isinstance(child, BLOCKS) and not is_elif)
+            if sizes:
+                sizes.nesting = max(sizes.nesting, below)
+                sizes.branches += isinstance(child, BRANCHES)
+            left.append((child, prefix, sizes, below))
+    return found
 
 
 def measures(path: Path) -> dict[str, int]:
     """Every measured size of one file: ``'verl/a.py: function A.f' -> lines``."""
     where = show(path)
     found = {f"{where}: file": len(path.read_text(encoding="utf-8").splitlines())}
-    for name, node in functions(parse(path)):
-        found[f"{where}: function {name}"] = node.end_lineno - node.lineno + 1
-        found[f"{where}: nesting {name}"] = depth(node)
-        found[f"{where}: branches {name}"] = sum(isinstance(n, BRANCHES) for n in own_nodes(node))
+    for name, sizes in functions(parse(path)).items():
+        found[f"{where}: function {name}"] = sizes.lines
+        found[f"{where}: nesting {name}"] = sizes.nesting
+        found[f"{where}: branches {name}"] = sizes.branches
     return found
 
 
@@ -110,7 +114,4 @@ def test_the_measures_are_what_they_say():
         "        while True:\n"  # of g, not of f
         "            pass\n"
     )
-    found = dict(functions(tree))
-    assert list(found) == ["f", "f.g"]
-    assert depth(found["f"]) == 3
-    assert sum(isinstance(n, BRANCHES) for n in own_nodes(found["f"])) == 4
+    assert functions(tree) == {"f": Sizes(10, nesting=3, branches=4), "f.g": Sizes(3, nesting=1, branches=1)}
