@@ -43,9 +43,6 @@ COMMIT = "(not slow or representative)"
 NOTHING_COLLECTED, INTERRUPTED = 5, 2  # of pytest's statuses
 SECONDS, RANKS = 5.0, 2
 """What a test may take and start without the marker `slow`; CONTRIBUTING.md states the rule."""
-MARGIN = 3.0
-"""The clock depends on what else runs: beyond SECONDS a test is named. Beyond this multiple of the processor's seconds,
-which depend little on it, the suite fails."""
 SPACE = 2 << 30
 """Bytes that the suite may need for temporary files."""
 
@@ -214,7 +211,10 @@ def absent_representatives(lines: Iterable[list[dict[str, Any]]]) -> list[str]:
 
 
 def broken_rules(lines: Iterable[dict[str, Any]]) -> list[str]:
-    """Tests that need the marker `slow`, by the rule of CONTRIBUTING.md."""
+    """Tests that need the marker `slow`, by the rule of CONTRIBUTING.md.
+
+    A count of ranks is the same on every machine, and breaks the rule. Seconds are not: a slow test is only named.
+    """
     problems = []
     for line in lines:
         if "slow" in line["marks"]:
@@ -222,11 +222,7 @@ def broken_rules(lines: Iterable[dict[str, Any]]) -> list[str]:
         if line["ranks"] > RANKS:
             problems.append(f"starts {line['ranks']} ranks without the marker slow: {line['test']}")
         elif line["seconds"] > SECONDS:
-            text = f"takes {line['seconds']:.1f} s without the marker slow: {line['test']}"
-            if line["processor"] > MARGIN * SECONDS:
-                problems.append(text)
-            else:
-                print(text)
+            print(f"takes {line['seconds']:.1f} s without the marker slow: {line['test']}")
     return problems
 
 

@@ -1,15 +1,14 @@
 """What every test came to, one line of JSON as it ends, so that a killed run loses nothing.
 
 `scripts/run_tests.py` loads this plugin (``-p tests.outcomes --outcomes FILE``) and makes its table, its list of rules
-broken and its ``--last-failed`` from the file. A line holds the test, its outcome, its seconds (setup and call) by the
-clock and of the processor, how many processes it started, how many of them were ranks, and its markers.
+broken and its ``--last-failed`` from the file. A line holds the test, its outcome, its seconds (setup and call), how
+many processes it started, how many of them were ranks, and its markers.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing.process
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,23 +66,17 @@ def may_run_again(line: dict[str, Any]) -> bool:
     return bool(line["processes"]) or "timed" in line["marks"]
 
 
-def spent() -> dict[str, float]:
-    """What this process has used and started so far; the processor's seconds with those of children that ended."""
-    times = os.times()
-    return {**started, "processor": times.user + times.system + times.children_user + times.children_system}
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     item.user_properties += [("marks", [name for name in MARKERS if item.get_closest_marker(name)])]
-    item.user_properties += [("before", spent())]
+    item.user_properties += [("before", dict(started))]
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
-    report.user_properties = [*item.user_properties, ("after", spent())]  # pytest-xdist sends these along
+    report.user_properties = [*item.user_properties, ("after", dict(started))]  # pytest-xdist sends these along
     return report
 
 
@@ -109,7 +102,7 @@ class Writer:
             "test": name,
             "outcome": next(outcome for outcome in ("failed", "skipped", "passed") if outcome in outcomes),
             "seconds": round(sum(part.duration for part in parts if part.when != "teardown"), 3),
-            **{kind: round(after.get(kind, 0) - before.get(kind, 0), 3) for kind in ("processor", *started)},
+            **{kind: after.get(kind, 0) - before.get(kind, 0) for kind in started},
             "marks": properties.get("marks", []),
         }
         reasons = [part.longrepr[2] for part in parts if part.skipped and isinstance(part.longrepr, tuple)]
