@@ -33,6 +33,6 @@ def test_the_notebook_runs_from_its_first_to_its_last_cell(project_root, tmp_pat
         shutil.copytree(project_root / "examples" / folder, tmp_path / "examples" / folder)
     script = tmp_path / "notebook.py"
     script.write_text("\n\n".join(cells(project_root, "code")), encoding="utf-8")
-    python(str(script), cwd=tmp_path, TINY="1", NOTEBOOK_DIR="out")
+    python(str(script), cwd=tmp_path, TINY="1", NOTEBOOK_DIR="out", VERL_FILE_LOGGER_ROOT=".")
     assert (tmp_path / "out/curve.png").is_file()
     assert (tmp_path / "out/ppo/global_step_2/actor/huggingface/config.json").is_file()
