@@ -7,7 +7,7 @@ import random
 import pandas as pd
 import pytest
 
-from tests.harness.programs import command, curve, metrics
+from tests.harness.programs import curve, trained
 
 pytestmark = pytest.mark.slow
 RM_STEPS, PPO_STEPS = 24, 14
@@ -26,8 +26,9 @@ def write_pairs(folder) -> None:
 
 def test_ppo_with_a_trained_reward_model_raises_its_score_near_the_policy_it_started_from(arithmetic):
     write_pairs(arithmetic.folder)
-    command(
-        "verl.trainer.rm_trainer",
+    rated = trained(
+        arithmetic.folder,
+        "rm",
         "data.train_files=pairs.parquet",
         "data.val_files=held_out_pairs.parquet",
         "data.train_batch_size=64",
@@ -37,17 +38,12 @@ def test_ppo_with_a_trained_reward_model_raises_its_score_near_the_policy_it_sta
         f"trainer.total_training_steps={RM_STEPS}",
         "trainer.test_freq=1",
         f"trainer.save_freq={RM_STEPS}",
-        "trainer.default_local_dir=rm",
-        "trainer.project_name=e2e",
-        "trainer.experiment_name=rm",
-        "trainer.logger=[file]",
         "checkpoint.save_contents=[model]",
-        cwd=arithmetic.folder,
+        program="rm_trainer",
     )
-    trained = metrics(arithmetic.folder, "e2e", "rm")
-    first, *_, last = curve(trained, "val/accuracy")
+    first, *_, last = curve(rated, "val/accuracy")
     assert last >= 0.7 and last >= first
-    assert curve(trained, "val/loss")[-1] < 0.6 * curve(trained, "val/loss")[0]
+    assert curve(rated, "val/loss")[-1] < 0.6 * curve(rated, "val/loss")[0]
     model = arithmetic.folder / f"rm/global_step_{RM_STEPS}/model/huggingface"
     words = [
         word for word in arithmetic.arguments if not word.startswith(("reward.custom", "actor_rollout_ref.rollout.n="))
