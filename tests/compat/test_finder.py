@@ -56,6 +56,13 @@ def test_an_absent_name_says_what_there_is_instead():
         importlib.import_module("verl.models.mcore")
 
 
+def test_an_absent_name_is_not_there_for_hasattr_and_getattr():
+    assert not hasattr(fsdp_utils, "collect_lora_params")
+    assert getattr(fsdp_utils, "collect_lora_params", None) is None
+    with pytest.raises(AttributeError, match=r"collect_lora_params does not exist here.*export_weights"):
+        fsdp_utils.collect_lora_params  # noqa: B018
+
+
 def test_the_finder_is_there_once_and_minds_only_this_package():
     importlib.reload(verl)
     assert sys.meta_path.count(UpstreamPaths) == 1

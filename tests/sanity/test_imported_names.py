@@ -28,11 +28,11 @@ def record() -> dict[str, Any]:
 
 
 def what_is_wrong(module: str, name: str = "") -> str | None:
-    """Why an import fails, None where it works."""
+    """Why ``from module import name`` fails, None where it works."""
     try:
-        imported = importlib.import_module(module)
-        if name and not hasattr(imported, name):
-            importlib.import_module(f"{module}.{name}")
+        importlib.import_module(module)
+        if name:
+            exec(f"from {module} import {name}", {})
     except ImportError as error:
         return str(error)
     return None

@@ -6,6 +6,7 @@ Files re-export what lives in the rooms, or put upstream's signature around it.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -15,6 +16,7 @@ from typing import Any
 from verl.compat.absent import ABSENT
 
 PATHS = Path(__file__).parent / "paths"
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
 class UpstreamPaths:
@@ -37,16 +39,17 @@ class UpstreamPaths:
 
 
 def absent_names(module: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module: a name without a meaning here is an ImportError that says what has.
+    """The ``__getattr__`` of a module: of a name without a meaning here, the `AttributeError` says what has.
 
-    Any other name is an `AttributeError`, as everywhere.
+    In ``from module import name`` it is an ImportError: Python would put its text in place of an AttributeError's.
     """
 
     def missing(name: str) -> Any:
-        instead = ABSENT.get(f"{module}.{name}")
+        instead, caller = ABSENT.get(f"{module}.{name}"), sys._getframe(1)
         if instead is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise ImportError(f"{module}.{name} does not exist here. {instead}", name=module)
+        is_import = caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM
+        raise (ImportError if is_import else AttributeError)(f"{module}.{name} does not exist here. {instead}")
 
     return missing
 
