@@ -35,7 +35,7 @@ DAPO = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*DAPO, *map(_of_recipe, sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main([*map(_of_recipe, sys.argv[1:] if argv is None else argv)], DAPO)
 
 
 def _of_recipe(word: str) -> str:

@@ -32,7 +32,7 @@ KL_COV = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*KL_COV, *(sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main(sys.argv[1:] if argv is None else argv, KL_COV)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ PRIME = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*PRIME, *map(_of_recipe, sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main([*map(_of_recipe, sys.argv[1:] if argv is None else argv)], PRIME)
 
 
 def _of_recipe(word: str) -> str:

@@ -37,7 +37,7 @@ RETOOL = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*RETOOL, *(sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main(sys.argv[1:] if argv is None else argv, RETOOL)
 
 
 if __name__ == "__main__":

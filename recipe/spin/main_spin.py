@@ -26,7 +26,7 @@ SPIN = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*SPIN, *(sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main(sys.argv[1:] if argv is None else argv, SPIN)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ SPPO = (
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main([*SPPO, *(sys.argv[1:] if argv is None else argv)])
+    return main_ppo.main(sys.argv[1:] if argv is None else argv, SPPO)
 
 
 if __name__ == "__main__":

@@ -164,3 +164,13 @@ def test_a_recipe_cannot_redeclare_what_is_there_nor_stand_below_a_setting():
     del sys.modules["my_recipe"]
     with pytest.raises(ConfigError, match="its RECIPE is of another class"):
         read()
+
+
+@pytest.mark.parametrize(
+    "word", ["reward_model.reward_manager=prime", "reward.reward_manager.name=prime", "--config-name=mine"]
+)
+def test_what_is_said_by_any_spelling_wins_over_a_recipes_default(tmp_path, monkeypatch, word):
+    (tmp_path / "mine.yaml").write_text("reward_model:\n  reward_manager: prime\n")
+    monkeypatch.chdir(tmp_path)
+    config = read_config("ppo_trainer", [word], ["reward.reward_manager.name=dapo", "actor_rollout_ref.rollout.n=16"])
+    assert (config.reward.reward_manager.name, config.actor_rollout_ref.rollout.n) == ("prime", 16)

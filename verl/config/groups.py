@@ -29,6 +29,10 @@ _OUR_DEFAULTS = (
 )  # fmt: skip
 
 
+COMPOSED_ENGINE = "fsdp"
+"""What a tree that Hydra composes of the library's files calls ``auto``: code of recipes knows upstream's names alone."""
+
+
 def is_role(program: Program, key: str) -> bool:
     """Whether a group of upstream's tree chooses the engine of a role."""
     return program.name == PPO.name and key in _ROLES

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from verl.config import recipes
 from verl.config.files import DefaultsEntry, Layer, Reader
-from verl.config.groups import Program, program_of
+from verl.config.groups import COMPOSED_ENGINE, Program, program_of
 from verl.config.mapping import plain
 from verl.config.merge import Merge
 from verl.config.node import ConfigNode, to_dict, unrecorded
@@ -25,7 +25,14 @@ from verl.errors import ConfigError
 FirstLook = Callable[[Any], None]
 
 
-def load_config(name: str, argv: list[str], first_look: FirstLook | None = None, *, served: bool = False) -> ConfigNode:
+def load_config(
+    name: str,
+    argv: list[str],
+    first_look: FirstLook | None = None,
+    *,
+    served: bool = False,
+    defaults: Iterable[str] = (),
+) -> ConfigNode:
     """The configuration of a program, checked as a whole.
 
     Args:
@@ -33,6 +40,7 @@ def load_config(name: str, argv: list[str], first_look: FirstLook | None = None,
         argv: the command line without the program: ``a.b=c``, ``--config-path``, ``--config-name``, ``--cfg job``.
         first_look: is called with the configuration before the rules that load torch; what it raises ends the program.
         served: of ``ppo_trainer``: the program samples by servers that it starts, and has no workers.
+        defaults: a recipe's settings, ``a.b=c``; files and the command line win over them, by any spelling.
 
     Raises:
         ConfigError: everything that is wrong, one line each, with the key, what it got and what is allowed.
@@ -46,7 +54,7 @@ def load_config(name: str, argv: list[str], first_look: FirstLook | None = None,
 
         sys.stdout.write(usage(program))
         raise SystemExit(0)
-    config = read_config(name, command)
+    config = read_config(name, command, defaults)
     if command.cfg is not None:
         sys.stdout.write(to_yaml(config))
         _check_printed(program, config)
@@ -57,29 +65,34 @@ def load_config(name: str, argv: list[str], first_look: FirstLook | None = None,
     return config
 
 
-def read_config(name: str, command: CommandLine | list[str]) -> ConfigNode:
+def read_config(name: str, command: CommandLine | list[str], defaults: Iterable[str] = ()) -> ConfigNode:
     """The configuration with every setting checked for itself, but not against the others or against this machine."""
     if isinstance(command, list):
         command = parse_command_line(command)
     if command.cfg not in (None, "job", "all"):
         raise ConfigError("nothing of that name can be printed", key="--cfg", got=command.cfg, allowed=["job"])
     program, engine = program_of(name)
-    return _merged(program, lambda known: _layers(known, engine, command))
+    recipe = [DefaultsEntry(o.key, o.value, "the recipe's defaults") for o in parse_command_line([*defaults]).overrides]
+    return _merged(program, lambda known: _layers(known, engine, command, recipe))
 
 
 def config_from(name: str, given: Any) -> ConfigNode:
     """The configuration of a program from a mapping of OmegaConf or dictionaries, as `load_config` makes it.
 
-    What a mapping says as the default says it counts as not said: whole configurations come out of Hydra.
+    What a mapping says as the default says it counts as not said: whole configurations come out of Hydra. Where it has a
+    setting by two spellings, the older one counts, with a notice: a recipe's defaults are in it, and what was typed.
     """
     program, _ = program_of(name)
 
     def layers(known: Program) -> list[Layer]:
         schema = schema_of(known.root)
         reader = Reader(known, lambda key: schema.split(key) is not None)
-        return [
-            [entry for entry in reader.entries(plain(given), "the given configuration") if _says_more(schema, entry)]
-        ]
+        entries = reader.entries(plain(given), "the given configuration")
+        composed = {entry.key for entry in entries if entry.value == COMPOSED_ENGINE} & {*known.strategies}
+        unsaid = {key for key in composed if schema.leaves[key].follows in {None, *composed}}
+        entries = [entry for entry in entries if _says_more(schema, entry) and entry.key not in unsaid]
+        newer = [entry for entry in entries if schema.split(entry.key) is not None]
+        return [newer, [entry for entry in entries if entry not in newer]]
 
     config = _merged(program, layers)
     _check_whole(program, config, served=False)
@@ -100,12 +113,12 @@ def _merged(program: Program, layers_of: Callable[[Program], list[Layer]]) -> Co
     return resolve(Merge(program, layers))
 
 
-def _layers(program: Program, engine: str, command: CommandLine) -> list[Layer]:
-    """What files and the command line say, lowest first."""
+def _layers(program: Program, engine: str, command: CommandLine, recipe: Layer) -> list[Layer]:
+    """What a recipe, files and the command line say, lowest first."""
     schema = schema_of(program.root)
     reader = Reader(program, lambda key: schema.split(key) is not None)
     layers = reader.start(command)
-    return [_engines(program, [engine, *_base_engines(program, reader.bases)]), *layers, _typed(command)]
+    return [_engines(program, [engine, *_base_engines(program, reader.bases)]), recipe, *layers, _typed(command)]
 
 
 def to_yaml(config: ConfigNode) -> str:

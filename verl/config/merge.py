@@ -75,6 +75,11 @@ class Merge:
                 if other is not None and other.key != entry.key and not self._agree(key, other.value, value):
                     self.problems.append(_contradiction(other, entry, key))
                 said[key] = DefaultsEntry(entry.key, value, entry.source)
+                newer = self.origin.get(key) if entry.key != key else None
+                if newer is not None and newer.source == entry.source and not self._agree(key, newer.value, value):
+                    notice(
+                        newer.key, f"{entry.key}={value} counts, and not {newer.value}, which the same tree holds here"
+                    )
                 self._put(key, value, entry)
 
     def _imply(self) -> None:

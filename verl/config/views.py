@@ -2,6 +2,10 @@
 
 No program takes a default from them. One that is named on the command line (``--config-path verl/trainer/config
 --config-name _generated_ppo_trainer``) is read like any file, and says what would be so without it.
+
+Under Hydra a recipe with a ``main`` of its own reads the tree itself: it hands ``ray_kwargs.ray_init`` to ``ray.init``
+and compares ``strategy`` with the names that upstream has. So a file to compose from leaves out the mappings that take
+what a section does not name, and where upstream names an engine, it has that name in place of ``auto``.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config.groups import choose, program_of
+from verl.config.groups import COMPOSED_ENGINE, choose, program_of
 from verl.config.merge import TWINS
 from verl.config.schema import Leaf, schema_of
 
@@ -46,16 +50,18 @@ def _lines(name: str, commented: bool = False) -> Iterator[str]:
     """One line per section and setting; with ``commented``, only settings that work, each with its meaning."""
     program, engine = program_of(name)
     chosen = dict(choose(program, program.engine_group, engine) or [])
+    leaves = schema_of(program.root).leaves
+    engines = {key: COMPOSED_ENGINE for key in program.strategies if leaves[key].follows is None}
     above: list[str] = []
-    for leaf in schema_of(program.root).leaves.values():
-        if commented and leaf.planned is not None:
+    for leaf in leaves.values():
+        if leaf.planned is not None if commented else leaf.key.endswith(".further"):
             continue
         *sections, last = leaf.key.split(".")
         shared = next((i for i, (a, b) in enumerate(zip(above, sections)) if a != b), min(len(above), len(sections)))
         for depth in range(shared, len(sections)):
             yield f"{'  ' * depth}{sections[depth]}:\n"
         above = sections
-        said = f"{'  ' * len(sections)}{'# ' if commented else ''}{last}: {_value(leaf, chosen)}"
+        said = f"{'  ' * len(sections)}{'# ' if commented else ''}{last}: {_value(leaf, chosen if commented else engines | chosen)}"
         yield f"{said}  # {leaf.meaning}\n" if commented else f"{said}\n"
 
 

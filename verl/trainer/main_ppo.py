@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
@@ -68,10 +69,16 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
         runner.run(config)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; a user's error is one message and exit status 2."""
+def main(argv: list[str] | None = None, defaults: Iterable[str] = ()) -> int:
+    """Command line; a user's error is one message and exit status 2.
+
+    Args:
+        argv: None: this process's.
+        defaults: settings of a recipe, ``a.b=c``; files and the command line win over them.
+    """
     try:
-        config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv, look_at_prompts)
+        words = sys.argv[1:] if argv is None else argv
+        config = load_config("ppo_trainer", words, look_at_prompts, defaults=defaults)
         run_ppo(cast(PPOTrainerConfig, config))
     except VerlError as error:
         return report(error)

@@ -34,6 +34,8 @@ class TaskRunner:
     def run(self, config):
         print(f"TaskRunner hostname: {socket.gethostname()}, PID: {os.getpid()}")
         OmegaConf.resolve(config)
+        if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
+            raise NotImplementedError(config.actor_rollout_ref.actor.strategy)
         local_path = copy_to_local(config.actor_rollout_ref.model.path, use_shm=config.actor_rollout_ref.model.use_shm)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=False)
         processor = hf_processor(local_path, use_fast=True)
@@ -63,7 +65,8 @@ class TaskRunner:
 @hydra.main(config_path="config", config_name="mine", version_base=None)
 def main(config):
     if not ray.is_initialized():
-        ray.init(runtime_env=get_ppo_ray_runtime_env(), num_cpus=config.ray_kwargs.ray_init.num_cpus)
+        arguments = OmegaConf.merge({"runtime_env": get_ppo_ray_runtime_env()}, config.ray_kwargs.ray_init)
+        ray.init(**OmegaConf.to_container(arguments))
     validations = ray.get(TaskRunner.remote().run.remote(config))
     print(json.dumps({"validations": validations}))
 
