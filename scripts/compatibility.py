@@ -46,6 +46,7 @@ DEVICES, ROUNDS = 4096, 8
 _IMAGES = re.compile(
     r"image_key=|video_key=|model\.path=.*[-_]vl[-_]|(train|val)_files=.*(geo3k|video|vlm|pokemon)", re.I
 )
+_BY_UV = re.compile(r"runtime_env\.py_executable=\W*uv\b")
 _ENGINES = ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo", "mlite", "megatron")
 
 
@@ -64,6 +65,8 @@ class Verdict:
     script: str
     engine: str
     category: str
+    by_uv: bool = False
+    """Whether it starts Ray's workers by uv (``runtime_env.py_executable``)."""
     reasons: dict[Reason, str] = field(default_factory=dict)
 
 
@@ -131,7 +134,7 @@ def _of_script(script: dict[str, Any], folder: Path, mains: Mapping[str, Main | 
     recipe = script["script"].startswith("recipe/")
     images = bool(_IMAGES.search(text))
     category = f"{'recipes' if recipe else 'examples and tests'}{', with images' if images else ''}"
-    verdict = Verdict(script["script"], _engine(text, script["script"]), category)
+    verdict = Verdict(script["script"], _engine(text, script["script"]), category, bool(_BY_UV.search(text)))
     for command in script["commands"]:
         os.environ["WORLD_SIZE"] = "1" if "ppo" in command["program"] else _started(command["argv"])
         argv = [word.replace("@HOME", str(folder)).replace("@UPSTREAM", str(folder)) for word in command["argv"]]
@@ -289,6 +292,7 @@ def page(results: list[Verdict], commit: str) -> str:
     groups = {name: [v for v in results if v.category.startswith(name)] for name in ("examples and tests", "recipes")}
     shares = ", ".join(f"{sum(not v.reasons for v in own)} of {len(own)} {name}" for name, own in groups.items())
     resolved = sum(not verdict.reasons for verdict in results)
+    without_uv = sum(not verdict.reasons and not verdict.by_uv for verdict in results)
     head = f"""# How many of upstream's commands resolve
 
 {resolved} of {len(results)} recorded scripts resolve here: {shares}.
@@ -297,7 +301,9 @@ Measured on {date.today().isoformat()}; upstream's checkout: {commit}.
 A script resolves when each of its commands gets through the `main(argv)` of its program until work would start, on a
 pretended machine with every device, package and file. That says that its settings are understood and fit together, and
 not that it was run: [coverage.md](coverage.md) and [install.md](install.md#what-has-not-been-run) tell these apart.
-Scripts that train on images stand in rows of their own.
+Scripts that train on images stand in rows of their own. {resolved - without_uv} of the scripts that resolve start Ray's
+workers by `uv run` (`ray_kwargs.ray_init.runtime_env.py_executable`) and are refused where `uv` is not on the PATH:
+there {without_uv} resolve, and [install.md](install.md#uv) says what to do.
 
 This page is written by `PYTHONPATH=. python scripts/compatibility.py COMMANDS.jsonl --write`; the same script records
 such a file from a checkout of upstream: `--record UPSTREAM_FOLDER > COMMANDS.jsonl`. "It alone" counts scripts in whose

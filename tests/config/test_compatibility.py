@@ -101,3 +101,13 @@ def test_a_page_that_is_written_anew_keeps_what_it_says_of_upstreams_checkout(tm
         for more in (words, []):
             assert compatibility.main([str(tmp_path / "none.jsonl"), "--write", *more]) == 0
             assert f"; upstream's checkout: {says}.\n" in (tmp_path / "page.md").read_text()
+
+
+def test_the_page_counts_scripts_that_start_workers_by_uv():
+    good = script("trainer.total_epochs=2")
+    by_uv = script("+ray_kwargs.ray_init.runtime_env.py_executable='uv run --frozen'")
+    results = compatibility.verdicts([good, by_uv])
+    assert [verdict.reasons for verdict in results] == [{}, {}]
+    page = compatibility.page(results, "main")
+    assert "\n2 of 2 recorded scripts resolve" in page and "1 of the scripts that resolve start" in page
+    assert "there 1 resolve" in page
