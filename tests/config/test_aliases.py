@@ -235,8 +235,6 @@ NOT_BUILT = [
     (f"{A}.megatron.router_replay.record_file", "/f", f"{A}.router_replay.record_file", "router replay from a file"),
     (f"{R}.pipeline_parallel_size", "2", f"{R}.pipeline_model_parallel_size", "sampling on several ranks"),
     ("skip.rollout_tq.enable", "true", "skip.rollout_tq.enable", "replay of rollouts by the transfer queue"),
-    ("data.sampler.class_path", "/s.py", "trainer.v1.sampler.custom_sampler.path", "a sampler of batches of your own"),
-    ("data.sampler.class_name", "S", "trainer.v1.sampler.custom_sampler.name", "a sampler of batches of your own"),
 ]
 
 REMOVED = [

@@ -145,7 +145,10 @@ READ_ELSEWHERE = {
 SCORER = scorer("0.5")
 MANAGER = "from verl.rewards.managers.naive import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
 DATASET = (
-    "from verl.data import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n\n\n"
+    "from torch.utils.data import SequentialSampler\nfrom verl.data import RLHFDataset\n\n\n"
+    "class Mine(RLHFDataset):\n    pass\n\n\n"
+    "class InOrder(SequentialSampler):\n    def __init__(self, data_source, data_config):\n        "
+    "super().__init__(data_source)\n\n\n"
     "def keep_prompt(row):\n    return True\n"
 )
 SFT_DATASET = "from verl.data import MultiTurnSFTDataset\n\n\nclass Mine(MultiTurnSFTDataset):\n    pass\n"
@@ -236,6 +239,8 @@ PPO_RUNS = {
         "critic.optim.lr_scheduler_type=cosine",
         "data.custom_cls.path=dataset.py",
         "data.custom_cls.name=Mine",
+        "data.sampler.class_path=dataset.py",
+        "data.sampler.class_name=InOrder",
         "data.filter_function.path=dataset.py",
         "data.val_files=train.parquet",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true",

@@ -430,7 +430,7 @@ def test_a_dataset_class_needs_its_file_and_its_name(ppo, sft, files, given, mis
     value = f"{files}/my.py" if given == "path" else "Mine"
     for load in (ppo, sft):
         said = refused(load, f"data.custom_cls.{given}={value}")
-        assert said.startswith(f"data.custom_cls.{missing}: data.custom_cls.{given} alone names no dataset")
+        assert said.startswith(f"data.custom_cls.{missing}: data.custom_cls.{given} alone names no class")
 
 
 @pytest.mark.parametrize("given, missing", [("prompt_key", "response_key"), ("response_key", "prompt_key")])

@@ -17,6 +17,7 @@ from verl.data import (
 )
 from verl.data.loader import EpochSampler
 from verl.errors import ConfigError, DataError
+from verl.metrics import notices
 
 USERS_FILE = """
 from torch.utils.data import Dataset, Sampler
@@ -45,6 +46,10 @@ class Backwards(Sampler):
         return self.rows
     def __iter__(self):
         return iter(reversed(range(self.rows)))
+
+class Forgetful(Backwards):
+    def update(self, batch):
+        pass
 """
 
 
@@ -128,5 +133,9 @@ def test_the_order_of_prompts_is_seeded_or_the_users(prompts, tokenizer, users_f
     assert list(create_rl_sampler(DataConfig(shuffle=False), found)) == [0, 1, 2, 3]
     own = {"sampler": {"class_path": users_file, "class_name": "Backwards"}}
     assert list(create_rl_sampler(own, found)) == [3, 2, 1, 0]
+    assert "data.sampler" not in notices()
+    learning = {"sampler": {"class_path": users_file, "class_name": "Forgetful"}}
+    assert list(create_rl_sampler(learning, found)) == [3, 2, 1, 0]
+    assert "Forgetful has no state_dict" in notices()["data.sampler"]
     with pytest.raises(ConfigError, match=r"data\.sampler\.class_name: 'NotOne'.*torch\.utils\.data\.Sampler"):
         create_rl_sampler({"sampler": {"class_path": users_file, "class_name": "NotOne"}}, found)

@@ -206,8 +206,6 @@ _RUN = {
     "trainer.val_generations_to_log_to_wandb": to("trainer.log_val_generations"),
     "ray_init.timeline_json_file": to("ray_kwargs.timeline_json_file"),
     "ray_init": to("ray_kwargs.ray_init"),
-    "data.sampler.class_path": to("trainer.v1.sampler.custom_sampler.path"),
-    "data.sampler.class_name": to("trainer.v1.sampler.custom_sampler.name"),
 }
 
 PPO_MOVED: dict[str, MovedKey] = (

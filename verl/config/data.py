@@ -19,6 +19,18 @@ class CustomClassConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class SamplerClassConfig(ConfigNode):
+    """An order of the training prompts of your own, such as a curriculum."""
+
+    class_path: str | None = setting(
+        None, "Python file with the order of the training prompts, instead of data.shuffle", upstream=ABSENT, path=True
+    )
+    class_name: str | None = setting(
+        None, "class name in that file; a torch Sampler, called with data_source and data_config", upstream=ABSENT
+    )
+
+
+@dataclass(frozen=True)
 class PromptFilterConfig(ConfigNode):
     """A function of your own that drops prompts."""
 
@@ -118,6 +130,7 @@ class DataConfig(ImageDataConfig):
     )
     trust_remote_code: bool = setting(False, "run Python code that comes with the tokenizer")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
+    sampler: SamplerClassConfig = section(SamplerClassConfig)
     apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template, e.g. {enable_thinking: false}")
     cache_dir: str = setting("~/.cache/verl/rlhf", "folder for local copies of remote files", path=True)
     need_tools_kwargs: bool = setting(

@@ -164,6 +164,7 @@ def files(cfg: PPOTrainerConfig) -> Problems:
     for key, path in (
         ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
         ("data.custom_cls.path", data.custom_cls.path),
+        ("data.sampler.class_path", data.sampler.class_path),
         ("data.filter_function.path", data.filter_function.path),
         ("reward.custom_reward_function.path", reward.custom_reward_function.path),
         ("reward.reward_manager.module.path", reward.reward_manager.module.path),

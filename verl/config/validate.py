@@ -102,7 +102,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
     rules = (machine.trackers, machine.sft_hardware, machine.sft_files, kernels.sft_problems, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, shared_rows.sft_problems, _two_columns,
-             _custom_dataset, validate_profiler.sft_problems, _resume, _resume_folder)  # fmt: skip
+             _custom_classes, validate_profiler.sft_problems, _resume, _resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
@@ -111,7 +111,7 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
 def validate_pairs(cfg: DPOTrainerConfig | RMTrainerConfig) -> None:
     """The same for training on pairs of answers."""
     rules = (machine.trackers, machine.sft_hardware, machine.sft_files, kernels.sft_problems, ranges.sft_numbers, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, shared_rows.pair_problems,
-             ranges.pair_numbers, _custom_dataset, validate_profiler.sft_problems, _resume, _resume_folder)  # fmt: skip
+             ranges.pair_numbers, _custom_classes, validate_profiler.sft_problems, _resume, _resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         notices.tell_sft(cfg)
@@ -280,7 +280,7 @@ def _mirrors(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _plugins(cfg: PPOTrainerConfig) -> Problems:
-    manager, problems = cfg.reward.reward_manager, _custom_dataset(cfg)
+    manager, problems = cfg.reward.reward_manager, _custom_classes(cfg)
     if manager.source == "importlib" and manager.module.path is None:
         key, fix = "reward.reward_manager.module.path", "Name the Python file that holds the reward manager's class."
         problems.append(ConfigError("reward.reward_manager.source=importlib needs a file", key=key, fix=fix))
@@ -291,13 +291,18 @@ def _plugins(cfg: PPOTrainerConfig) -> Problems:
     return problems
 
 
-def _custom_dataset(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
-    custom, key = cfg.data.custom_cls, "data.custom_cls"
-    if (custom.path is None) == (custom.name is None):
-        return []
-    given, missing = ("name", "path") if custom.path is None else ("path", "name")
-    what = "file" if missing == "path" else "class in it"
-    return [ConfigError(f"{key}.{given} alone names no dataset", key=f"{key}.{missing}", fix=f"Set it to the {what}.")]
+def _custom_classes(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
+    named = [("data.custom_cls.path", "data.custom_cls.name", cfg.data.custom_cls.path, cfg.data.custom_cls.name)]
+    if isinstance(cfg, PPOTrainerConfig):
+        order = cfg.data.sampler
+        named.append(("data.sampler.class_path", "data.sampler.class_name", order.class_path, order.class_name))
+    problems: Problems = []
+    for path_key, name_key, path, name in named:
+        if (path is None) != (name is None):
+            given, missing = (name_key, path_key) if path is None else (path_key, name_key)
+            fix = f"Set it to the {'file' if path is None else 'class in it'}."
+            problems.append(ConfigError(f"{given} alone names no class", key=missing, fix=fix))
+    return problems
 
 
 def _resume(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
@@ -358,4 +363,4 @@ def _two_columns(cfg: SFTTrainerConfig) -> Problems:
     return [ConfigError("two-column data needs the names of both columns", key=f"data.{missing}", fix=fix)]
 
 
-_SUPERVISED: tuple[Rule, ...] = (_sft_names, optimizers.sft_problems, _custom_dataset, validate_profiler.sft_problems)
+_SUPERVISED: tuple[Rule, ...] = (_sft_names, optimizers.sft_problems, _custom_classes, validate_profiler.sft_problems)

@@ -9,12 +9,13 @@ from typing import Any
 from torch.utils.data import Dataset, Sampler
 
 from verl.data.files import check_files
-from verl.data.loader import EpochSampler
+from verl.data.loader import EpochSampler, HasState, LearnsFromSteps
 from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.settings import read
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import ConfigError
+from verl.metrics import notice
 from verl.registry import load_from_module
 
 Files = str | Path | Iterable[str | Path]
@@ -65,14 +66,19 @@ def create_preference_datasets(config: Any, tokenizer: Any, processor: Any = Non
 def create_rl_sampler(config: Any, dataset: Any) -> Sampler[int]:
     """The order of the training prompts: ``data.sampler.class_path/class_name`` of the user, else seeded epochs.
 
-    A user's class is called with ``data_source`` and ``data_config`` and must be a torch `Sampler`.
+    A user's class is called with ``data_source`` and ``data_config`` and must be a torch `Sampler`. One that learns
+    from steps (`verl.data.loader.LearnsFromSteps`) and keeps no state is named in a notice: a resumed run resets it.
     """
     custom = read(config, "sampler")
     path = read(custom, "class_path") if custom is not None else None
     if not path:
         return EpochSampler(len(dataset), shuffle=bool(read(config, "shuffle", True)), seed=read(config, "seed"))
     cls = _user_class(str(path), str(read(custom, "class_name", "")), Sampler, "data.sampler.class_name")
-    return cls(data_source=dataset, data_config=config)
+    sampler = cls(data_source=dataset, data_config=config)
+    if isinstance(sampler, LearnsFromSteps) and not isinstance(sampler, HasState):
+        text = f"{cls.__name__} has no state_dict and load_state_dict: a resumed run forgets what it learned from steps"
+        notice("data.sampler", text)
+    return sampler
 
 
 def dataset_class(config: Any, default: type[Dataset]) -> type[Any]:

@@ -34,6 +34,13 @@ class HasEpoch(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
+@runtime_checkable
+class LearnsFromSteps(Protocol):
+    """A curriculum: `update` gets the batch of every step, and may change the order of the prompts that are left."""
+
+    def update(self, batch: Any) -> None: ...
+
+
 class EpochSampler(Sampler[int]):
     """All rows once per epoch: in order, or in a permutation that depends on (seed, epoch) and nothing else."""
 
@@ -72,7 +79,8 @@ class StatefulLoader:
         num_workers: loader processes, at most one per core; 0 fetches in this process.
         drop_last: leave out the last batch of an epoch if it is smaller.
         sampler: yields the row numbers of one epoch per ``iter``; `set_epoch` is called if it has it. If it has
-            `state_dict`, that state is saved and trusted to hold its place, and it needs ``num_workers=0``.
+            `state_dict`, that state is saved and trusted to hold its place; with that or with `update` it needs
+            ``num_workers=0``.
         key: the setting behind ``batch_size``, for messages.
 
     Raises:
@@ -101,9 +109,9 @@ class StatefulLoader:
             fix = f"Set {key}={rows} or less."
             raise DataError(f"the dataset has {rows} rows, fewer than one batch of {batch_size}", key=key, fix=fix)
         self.sampler = sampler or EpochSampler(rows, shuffle=shuffle, seed=seed)
-        if num_workers and isinstance(self.sampler, HasState):
+        if num_workers and isinstance(self.sampler, HasState | LearnsFromSteps):
             raise ConfigError(
-                "a sampler with a state of its own must not be read ahead",
+                "a sampler that keeps a state or learns from steps must not be read ahead",
                 key="data.dataloader_num_workers",
                 got=num_workers,
                 allowed="0",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
+from verl.data.loader import LearnsFromSteps
 from verl.metrics import log, notice
 from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
@@ -70,6 +71,17 @@ class Callback:
 
     def on_fit_end(self, trainer: Run) -> None:
         """After the last step, in every orderly end of the run."""
+
+
+class UpdateCurriculum(Callback):
+    """Gives every batch that was trained on to the sampler of the prompts, before a checkpoint takes its state."""
+
+    def __init__(self, sampler: LearnsFromSteps) -> None:
+        self.sampler = sampler
+
+    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+        with trainer.ctx.timed("update_sampler"):
+            self.sampler.update(batch)
 
 
 class DumpRollouts(Callback):

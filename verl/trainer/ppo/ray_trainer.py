@@ -20,7 +20,8 @@ from verl.config import PPOTrainerConfig, elastic, to_dict
 from verl.config.lending import lends
 from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
-from verl.data import stateful_loader
+from verl.data import create_rl_sampler, stateful_loader
+from verl.data.loader import LearnsFromSteps
 from verl.errors import CheckpointError, DataError, RolloutError
 from verl.metrics import notice
 from verl.observability.account import Key
@@ -38,7 +39,7 @@ from verl.stacks import Process
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, record, stages
-from verl.trainer.ppo.callbacks import Callback, default_callbacks
+from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
@@ -81,7 +82,6 @@ class RayPPOTrainer:
         ray_worker_group_cls: `LocalWorkerGroup` (this process) or a Ray worker group.
         train_dataset, val_dataset, collate_fn, train_sampler: replace what the configuration would build.
         device_name: device of the workers; None takes the configuration's.
-        site: backend, seed and device handed to every worker.
     """
 
     def __init__(
@@ -125,6 +125,10 @@ class RayPPOTrainer:
             val_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=False)
         for rows in (train_dataset, val_dataset):
             build.check_rewards(self.config, rows)
+        if sampler is None and data.sampler.class_path:
+            sampler = create_rl_sampler(data, train_dataset)
+        if isinstance(sampler, LearnsFromSteps):
+            self.callbacks.insert(0, UpdateCurriculum(sampler))
         loader = stateful_loader(
             train_dataset,
             batch_size=prompts_at_once(data),

@@ -1,0 +1,1 @@
+"""Orders of the training prompts, under the path that users' code imports."""
