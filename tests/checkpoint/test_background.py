@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 
 from tests.checkpoint.builders import assert_holds, save, state, write_hf
+from tests.harness.waiting import wait_until
 from verl.checkpoint import (
     BackgroundPart,
     CheckpointWriter,
@@ -25,13 +25,6 @@ WAIT = 60.0
 
 def steps(root) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(root)]
-
-
-def until(done) -> None:
-    end = time.monotonic() + WAIT
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_held_save_is_no_checkpoint_until_it_is_released(tmp_path):
@@ -74,7 +67,7 @@ def test_advance_puts_a_background_save_in_place_once_it_is_written(tmp_path):
         writer.advance()
         assert steps(tmp_path) == [], "training goes on meanwhile"
         gate.set()
-        until(lambda: (writer.advance(), steps(tmp_path))[1])
+        wait_until(lambda: (writer.advance(), steps(tmp_path))[1])
         writer.wait()
     assert_holds(find_checkpoint(tmp_path), 1)
 
@@ -105,7 +98,7 @@ def test_a_role_that_is_written_elsewhere_is_asked_until_it_is_done(tmp_path):
             writer.advance()
         assert steps(tmp_path) == []
         begun[0].done = True
-        until(lambda: (writer.advance(), steps(tmp_path))[1])
+        wait_until(lambda: (writer.advance(), steps(tmp_path))[1])
         writer.wait()
     assert_holds(find_checkpoint(tmp_path), 3)
     assert_holds(find_checkpoint(tmp_path), 3, "critic")

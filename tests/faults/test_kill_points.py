@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.forked_runs import HANGS, STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
+from tests.harness.forked_runs import STEPS, Server, assert_same_end, finish, grpo, metrics, prepare
+from tests.harness.waiting import HANGS
 from verl.checkpoint import find_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.forked_runs import HANGS, ROOT, Server, assert_no_process_left, metrics, weights
+from tests.harness.forked_runs import ROOT, Server, assert_no_process_left, metrics, weights
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import talks, write_prompts
+from tests.harness.waiting import HANGS
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow

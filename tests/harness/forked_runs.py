@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,11 @@ from safetensors.torch import load_file
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.scorers import LETTERS
+from tests.harness.waiting import HANGS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMINGS = ("timing", "perf/", "memory")
 STEPS = 6
-HANGS = 300.0
-"""Seconds after which nothing will come any more, on a busy machine either."""
 STOPPING = "a second signal ends it at once"
 """What a run says once it has heard the first signal."""
 
@@ -143,10 +141,11 @@ class Run:
         return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
 
     def _until(self, otherwise: str, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + HANGS
-        while not condition():
-            assert (self.lives() and time.monotonic() < end) or condition(), f"{otherwise}\n{self._output()[-3000:]}"
-            time.sleep(0.02)
+        def described() -> str:
+            return f"{otherwise}\n{self._output()[-3000:]}"
+
+        wait_until(lambda: condition() or not self.lives(), described)
+        assert condition(), described()
 
     def _output(self) -> str:
         return (self.folder / "output.txt").read_text(errors="replace")
@@ -166,10 +165,11 @@ def processes_of(folder: Path) -> dict[int, str]:
 
 def assert_no_process_left(folder: Path, besides: tuple[str, ...] = ()) -> None:
     """Everything that a run started ends, but for processes with one of these words."""
-    end = time.monotonic() + HANGS
-    while left := {pid: words for pid, words in processes_of(folder).items() if not any(b in words for b in besides)}:
-        assert time.monotonic() < end, f"orphans after {HANGS} s: {left}"
-        time.sleep(0.1)
+
+    def left() -> dict[int, str]:
+        return {pid: words for pid, words in processes_of(folder).items() if not any(b in words for b in besides)}
+
+    wait_until(lambda: not left(), lambda: f"orphans: {left()}")
 
 
 def finish(server: Server, folder: Path, arguments: list[str]) -> Ended:

@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from tests.harness.waiting import wait_until
 from verl.errors import ConfigError
 from verl.serving import HttpResponse, Server, ServerLimits, loopback, secret, unix
 from verl.serving.client import Client, WireError
@@ -56,14 +57,6 @@ def said(here: Server, data: bytes | str, half: bool = False) -> bytes:
         while piece := line.recv(1 << 16):
             found += piece
         return found
-
-
-def until(condition) -> None:
-    """Wait for what the server is about to do."""
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def works(here: Server) -> bool:
@@ -214,12 +207,12 @@ def test_a_connection_too_many_is_told_so_unless_one_that_is_idle_can_make_room(
             held = [await asyncio.open_connection("127.0.0.1", here.port) for _ in range(2)]
             for _, writer in held:  # let in, and in the middle of a body
                 writer.write((HEAD + "content-length: 10\r\n\r\n{").encode())
-            until(lambda: len(connections()) == 2 and not any(one in one._open.strangers for one in connections()))
+            wait_until(lambda: len(connections()) == 2 and not any(one in one._open.strangers for one in connections()))
             refused = await busy.ask("POST", "/a", {})
             for reader, writer in held:
                 writer.write(b'"a": 123}')
                 assert (await reader.readexactly(15)).startswith(b"HTTP/1.1 200")
-            until(lambda: sum(one in one._open.idle for one in connections()) == 2)
+            wait_until(lambda: sum(one in one._open.idle for one in connections()) == 2)
             again = await asyncio.open_connection("127.0.0.1", here.port)
             again[1].write((HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}").encode())
             return refused, await again[0].readexactly(15)
@@ -258,7 +251,7 @@ def test_a_client_that_leaves_its_answer_unread_is_dropped():
         with socket.create_connection(("127.0.0.1", here.port), timeout=WAIT) as line:
             line.sendall((HEAD + "content-length: 2\r\n\r\n{}").encode())
             assert begun.wait(WAIT)
-            until(lambda: not here._state.connections)
+            wait_until(lambda: not here._state.connections)
             return True
 
     assert asyncio.run(run())

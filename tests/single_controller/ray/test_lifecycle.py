@@ -7,14 +7,14 @@ import gc
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
+from tests.harness.waiting import wait_until
 from tests.single_controller.ray.workers import Counter, Dice, PlainUserError
 from verl.errors import ConfigError, WorkerError
 from verl.observability.spans import Spans
@@ -61,14 +61,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody has to ask for; a busy machine takes its time."""
-    deadline = time.monotonic() + HANGS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {HANGS} s"
-        time.sleep(0.02)
-
-
 def test_the_runs_own_handler_of_sigterm_goes_on(cluster):
     assert signal.getsignal(signal.SIGTERM) is own_handler
 
@@ -82,7 +74,7 @@ def test_a_worker_that_dies_in_a_call_ends_the_group_at_once_with_its_last_words
         group.wait(calls)
     assert str(pids[1]) in str(error.value) and "these are the last words" in str(error.value)
     assert group.node_ids[1][:8] in str(error.value)
-    eventually(lambda: all(map(gone, pids)))  # nobody waits for the dead
+    wait_until(lambda: all(map(gone, pids)))  # nobody waits for the dead
     with pytest.raises(WorkerError, match=r"dice\[1\] died"):
         group.wait(calls[0])  # rank 0 was stopped because of it, its sleep is not over
     with pytest.raises(WorkerError, match=r"dice\[1\] died"):
@@ -109,8 +101,8 @@ def test_a_worker_that_is_killed_between_calls_is_noticed_without_a_call(pool, c
     group = dice(pool)
     pids = group.pid()
     os.kill(pids[0], signal.SIGKILL)
-    eventually(lambda: "dice[0] died" in caplog.text)
-    eventually(lambda: gone(pids[1]))
+    wait_until(lambda: "dice[0] died" in caplog.text)
+    wait_until(lambda: gone(pids[1]))
     with pytest.raises(WorkerError, match=r"dice\[0\] died"):
         group.throw()
 
@@ -140,7 +132,7 @@ def test_a_worker_that_a_signal_has_stopped_is_named_and_the_wait_for_it_ends(po
     # Whether it sleeps in this very moment is a matter of chance: Ray's own threads work now and then.
     assert any(f"dice[0] (process {pids[0]}, {state})\n" in report for state in ("sleeping", "running"))
     group.close()
-    eventually(lambda: all(gone(pid) for pid in pids))
+    wait_until(lambda: all(gone(pid) for pid in pids))
 
 
 def test_a_closed_group_leaves_no_process_and_says_so_when_it_is_called():
@@ -148,7 +140,7 @@ def test_a_closed_group_leaves_no_process_and_says_so_when_it_is_called():
     pids = group.pid()
     group.close()
     group.close()
-    eventually(lambda: all(map(gone, pids)))
+    wait_until(lambda: all(map(gone, pids)))
     with pytest.raises(WorkerError, match="'dice' were stopped"):
         group.throw()
 
@@ -158,7 +150,7 @@ def test_a_group_that_is_forgotten_ends():
     pids = group.pid()
     del group
     gc.collect()
-    eventually(lambda: all(map(gone, pids)))
+    wait_until(lambda: all(map(gone, pids)))
 
 
 def test_detached_workers_are_found_again_by_prefix_names_or_handles(pool):
@@ -184,7 +176,7 @@ def test_detached_workers_are_found_again_by_prefix_names_or_handles(pool):
     gc.collect()
     assert by_prefix.pid() == pids  # they outlive the groups
     by_prefix.close()
-    eventually(lambda: all(map(gone, pids)))
+    wait_until(lambda: all(map(gone, pids)))
 
 
 def test_an_object_that_dies_is_reported_with_its_name():

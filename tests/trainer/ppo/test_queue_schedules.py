@@ -18,6 +18,7 @@ import torch
 
 from tests.harness.runs import Seen, differing, train
 from tests.harness.scorers import scorer
+from tests.harness.waiting import wait_until
 from verl.agent_loop.failed import RunStops
 from verl.config import load_config
 from verl.config.pools import Pools, PoolSpec
@@ -178,14 +179,6 @@ def test_groups_of_which_one_tells_more_than_another_are_one_batch():
     assert set(batch.batch.keys()) == {"responses"}
     assert batch.batch["responses"].flatten().tolist() == [0, 0, 1, 1]
     assert "acc" not in parts[0].non_tensor_batch
-
-
-def wait_until(condition) -> None:
-    """Return once the other thread has done it."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class Slow:
