@@ -159,3 +159,10 @@ def test_what_rows_and_loops_say_stays_within_its_cell(tmp_path, capsys):
         shown = capsys.readouterr().out
         assert "\\x1b[2J\\nsampled  9" in shown and not set("\x1b\x9b") & set(shown)
         assert not any(line.startswith(("sampled  9", "fault: none")) for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("each", ["1000000000000", "-1", '"x"'])
+def test_a_line_that_asks_for_more_than_a_run_does_is_refused(tmp_path, each):
+    (tmp_path / "ledger.jsonl").write_text(f'{{"event":"asked","step":1,"first":0,"uid":["a"],"each":{each}}}\n')
+    with pytest.raises(DataError, match=r"line 1 does not follow from those before it.*ledger\.jsonl"):
+        ledger_reader.History.of(tmp_path / "ledger.jsonl")

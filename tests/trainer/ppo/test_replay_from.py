@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from tests.harness.runs import Seen, differing, records, train
-from verl.errors import ConfigError, ReplayError, RewardError, RolloutError
+from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.observability.ledger_reader import History
 from verl.observability.schedule import NAME, Script
@@ -193,3 +193,27 @@ def test_a_run_of_which_no_group_gets_a_score_ends_with_one_error():
         with pytest.raises(RewardError, match=r"no sample of 8 groups in a row got a score: .* division by zero"):
             begin("broken", 4, "reward.custom_reward_function.path=broken.py")
         shutil.rmtree("broken")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event":"weights"}',
+        '{"event":"admit","groups":3}',
+        '{"event":"ended","groups":[7]}',
+        '{"event":"ended","groups":[{"group":0,"why":""}]}',
+        '{"event":"ended","groups":[{"group":0,"why":"","requests":{"a":{"spans":[1],"finish":""}}}]}',
+        '{"event":"lend","until":"x"}',
+    ],
+)
+def test_a_damaged_decision_is_named_with_its_line(tmp_path, line):
+    first = '{"event":"run","format":1,"settings":{}}'
+    (tmp_path / "schedule.jsonl").write_text(f"{first}\n{line}\n")
+    with pytest.raises(DataError, match=r"line 2 of the record is damaged.*schedule\.jsonl"):
+        Script.read(tmp_path)
+
+
+def test_a_record_that_names_no_format_is_refused(tmp_path):
+    (tmp_path / "schedule.jsonl").write_text('{"event":"run","settings":{}}\n')
+    with pytest.raises(DataError, match="a record of another format"):
+        Script.read(tmp_path)
