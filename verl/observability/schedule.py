@@ -30,7 +30,7 @@ from typing import Any
 from verl.errors import DataError, ReplayError
 from verl.metrics import notice
 from verl.observability.account import Entry
-from verl.observability.ledger import entry_of, lines_of
+from verl.observability.ledger import entry_of, line_of, lines_of
 from verl.observability.places import file_of_run, newest_file, set_aside
 
 KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
@@ -146,7 +146,7 @@ class ScheduleRecord:
         return kept
 
     def _write(self, entry: Entry) -> None:
-        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
+        line = line_of(entry)
         try:
             while line:
                 line = line[self._file.write(line) :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tests.harness.runs import Seen, differing, records, train
 from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
+from verl.observability.ledger import line_of, lines_of
 from verl.observability.ledger_reader import History
 from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
@@ -146,11 +146,11 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
 @pytest.mark.usefixtures("recorded")
 def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first():
     script = Script.read(Path("run_drop"))
-    lines = records(Path("run_drop", NAME))
+    lines = list(lines_of(Path("run_drop", NAME)))
     number = next(n for n, one in enumerate(lines) if one["event"] == "trained")
     lines[number]["grad_norm"] += 1e-12
     Path("wrong").mkdir()
-    Path("wrong", NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("wrong", NAME).write_bytes(b"".join(map(line_of, lines)))
     with pytest.raises(
         ReplayError, match=rf"decision {number - 1} differs .* trained grad_norm={lines[number]['grad_norm']}"
     ):
