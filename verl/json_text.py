@@ -40,6 +40,15 @@ def read_json(text: str | bytes | bytearray, *, strict: bool = False, depth: int
     return value
 
 
+def without_nan(value: Any) -> Any:
+    """The same with null for floats that JSON has no number for: other programs refuse a line with NaN."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def leading_json(text: str, at: int = 0) -> tuple[Any, int]:
     """(value, where it ends) of the strict JSON that begins at ``at``, after space; what follows may be anything.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from verl.checkpoint import CheckpointWriter, EngineState, find_checkpoint, prepare_part, read_part, write_part
 from verl.checkpoint.state import WeightFiles
+from verl.checkpoint.tensors import read_metadata
 from verl.distributed.boxes import ShardTable, spread
 from verl.errors import CheckpointError, EngineError
 from verl.protocol import ShardSpec
@@ -121,6 +124,18 @@ def test_a_set_of_files_that_is_not_complete_is_refused_by_name(folder, says):
         read_part(folder)
 
 
+@pytest.mark.parametrize("start", [[2, 0], [5, 0], [-1, 0], [3, 1], [3]])
+def test_boxes_that_overlap_or_lie_outside_are_refused(folder, start):
+    """Rows 3 to 5 of w/m are said to begin elsewhere: as many elements as before, some twice, some nowhere."""
+    file = folder / "optimizer-00002-of-00003.safetensors"
+    metadata, tensors = read_metadata(file), load_file(file)
+    boxes = json.loads(metadata["boxes"])
+    boxes["w/m"][1] = start
+    save_file(tensors, file, {**metadata, "boxes": json.dumps(boxes)})
+    with pytest.raises(CheckpointError, match="the files of the ranks do not make up w/m"):
+        read_part(folder)
+
+
 def test_a_shard_of_another_step_is_refused_and_the_previous_checkpoint_is_used(tmp_path):
     name = "optimizer-00002-of-00003.safetensors"
     with CheckpointWriter(tmp_path) as writer:
@@ -148,6 +163,11 @@ def test_a_box_that_several_ranks_hold_is_written_by_the_one_with_least_to_write
     writers = table.writers()
     assert writers["y", box(0, 6)] == 0 and writers["y", box(6, 8)] == 1
     assert writers["x", box(0, 8)] == 1 and writers["z", box(0, 8)] == 0, "6 and 2 rows, then 6 and 10"
+
+
+def test_ranks_whose_parts_overlap_are_refused_before_anything_is_written():
+    with pytest.raises(EngineError, match="the parts of x on all ranks do not make it up"):
+        ShardTable({"x": {box(0, 4): [0], box(2, 6): [1]}})
 
 
 def test_complete_tensors_are_spread_evenly_and_groups_stay_together():

@@ -551,3 +551,14 @@ def test_a_token_budget_of_a_supervised_run_has_to_hold_the_longest_row(sft):
     said = refused(sft, "data.max_length=9000")
     assert said.startswith("data.max_token_len_per_gpu: ") and "data.max_length = 9000 tokens" in said
     sft("data.max_length=9000", "data.use_dynamic_bsz=false")
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/../../x", "/tmp/x", "~/x", ".."])
+@pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
+def test_a_name_that_leads_out_of_its_folder_is_refused(ppo, sft, key, name):
+    for load in (ppo, sft):
+        assert f"{key}: a name must not lead out of the folder" in refused(load, f"{key}={name}")
+
+
+def test_a_name_may_have_folders_and_dots(ppo):
+    assert ppo("trainer.experiment_name=runs/a..b").trainer.experiment_name == "runs/a..b"

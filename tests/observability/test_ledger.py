@@ -10,7 +10,7 @@ from tests.harness.programs import python
 from verl.errors import DataError
 from verl.observability import ledger_reader
 from verl.observability.account import ranges
-from verl.observability.ledger import Ledger
+from verl.observability.ledger import Ledger, entry_of, line_of
 
 A0, A1, B0, B1 = ("a", 0), ("a", 1), ("b", 0), ("b", 1)
 
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_is_one_error_that_says_what_to_do(tmp_path):
         import resource, sys
         from pathlib import Path
         from verl.errors import DataError
-        from verl.observability.ledger import Ledger
+        from verl.observability.ledger import Ledger, entry_of, line_of
         book = Ledger(Path(sys.argv[1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
         try:
@@ -159,3 +159,27 @@ def test_what_rows_and_loops_say_stays_within_its_cell(tmp_path, capsys):
         shown = capsys.readouterr().out
         assert "\\x1b[2J\\nsampled  9" in shown and not set("\x1b\x9b") & set(shown)
         assert not any(line.startswith(("sampled  9", "fault: none")) for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("each", ["1000000000000", "-1", '"x"'])
+def test_a_line_that_asks_for_more_than_a_run_does_is_refused(tmp_path, each):
+    (tmp_path / "ledger.jsonl").write_text(f'{{"event":"asked","step":1,"first":0,"uid":["a"],"each":{each}}}\n')
+    with pytest.raises(DataError, match=r"line 1 does not follow from those before it.*ledger\.jsonl"):
+        ledger_reader.History.of(tmp_path / "ledger.jsonl")
+
+
+def test_a_line_of_which_a_byte_changed_is_refused(tmp_path):
+    """Each byte of the entry and of its checksum in turn; 2 answers to a prompt would balance as well as 1."""
+    line = line_of({"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1})
+    assert entry_of(line) == {"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1}
+    marker = line.index(b',"crc":"')
+    places = [at for at in range(len(line) - 3) if not marker <= at < marker + 8]
+    changed = [line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :] for at in places]
+    assert [entry_of(other) for other in changed] == [None] * len(changed)
+    (tmp_path / "ledger.jsonl").write_bytes(line + line.replace(b'each":1', b'each":2'))
+    with pytest.raises(DataError, match=r"line 2 is not an entry of a ledger.*ledger\.jsonl"):
+        ledger_reader.History.of(tmp_path / "ledger.jsonl")
+
+
+def test_a_line_of_an_earlier_release_has_no_checksum():
+    assert entry_of(b'{"event":"end","step":3}\n') == {"event": "end", "step": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.harness.programs import python
 from tests.harness.runs import records
 from tests.observability.spies import SpyTracker
 from verl.errors import DataError, printable
+from verl.json_text import read_json
 from verl.metrics import notice
 from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
 from verl.observability.tracking import Tracking
@@ -32,6 +34,14 @@ def test_a_dump_has_one_line_per_sample_with_every_extra_key(tmp_path):
         "input": "2+2=", "output": "5", "gts": "4", "score": 0.0, "step": 7, "acc": False, "length": 1,
     }  # fmt: skip
     assert [p.name for p in path.parent.iterdir()] == ["7.jsonl"]
+
+
+def test_numbers_that_json_does_not_have_are_null_in_a_dump(tmp_path):
+    extra = {"loss": [math.inf, {"a": [math.nan, 1]}], "norm": [np.float32("nan"), np.array([math.nan, 2])]}
+    path = dump_generations(tmp_path, 1, ["a", "b"], ["c", "d"], [None, None], [math.nan, 1.0], extra)
+    first, second = (read_json(line, strict=True) for line in path.read_text().splitlines())
+    assert (first["score"], first["loss"], first["norm"]) == (None, None, None)
+    assert (second["loss"], second["norm"]) == ({"a": [None, 1]}, [None, 2.0])
 
 
 def test_a_dump_refuses_columns_of_different_length(tmp_path):

@@ -43,12 +43,21 @@ def test_the_command_shows_the_replicas_of_a_run_and_asks_for_another_number_of_
 def test_a_run_that_is_over_or_has_fixed_replicas_is_no_run_whose_replicas_can_be_changed(tmp_path, capsys):
     with subprocess.Popen(["true"]) as over:
         over.wait()
-    for content in (None, "[]", "no JSON", json.dumps({**RUN, "controller": over.pid})):
+    for content in (None, json.dumps({**RUN, "controller": over.pid})):
         if content is not None:
             (tmp_path / files.SEEN).write_text(content)
         assert command.main([str(tmp_path), "--count", "2"]) == 2
         assert "no run is under way here whose replicas come and go" in capsys.readouterr().err
         assert not (tmp_path / files.WANTED).exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "no JSON", json.dumps({**RUN, "replicas": [3]}), json.dumps({**RUN, "replicas": [{}]})]
+)
+def test_a_file_of_replicas_in_another_form_is_named(tmp_path, capsys, content):
+    (tmp_path / files.SEEN).write_text(content)
+    assert command.main([str(tmp_path), "--count", "2"]) == 2
+    assert "replicas.json holds something else than a run writes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[3]", '{"count": "3"}', '{"count": true}', '{"count": 0}', '{"count": 1e9}'])

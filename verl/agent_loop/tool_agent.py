@@ -18,7 +18,7 @@ from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain
 from verl.agent_loop.failed import place_of
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
-from verl.agent_loop.tool_calls import CallLimits, ToolCalls, ToolReply, openai_call
+from verl.agent_loop.tool_calls import MOST_CHARACTERS, CallLimits, ToolCalls, ToolReply, openai_call, shortened
 from verl.agent_loop.unfinished import PROCESS
 from verl.errors import DataError, RolloutError, suggest
 from verl.interactions.base import BaseInteraction, load_interactions
@@ -284,15 +284,17 @@ class ToolAgentLoop(AgentLoopBase):
             is_over, text, score, metrics = answer
             data.turn_scores.append(float(score))
         except (TypeError, ValueError) as error:
-            raise UserFailed(user.name, f"it returned {answer!r}, not (is over, text, score, metrics)") from error
+            raise UserFailed(user.name, f"it returned {answer!r:.200}, not (is over, text, score, metrics)") from error
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
                 data.metrics.add(f"interaction/{user.name}/{name}", float(value), "mean")
-        entry = {"role": "user", "text": str(text), "score": float(score)}
+        said = shortened(str(text), MOST_CHARACTERS, "left")
+        data.metrics.add(f"interaction/{user.name}/truncated_answers", int(len(said) < len(str(text))), "sum")
+        entry = {"role": "user", "text": said, "score": float(score)}
         if is_over:
             _ended(data, "user")
             return [], entry
-        return [{"role": "user", "content": str(text)}], entry
+        return [{"role": "user", "content": said}], entry
 
     async def _leave(self, data: AgentData, simulated: SimulatedUser) -> None:
         user = simulated.user

@@ -24,6 +24,8 @@ from verl.tools.schemas import ToolResponse
 
 Side = Literal["left", "middle", "right"]
 CUT = "...(truncated)..."
+MOST_CHARACTERS = 1 << 16
+"""Of what an environment or a simulated user says at a time; answers of tools have a setting."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class RunLock:
     a name that a dead run left in it, on whatever host, is told and written over.
 
     Raises:
-        CheckpointError: another live run holds it.
+        CheckpointError: another live run holds it, or the file is none.
 
     Example:
         >>> with RunLock("checkpoints/project/experiment"): ...
@@ -37,7 +37,7 @@ class RunLock:
         if self.path in _held:
             raise self._refusal("this process")  # the file stays closed: closing it would drop the lock
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = self._open()
         try:
             # The run that writes checkpoints, from before its first file to its end; the file's own lock, so that the
             # kernel drops it with the process.
@@ -58,6 +58,22 @@ class RunLock:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
+    def check(self) -> None:
+        """Before something is written: where the file was removed or replaced, another run may have taken the folder.
+
+        Raises:
+            CheckpointError: one has.
+        """
+        if self._descriptor is None:
+            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path, follow_symlinks=False)):
+                return
+        notice(f"lock {self.path}", "the file was removed or replaced while the run held it; it is taken again")
+        self.release()
+        taken = RunLock(self.path.parent)
+        self._descriptor, taken._descriptor = taken._descriptor, None
+
     def release(self) -> None:
         """Let go; a second call does nothing."""
         if self._descriptor is not None:
@@ -74,6 +90,19 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            kind = {errno.EISDIR: "it is a folder", errno.ELOOP: "it is a link"}.get(error.errno or 0, error.strerror)
+            raise CheckpointError(
+                f"the lock of the run folder cannot be opened: {kind}",
+                key="trainer.default_local_dir",
+                got=str(self.path),
+                allowed="a file",
+                fix="Remove it if no run uses the folder, or choose another folder.",
+            ) from error
 
     def _refusal(self, holder: str) -> CheckpointError:
         return CheckpointError(

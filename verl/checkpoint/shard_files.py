@@ -7,7 +7,6 @@ in which one is missing, or stands in the place of another, is noticed before a 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from verl.checkpoint.state import Bounds, LazyTensors
 from verl.checkpoint.tensors import read_metadata, read_tensors
 from verl.errors import CheckpointError
 from verl.json_text import read_json
-from verl.protocol.sharding import ShardSpec
+from verl.protocol.sharding import ShardSpec, make_up
 from verl.protocol.tensor_file import SMALL
 
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -79,7 +78,8 @@ class StoredTensors(LazyTensors):
         """Take in a section that these files hold.
 
         Raises:
-            CheckpointError: a file is damaged or is not the one that its name says, or boxes are missing.
+            CheckpointError: a file is damaged or is not the one that its name says, or its boxes and those of the
+                others do not make up their tensors.
         """
         complete: dict[str, _Stored] = {}
         small = SMALL if section == "extra" else 0  # of the small pieces of all ranks, each needs its own alone
@@ -93,7 +93,8 @@ class StoredTensors(LazyTensors):
                     raise CheckpointError(f"two files disagree about the shape of {name}", got=str(file))
                 stored.boxes.append((spec.start, tensor))
         for name, stored in complete.items():
-            if sum(tensor.numel() for _, tensor in stored.boxes) != math.prod(stored.spec.shape):
+            shape = stored.spec.shape
+            if not make_up([ShardSpec.of(tensor, shape, start) for start, tensor in stored.boxes], shape):
                 raise CheckpointError(f"the files of the ranks do not make up {name}", got=str(files[0].parent))
         self._stored |= {f"{section}/{name}": stored for name, stored in complete.items()}
 
@@ -121,6 +122,8 @@ class StoredTensors(LazyTensors):
                 return part
             if values is None:
                 values = torch.empty([high - low for low, high in bounds], dtype=tensor.dtype)
+                if values.is_floating_point():
+                    values.fill_(torch.nan)  # memory that no box covers must not pass for values
             values[tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(shared, bounds))] = part
         if values is None:  # a box of no elements
             return torch.empty([max(0, high - low) for low, high in bounds], dtype=stored.spec.torch_dtype)

@@ -179,6 +179,7 @@ class CheckpointWriter:
             The folder in which each role has one of its own. What fails until `complete` belongs into `guarded`.
         """
         self.wait()
+        self.lock.check()
         beside = self.root / f"{WRITING}global_step_{step}"
         self._save = _Save(step, beside, parts)
         with self.guarded():

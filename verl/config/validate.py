@@ -7,6 +7,7 @@ but does nothing is a notice.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from verl import registry
@@ -305,9 +306,20 @@ def _custom_classes(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
     return problems
 
 
+def _run_names(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
+    """Names become parts of paths: of metrics, recordings and checkpoints."""
+    names = {f"trainer.{name}": str(cfg.trainer[name]) for name in ("project_name", "experiment_name")}
+    fix = "Folders have settings: trainer.default_local_dir, VERL_FILE_LOGGER_ROOT."
+    return [
+        ConfigError("a name must not lead out of the folder of its files", key=key, got=name, fix=fix)
+        for key, name in names.items()
+        if name.startswith(("/", "~")) or ".." in Path(name).parts or "\0" in name
+    ]
+
+
 def _resume(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
     trainer, key = cfg.trainer, "trainer.resume_from_path"
-    problems: Problems = []
+    problems = _run_names(cfg)
     if "://" in trainer.default_local_dir:
         folder = "trainer.default_local_dir"
         fix = f"Leave it out, or name a local folder, and set trainer.default_hdfs_dir={trainer.default_local_dir}."

@@ -7,7 +7,6 @@ layout.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
-from verl.protocol.sharding import ShardSpec
+from verl.protocol.sharding import ShardSpec, make_up
 
 SENT_AHEAD = 4
 """Boxes that a rank may have on their way before it waits for the first of them."""
@@ -42,7 +41,7 @@ class ShardTable:
             first = next(iter(boxes))
             if any((box.shape, box.dtype) != (first.shape, first.dtype) for box in boxes):
                 raise EngineError(f"the ranks disagree about the shape of {name}")
-            if sum(box.numel for box in boxes) != math.prod(first.shape):
+            if not make_up(boxes, first.shape):
                 raise EngineError(f"the parts of {name} on all ranks do not make it up", got=str(first.shape))
 
     @classmethod

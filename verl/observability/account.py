@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MOST_ASKED = 1 << 20
+"""Samples that one entry may ask for: a damaged one must not take the memory of its reader."""
 Key = tuple[str, int]
 """A prompt's uid and the number of the answer among those to it."""
 Entry = Mapping[str, Any]
@@ -114,6 +116,8 @@ class Account:
 
     def _ask(self, entry: Entry, step: int) -> None:
         first, epoch, rows = int(entry["first"]), int(entry.get("epoch", 0)), entry.get("row")
+        if not 0 <= len(entry["uid"]) * entry.get("each", 1) <= MOST_ASKED:
+            raise ValueError("more samples than a run asks for at once")
         for number, (uid, sample) in enumerate(keys_in(entry)):
             place = number // entry["each"] if "each" in entry else number
             one = SampleRecord(first + number, uid, sample, step, epoch, None if rows is None else rows[place])

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from verl.metrics import notice
 from verl.observability.account import REASONS, Account, Entry, Key, names_of, ranges
 from verl.observability.places import file_of_run, set_aside
 
+CHECK, END = b',"crc":"', b'"}\n'
 KEY, NAME, FORMAT = "trainer.ledger", "ledger.jsonl", 1
 SAYABLE = frozenset((int, str, bool, type(None)))
 """Types whose every value JSON can say."""
@@ -172,7 +174,7 @@ class Ledger:
         self._write(entries)
 
     def _write(self, entries: Iterable[Entry]) -> None:
-        lines = "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries).encode()
+        lines = b"".join(map(line_of, entries))
         if self._broken is not None:  # half a line may be the last thing in the file
             raise self._failed(self._broken)
         try:
@@ -228,12 +230,25 @@ def asked_in(entry: Entry) -> int:
     return len(entry["uid"]) * int(entry.get("each", 1))
 
 
+def line_of(entry: Entry) -> bytes:
+    """An entry with the CRC-32 of its text as its last value: a disk or a hand may change a digit of it."""
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    return b"%s%s%08x%s" % (text[:-1], CHECK, zlib.crc32(text), END)
+
+
 def entry_of(line: bytes) -> Entry | None:
-    """One line; None for the last one where a kill cut it off."""
+    """One line; None for a damaged one, and for the last one where a kill cut it off.
+
+    Lines of earlier releases have no checksum.
+    """
     if not line.endswith(b"\n"):
         return None
+    body, mark, check = line.rpartition(CHECK)
+    text = body + b"}" if mark and check.endswith(END) else line
+    if text is not line and check != b"%08x%s" % (zlib.crc32(text), END):
+        return None
     try:
-        entry = read_json(line)
+        entry = read_json(text)
         return entry if isinstance(entry["event"], str) else None
     except (ValueError, KeyError, TypeError):
         return None

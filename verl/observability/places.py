@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable
@@ -9,14 +10,15 @@ from itertools import count
 from pathlib import Path
 
 
-def file_of_run(wanted: Path, goes_on: bool = False, before: str | None = None) -> Path:
+def file_of_run(wanted: Path, goes_on: bool = False, before: str | None = None, private: bool = True) -> Path:
     """``wanted``, or ``<stem>-2<suffix>`` and so on where other runs have a file of that name; made empty if new.
 
     Args:
         goes_on: the run goes on.
         before: the name of its file so far; None where that is not known.
+        private: only the user may read a new one, as the run's configuration.
     """
-    return _of_run(wanted, goes_on, before, _new_file)
+    return _of_run(wanted, goes_on, before, _new_private_file if private else _new_file)
 
 
 def folder_of_run(wanted: Path, goes_on: bool = False, before: str | None = None) -> Path:
@@ -25,9 +27,12 @@ def folder_of_run(wanted: Path, goes_on: bool = False, before: str | None = None
 
 
 def newest_file(wanted: Path) -> Path | None:
-    """Of the files that `file_of_run` gave to several runs, the one that was written to last; None: there is none."""
-    made = [place for place in wanted.parent.glob(f"{wanted.stem}*{wanted.suffix}") if _numbered(wanted, place.name)]
-    return max(made, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
+    """Of the files that `file_of_run` gave to several runs, that of the run that began last; None: there is none.
+
+    The number in the name decides: a copy of a folder may have given all of its files one time.
+    """
+    made = {place: _number(wanted, place.name) for place in wanted.parent.glob(f"{glob.escape(wanted.stem)}*")}
+    return max((place for place in made if made[place]), key=made.__getitem__, default=None)
 
 
 def set_aside(path: Path, kept: int) -> None:
@@ -36,19 +41,26 @@ def set_aside(path: Path, kept: int) -> None:
         file.seek(kept)
         rest = file.read()
         if rest:
-            with path.with_suffix(".replaced.jsonl").open("ab") as aside:
+            with open(path.with_suffix(".replaced.jsonl"), "ab", opener=_private) as aside:
                 aside.write(rest)
                 os.fsync(aside.fileno())  # before the cut: a crash between the two loses nothing
             file.truncate(kept)
 
 
-def _numbered(wanted: Path, name: str) -> bool:
-    return re.fullmatch(rf"{re.escape(wanted.stem)}(-\d+)?{re.escape(wanted.suffix)}", name) is not None
+def _number(wanted: Path, name: str) -> int:
+    """The number in a name that a run got for ``wanted``; 0: it is none."""
+    match = re.fullmatch(rf"{re.escape(wanted.stem)}(?:-(\d+))?{re.escape(wanted.suffix)}", name)
+    return 0 if match is None else int(match[1] or 1)
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file that only the user may read, if it is new."""
+    return os.open(path, flags, 0o600)
 
 
 def _of_run(wanted: Path, goes_on: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    if goes_on and (before is None or _numbered(wanted, before)):
+    if goes_on and (before is None or _number(wanted, before)):
         return wanted.with_name(before or wanted.name)
     for number in count(1):
         place = wanted if number == 1 else wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
@@ -57,9 +69,13 @@ def _of_run(wanted: Path, goes_on: bool, before: str | None, take: Callable[[Pat
     raise AssertionError("numbers do not end")
 
 
-def _new_file(place: Path) -> bool:
+def _new_private_file(place: Path) -> bool:
+    return _new_file(place, _private)
+
+
+def _new_file(place: Path, opener: Callable[[str, int], int] | None = None) -> bool:
     try:
-        place.open("x").close()
+        open(place, "x", opener=opener).close()
     except FileExistsError:
         return False
     return True

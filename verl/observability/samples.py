@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import DataError, printable
+from verl.json_text import without_nan
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking, current_tracking
 
@@ -77,16 +78,20 @@ def dump_generations(
         # Half a letter of a model's call cannot be written in UTF-8; as JSON's own escape it can.
         with fresh.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row in zip(*columns.values()):
-                file.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False, default=_plain) + "\n")
+                file.write(_line(dict(zip(columns, row))) + "\n")
         fresh.replace(path)
     except OSError as error:
         raise DataError(f"the samples cannot be written: {error}", key=key, got=str(folder)) from error
     return path
 
 
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(without_nan(row), ensure_ascii=False, default=_plain, allow_nan=False)
+
+
 def _plain(value: Any) -> Any:
     """numpy scalars and arrays, tensors: as Python values; anything else as its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    return without_nan(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 class ValidationGenerationsLogger:

@@ -30,11 +30,14 @@ from typing import Any
 from verl.errors import DataError, ReplayError
 from verl.metrics import notice
 from verl.observability.account import Entry
-from verl.observability.ledger import entry_of, lines_of
+from verl.observability.ledger import entry_of, line_of, lines_of
 from verl.observability.places import file_of_run, newest_file, set_aside
 
 KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
 RUN, NOT_COMPARED = "run", ("t", "answers")
+_GROUPS = {"groups": list}
+READ = {"weights": {"version": int}, "lend": {"until": int}, "admit": _GROUPS, "again": _GROUPS, "ended": _GROUPS}
+"""What a replay reads of a decision without comparing it."""
 SHOWN = 300
 
 
@@ -143,7 +146,7 @@ class ScheduleRecord:
         return kept
 
     def _write(self, entry: Entry) -> None:
-        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
+        line = line_of(entry)
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -193,13 +196,16 @@ class Script:
                 fix="Only runs under an asynchronous trainer.v1.trainer_mode record one.") from error  # fmt: skip
         if not entries or entries[0]["event"] != RUN or "settings" not in entries[0]:
             raise DataError("the record does not begin with a run's settings", key=KEY, got=str(path))
-        if entries[0]["format"] != FORMAT:
-            raise DataError("a record of another format", key=KEY, got=entries[0]["format"], allowed=[FORMAT])
-        script = cls(path, entries[0], [entry for entry in entries if entry["event"] != RUN])
-        for ends in script._ends.values():
-            for _, end in ends:
-                _check_order(end, path)
-        return script
+        if entries[0].get("format") != FORMAT:
+            raise DataError("a record of another format", key=KEY, got=entries[0].get("format"), allowed=[FORMAT])
+        for number, entry in enumerate(entries, start=1):
+            try:
+                _check(entry, path)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                fix = "Copy the record again from where the run wrote it."
+                message = f"line {number} of the record is damaged: it is no decision of the kind {entry['event']!r}"
+                raise DataError(message, key=KEY, got=str(path), fix=fix) from error
+        return cls(path, entries[0], [entry for entry in entries if entry["event"] != RUN])
 
     @property
     def is_over(self) -> bool:
@@ -310,6 +316,17 @@ def _difference(was: Entry, now: Entry) -> tuple[str, str]:
 def _shown(entry: Entry) -> str:
     text = " ".join([str(entry["event"]) or "its end", *(f"{k}={v}" for k, v in entry.items() if k != "event")])
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _check(entry: Entry, path: Path) -> None:
+    """What a replay reads of a decision is there; raises as reading it would, or as `_check_order`."""
+    if any(type(entry[name]) is not kind for name, kind in READ.get(entry["event"], {}).items()):
+        raise TypeError
+    _decision(entry)
+    for end in _ended(entry):
+        if type(end["group"]) is not int:
+            raise TypeError
+        _check_order(end, path)
 
 
 def _check_order(end: Mapping[str, Any], path: Path) -> None:

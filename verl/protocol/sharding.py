@@ -7,7 +7,7 @@ who writes or sends what, and needs to know no layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,3 +72,23 @@ class ShardSpec:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"no dtype of torch: {self.dtype}")
         return dtype
+
+
+def make_up(boxes: Iterable[ShardSpec], shape: Sequence[int]) -> bool:
+    """Whether boxes make up a tensor of this shape: each lies inside, and every element is in exactly one."""
+    boxes = list(boxes)
+    if any(len(box.start) != len(shape) or len(box.lengths) != len(shape) for box in boxes):
+        return False
+    if any(not 0 <= low <= high <= size for box in boxes for (low, high), size in zip(box.bounds, shape)):
+        return False
+    if sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    # As many elements as the tensor has: they make it up unless two overlap, which is looked for along the first axis.
+    filled = sorted((box.bounds for box in boxes if box.numel), key=lambda bounds: bounds[:1])
+    begun: list[list[tuple[int, int]]] = []
+    for bounds in filled if len(filled) > 1 else []:
+        begun = [other for other in begun if other[0][1] > bounds[0][0]]
+        if any(all(low < end and first < high for (low, high), (first, end) in zip(bounds, other)) for other in begun):
+            return False
+        begun.append(bounds)
+    return True

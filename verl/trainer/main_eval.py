@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 from verl.config import load_config
 from verl.config.evaluation import EvaluationConfig
 from verl.errors import ConfigError, VerlError
+from verl.json_text import without_nan
 from verl.metrics import notice
 from verl.rewards.dispatch import answer_of, check_data_sources, default_compute_score, runs_programs
 from verl.rewards.function import RewardFunction, load_reward_function
@@ -54,7 +54,7 @@ def run_eval(config: EvaluationConfig) -> str:
         numbers["data_sources"] = {source: asdict(one) for source, one in reports.items()}
         if differences is not None:
             numbers["differences"] = {source: asdict(gap) for source, gap in differences.items()}
-        Path(settings.json).write_text(json.dumps(_finite(numbers), indent=1) + "\n", encoding="utf-8")
+        Path(settings.json).write_text(json.dumps(without_nan(numbers), indent=1) + "\n", encoding="utf-8")
     if settings.samples:
         pq.write_table(evaluation.sample_table(answers, results), settings.samples)
     return text
@@ -93,15 +93,6 @@ def _report(key: str, became: str, answers: Answers, failures: Sequence[RewardFa
             key,
             f"{len(failed)} of {len(failures)} {became}; the first, {sample.place}: {failure.message}{at}",
         )
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for what JSON has no number for: the mean of answers that all have no score."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _with_answer(sample: RewardSample, result: RewardResult) -> RewardResult:

@@ -66,3 +66,17 @@ class Asynchronous:
 
     async def step(self, action: str):
         return None, float(action == "b"), True, False, {}
+
+
+class Flood:
+    """Shows 30 MB at every step; the second one is the last."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self):
+        return "x" * 30_000_000, {}
+
+    def step(self, action: str):
+        self.steps += 1
+        return "x" * 30_000_000, 0.0, self.steps == 2, False, {}

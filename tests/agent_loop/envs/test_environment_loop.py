@@ -15,6 +15,7 @@ from tests.agent_loop.server.scripted import END, TOKENIZER, Scripted, ids, rows
 from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.envs.loop import EnvironmentSettings, _seed
 from verl.errors import ConfigError, RolloutError
+from verl.metrics import notices
 
 HERE = "tests.agent_loop.envs.guess"
 START = ids("<|im_start|>user\nhi\n\nGuess a digit.<|im_end|>\n<|im_start|>assistant\n")
@@ -71,6 +72,15 @@ def test_an_action_that_fills_the_response_is_not_played_and_a_turn_of_limited_l
     made = play(tmp_path, "1", length=10)
     assert made.non_tensor_batch["ended"].tolist() == ["length"], "the next observation does not fit"
     assert made.batch["response_mask"].tolist() == [[1, 1]]
+
+
+def test_a_long_observation_is_cut_before_it_is_rendered(tmp_path):
+    """30 MB of text would take 1 GB to tokenise, and seconds in which no signal is answered."""
+    made = play(tmp_path, "1", "7", environment=f"{HERE}:Flood", max_observation_length=9, batch=rows())
+    shown = [piece["text"] for piece in made.non_tensor_batch["trajectory"][0] if piece["role"] == "user"]
+    assert shown == ["xxxxxxxxx...(truncated)"] * 2
+    assert made.meta_info["metrics"]["rollout/environment/truncated_observations"].value == 2
+    assert "an observation of 30000000 characters is cut" in notices()[f"the environment {HERE}:Flood"]
 
 
 def test_all_samples_of_a_prompt_meet_the_same_episode(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness.open_files import ends, is_there
 from tests.rewards.files import reward_file, samples
+from verl.metrics import notices
 from verl.rewards import Scorer, ScoringLimits, load_reward_function, wire
 from verl.rewards.runners.process import Child, ProcessRunner, _portions, _room
 from verl.rewards.samples import RewardFailure
@@ -30,6 +31,9 @@ CODE = """
         os.close(log)
         if word == "die":
             os._exit(3)
+        if word == "killed":  # the first processes, as if by the kernel
+            if pathlib.Path(f"{folder}/log").read_text().count(solution_str) <= int(number):
+                os.kill(os.getpid(), 9)
         if word == "hang":
             time.sleep(1000)
         if word == "sleep":
@@ -101,6 +105,23 @@ def test_calls_before_one_that_fails_its_process_keep_their_answers_and_those_be
     assert began(tmp_path) == ["start", "a", "b", word]
     assert child.most == 1
     assert ask(child, "c", "d") == ["c", "d"], "a new process"
+
+
+def test_a_call_whose_process_is_killed_from_outside_is_made_again(make, tmp_path):
+    child = make()
+    ask(child, "start")
+    assert ask(child, "a", "killed 2", "b") == ["a", "killed"]  # b is another process's
+    assert began(tmp_path) == ["start", "a", "killed 2", "killed 2", "killed 2"]
+    assert "its sample is scored again" in notices()["the process of a reward function"]
+    assert ask(child, "b", "c") == ["b", "c"]
+
+
+def test_a_call_that_has_each_of_its_processes_killed_fails(make, tmp_path):
+    child = make()
+    (failure,) = ask(child, "killed 99")
+    assert failure == "ended its process (signal 9, SIGKILL), as 2 processes before it"
+    assert began(tmp_path) == ["killed 99"] * 3
+    assert ask(child, "a") == ["a"]
 
 
 def test_the_time_limit_of_a_call_begins_with_the_answer_before(make):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import ClassVar
 import pytest
 
 from tests.harness.runs import Seen, differing, records, train
-from verl.errors import ConfigError, ReplayError, RewardError, RolloutError
+from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
+from verl.observability.ledger import line_of, lines_of
 from verl.observability.ledger_reader import History
 from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
@@ -146,11 +146,11 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
 @pytest.mark.usefixtures("recorded")
 def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first():
     script = Script.read(Path("run_drop"))
-    lines = records(Path("run_drop", NAME))
+    lines = list(lines_of(Path("run_drop", NAME)))
     number = next(n for n, one in enumerate(lines) if one["event"] == "trained")
     lines[number]["grad_norm"] += 1e-12
     Path("wrong").mkdir()
-    Path("wrong", NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("wrong", NAME).write_bytes(b"".join(map(line_of, lines)))
     with pytest.raises(
         ReplayError, match=rf"decision {number - 1} differs .* trained grad_norm={lines[number]['grad_norm']}"
     ):
@@ -193,3 +193,27 @@ def test_a_run_of_which_no_group_gets_a_score_ends_with_one_error():
         with pytest.raises(RewardError, match=r"no sample of 8 groups in a row got a score: .* division by zero"):
             begin("broken", 4, "reward.custom_reward_function.path=broken.py")
         shutil.rmtree("broken")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event":"weights"}',
+        '{"event":"admit","groups":3}',
+        '{"event":"ended","groups":[7]}',
+        '{"event":"ended","groups":[{"group":0,"why":""}]}',
+        '{"event":"ended","groups":[{"group":0,"why":"","requests":{"a":{"spans":[1],"finish":""}}}]}',
+        '{"event":"lend","until":"x"}',
+    ],
+)
+def test_a_damaged_decision_is_named_with_its_line(tmp_path, line):
+    first = '{"event":"run","format":1,"settings":{}}'
+    (tmp_path / "schedule.jsonl").write_text(f"{first}\n{line}\n")
+    with pytest.raises(DataError, match=r"line 2 of the record is damaged.*schedule\.jsonl"):
+        Script.read(tmp_path)
+
+
+def test_a_record_that_names_no_format_is_refused(tmp_path):
+    (tmp_path / "schedule.jsonl").write_text('{"event":"run","settings":{}}\n')
+    with pytest.raises(DataError, match="a record of another format"):
+        Script.read(tmp_path)

@@ -16,6 +16,7 @@ from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, 
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.settings import PLACES, known_arguments, positive
+from verl.agent_loop.tool_calls import MOST_CHARACTERS, shortened
 from verl.data.messages import Message, prune
 from verl.metrics import notice
 
@@ -34,6 +35,7 @@ class EnvironmentSettings:
         on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
             stops the run.
         template_kwargs: arguments of the chat template.
+        max_observation_length: most characters of an observation; the beginning of a longer one is kept.
     """
 
     environment: str
@@ -44,6 +46,7 @@ class EnvironmentSettings:
     timeout: float | None = None
     on_error: OnError = "mask"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_observation_length: int = MOST_CHARACTERS
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> EnvironmentSettings:
@@ -54,7 +57,7 @@ class EnvironmentSettings:
         """
         known_arguments(given, cls, "environment", "environment_agent needs to know what to play", PLACES)
         values = dict(given)
-        for name in ("max_turns", "max_tokens_per_turn"):
+        for name in ("max_turns", "max_tokens_per_turn", "max_observation_length"):
             if values.get(name) is not None:
                 values[name] = int(positive(values[name], name))
         values["step_timeout"] = positive(values.get("step_timeout", cls.step_timeout), "step_timeout")
@@ -124,7 +127,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         self, episode: _Episode, environment: Environment, sampling_params: Mapping[str, Any], options: Any
     ) -> None:
         settings, extender, data = self.shared.settings, self.shared.extender, episode.data
-        first = await episode.timed(environment.reset(_seed(str(data.row["uid"])), options))
+        first = self._shortened(data, await episode.timed(environment.reset(_seed(str(data.row["uid"])), options)))
         data.messages = _opening(data.row.get("raw_prompt"), extender.template.outside_text(first))
         data.prompt_ids = extender.prompt(data.messages)
         data.record.append(_entry("user", first, len(data.prompt_ids), 0))
@@ -145,7 +148,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
-            new: list[Message] = [{"role": "user", "content": step.observation}]
+            shown = self._shortened(data, step.observation)
+            new: list[Message] = [{"role": "user", "content": shown}]
             try:
                 ids = extender.after(answer.token_ids, history, message, new)
             except TemplateContinuationError as error:
@@ -157,7 +161,16 @@ class EnvironmentAgentLoop(AgentLoopBase):
                 return
             data.messages += new
             data.add_inserted(ids)
-            data.record.append(_entry("user", step.observation, len(ids), 0))
+            data.record.append(_entry("user", shown, len(ids), 0))
+
+    def _shortened(self, data: AgentData, observation: str) -> str:
+        """Before it is rendered and tokenised, which takes many times its memory and cannot be interrupted."""
+        kept = shortened(observation, self.shared.settings.max_observation_length, "left")
+        if kept is not observation:
+            data.metrics.add("rollout/environment/truncated_observations", 1, "sum")
+            text = f"an observation of {len(observation)} characters is cut to {len(kept)} (max_observation_length)"
+            notice(self._name, f"{text}; further ones are only counted")
+        return kept
 
     async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Any:
         most = min(self._left(data), self.shared.settings.max_tokens_per_turn or self._left(data))

@@ -37,7 +37,7 @@ class FileTracker(Tracker):
         self._file: TextIO | None = None
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        self.path = self.place = file_of_run(self.path, first_step > 0, self.before)
+        self.path = self.place = file_of_run(self.path, first_step > 0, self.before, private=False)
         if first_step > 0 and self.path.exists():
             self._set_aside(first_step)
         self._file = self.path.open("a", encoding="utf-8")

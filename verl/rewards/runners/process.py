@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from verl import env, lifeline
 from verl.errors import RewardError
+from verl.metrics import notice
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
 from verl.rewards.runners.base import Results, Runner, RunnerPool, too_slow
@@ -35,6 +36,8 @@ EXIT_TIME = 0.2
 PIECE = 1 << 20
 MOST_AT_ONCE, MOMENT = 32, 0.02
 """Calls that are sent together, and the seconds that they may take all in all."""
+MOST_KILLS = 3
+"""Processes that are killed from outside over one call, before the call has failed."""
 SMALLEST_PIPE = 16 << 10
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
 
@@ -115,7 +118,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._seconds = math.inf  # that a call takes, as far as this process has shown
-        self._stopped = False
+        self._stopped = self._killed = False
 
     @property
     def most(self) -> int:
@@ -134,6 +137,8 @@ class Child:
         started, left = time.monotonic(), len(calls)
         try:
             for said in self._ask(calls, self._timeout):
+                if self._killed:
+                    said = self._again(calls[-left])
                 left -= 1
                 answer(said if isinstance(said, RewardFailure) else wire.unpack_results(said))
         finally:
@@ -142,6 +147,23 @@ class Child:
         if self._process is not None and all(calls):
             seconds = (time.monotonic() - started) / len(calls)
             self._seconds = seconds if self._seconds == math.inf else (self._seconds + seconds) / 2
+
+    def _again(self, call: Sequence[Any]) -> Any:
+        """The answer to a call whose process was killed from outside, as the kernel does where memory is short.
+
+        That is no fault of the sample, so other processes are asked; of a sample that has them all killed it is one.
+        """
+        notice("the process of a reward function", "it was killed from outside (SIGKILL); its sample is scored again")
+        answer: Any = None
+        for _ in range(MOST_KILLS - 1):
+            self.prepare()
+            if self._broken or self._process is None:
+                return self._broken[0] if self._broken else RewardFailure("died", "the reward function was closed")
+            (answer,) = self._ask([call], self._timeout)
+            if not self._killed:
+                return answer
+        self._killed = False
+        return replace(answer, message=f"{answer.message}, as {MOST_KILLS - 1} processes before it")
 
     def stop(self) -> None:
         """Kill the child from another thread; its own thread sees the end of the pipe and cleans up."""
@@ -174,7 +196,7 @@ class Child:
         Args:
             timeout: seconds from sending, or from the answer before, to an answer.
         """
-        process = self._process
+        process, self._killed = self._process, False
         if process is None or process.stdin is None:
             yield RewardFailure("died", "the reward function was closed")
             return
@@ -193,6 +215,7 @@ class Child:
                 slow = too_slow(self._start["cpu_seconds"], "of processor time and was stopped")
                 yield replace(slow, kind="processor time")
             else:
+                self._killed = _status(process) == -signal.SIGKILL and not self._stopped
                 yield RewardFailure("died", f"ended its process ({cause})")
 
     def _receive(self, process: subprocess.Popen[bytes], deadline: float) -> Any:

@@ -32,19 +32,31 @@ def read_seen(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no run whose replicas come and go is under way there.
     """
+    seen: dict[str, Any] | None = None
     try:
-        seen = read_json((folder / SEEN).read_text(encoding="utf-8"))
-        is_alive = Path(f"/proc/{int(seen['controller'])}").exists() or seen["node"] != os.uname().nodename
-        if is_alive and isinstance(seen["replicas"], list):
-            return dict(seen)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+        text = (folder / SEEN).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    if text and (seen := _seen_in(text)) is None:
+        raise ConfigError(f"{SEEN} holds something else than a run writes", got=text[:100], fix="Remove the file.")
+    if text and (seen["node"] != os.uname().nodename or Path(f"/proc/{seen['controller']}").exists()):
+        return seen
     raise ConfigError(
         "no run is under way here whose replicas come and go",
         got=str(folder),
         fix="Name the folder trainer.default_local_dir of a run with actor_rollout_ref.rollout.max_replacements=1 or "
         "more and a pool of its own for the samplers.",
     )
+
+
+def _seen_in(text: str) -> dict[str, Any] | None:
+    try:
+        seen = read_json(text)
+        facts = {"controller", "node", "replicas", "replaced", "allowed", "said"} <= seen.keys()
+        known = facts and all({"name", "state", "processes", "node"} <= one.keys() for one in seen["replicas"])
+        return seen if known and type(seen["controller"]) is int else None
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def want(folder: Path, count: int) -> None:

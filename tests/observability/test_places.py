@@ -1,0 +1,44 @@
+"""Files of runs: whose they are, who may read them, and which is the newest."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from verl.observability.places import file_of_run, newest_file, set_aside
+
+
+@pytest.fixture(autouse=True)
+def usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_only_the_user_reads_what_a_run_records(tmp_path):
+    path = file_of_run(tmp_path / "schedule.jsonl")
+    path.write_text("kept\nrest\n")
+    set_aside(path, 5)
+    assert (tmp_path / "schedule.replaced.jsonl").read_text() == "rest\n" and path.read_text() == "kept\n"
+    assert [mode(file) for file in sorted(tmp_path.iterdir())] == [0o600, 0o600]
+
+
+def test_metrics_may_be_read_by_others(tmp_path):
+    assert mode(file_of_run(tmp_path / "run.jsonl", private=False)) == 0o644
+
+
+def test_the_newest_file_is_that_of_the_highest_number(tmp_path):
+    made = [file_of_run(tmp_path / "ledger.jsonl") for _ in range(11)]
+    assert made[10].name == "ledger-11.jsonl"
+    for file in (made[1], made[0]):  # as a copy or an archive may leave them
+        os.utime(file, (2e9, 2e9))
+    (tmp_path / "ledger-12.jsonl.part").touch()
+    (tmp_path / "ledger-notes.jsonl").touch()
+    assert newest_file(tmp_path / "ledger.jsonl") == made[10]
+    assert newest_file(tmp_path / "schedule.jsonl") is None
