@@ -36,7 +36,7 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
     from verl.trainer import runtime
 
     trainer = config.trainer
-    runtime.start(trainer.seed)
+    runtime.start(trainer.seed, trainer.default_local_dir)
     on = device.resolve_device(trainer.device)
     refuse_without_cuda([role_of_supervised(config)], on, config.model.external_lib)
     if ranks is not None:

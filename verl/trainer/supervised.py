@@ -183,7 +183,7 @@ class SupervisedTrainer:
             if self.save_every > 0 and (last or ends or self.step % self.save_every == 0):
                 self.save_checkpoint()
             if ends:
-                raise stop.stopped(self._stop_reason(), tell=self.ctx.is_main)
+                raise stop.stopped(self._stop_reason(), says=self.ctx.is_main)
         watch.end()
 
     def _stop_reason(self) -> str:

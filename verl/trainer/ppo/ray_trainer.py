@@ -451,7 +451,7 @@ class RayPPOTrainer:
             self.checkpoint_callback.on_save(
                 trainer=self, global_step=step, checkpoint_dir=str(folder), async_save=background
             )
-        except Exception as error:  # boundary: the user's code
+        except (Exception, SystemExit) as error:  # boundary: the user's code
             raise CheckpointError(
                 f"on_save failed after step {step}: {type(error).__name__}: {error}",
                 key="trainer.checkpoint_callback_class",
