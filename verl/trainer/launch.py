@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from verl import env
 from verl.config import load_config
 from verl.config.loading import FirstLook
 from verl.errors import VerlError, WorkerError
-from verl.trainer.command import report
+from verl.trainer.command import interrupted, report
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
@@ -74,6 +75,8 @@ def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | No
         return _failed(error, tell=rank == 0)  # of another rank
     except VerlError as error:
         return _failed(error, tell=True)
+    except KeyboardInterrupt:
+        return interrupted() if rank == 0 else 128 + signal.SIGINT
     return 0
 
 

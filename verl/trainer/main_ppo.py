@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.data.look import look_at_prompts
-from verl.errors import VerlError
-from verl.trainer.command import report
+from verl.trainer.command import run
 
 if TYPE_CHECKING:
     from verl.trainer.placement import Place
@@ -70,12 +69,8 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a user's error is one message and exit status 2."""
-    try:
-        config = load_config("ppo_trainer", sys.argv[1:] if argv is None else argv, look_at_prompts)
-        run_ppo(cast(PPOTrainerConfig, config))
-    except VerlError as error:
-        return report(error)
-    return 0
+    words = sys.argv[1:] if argv is None else argv
+    return run(lambda: run_ppo(cast(PPOTrainerConfig, load_config("ppo_trainer", words, look_at_prompts))))
 
 
 if __name__ == "__main__":
