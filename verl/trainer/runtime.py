@@ -20,6 +20,7 @@ from verl.config.loading import writable
 from verl.config.nsight import worker_nsight_options
 from verl.config.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
+from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def start(seed: int, folder: str | None = None) -> None:
         seed: master seed; python, numpy and torch start from it.
         folder: of the run, for ``output.txt``: what the run prints once its terminal is gone.
     """
+    refuse_while_loading()
     terminal.outlive(os.devnull if folder is None else Path(folder, "output.txt"))
     start_logging()
     env.set_default("TOKENIZERS_PARALLELISM", "true")

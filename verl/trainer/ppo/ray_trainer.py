@@ -29,7 +29,7 @@ from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto, traffic
-from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
+from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES, refuse_while_loading
 from verl.rollout.base import Moved
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
@@ -98,6 +98,7 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ):
+        refuse_while_loading()
         typed = config if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
         self.config = typed = cast(PPOTrainerConfig, typed)
         self.tokenizer, self.processor = tokenizer, processor
