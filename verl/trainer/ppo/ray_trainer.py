@@ -264,6 +264,7 @@ class RayPPOTrainer:
             self._notify("on_fit_end")
             if self.state.ledger is not None:
                 self.state.ledger.check(self._waiting())
+            self.state.updates.check()
         except StepDropped:
             raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None
 
