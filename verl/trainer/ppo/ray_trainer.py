@@ -432,7 +432,12 @@ class RayPPOTrainer:
             "outputs": responses,
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
-            "reward_extra_infos": {**extra, **conversation_columns(batch), **self.texts.columns(batch)},
+            "reward_extra_infos": {
+                **extra,
+                **conversation_columns(batch),
+                **self.texts.columns(batch),
+                **accounting.names_of(batch),
+            },
         }
 
     def compute_rollout_importance_weights_and_add_to_batch(
