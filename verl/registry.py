@@ -334,11 +334,9 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType:
         started, _loading.started_run = _loading.started_run, outer
     if started:
         sys.modules.pop(name, None)
-        raise ConfigError(
-            "this file starts a run as soon as it is loaded, and the run loads this file",
-            got=str(file),
-            fix='Put the lines that start the run under: if __name__ == "__main__":',
-        )
+        fix = 'Put the lines that start the run under: if __name__ == "__main__":'
+        fault = "this file starts a run as soon as it is loaded, and the run loads this file"
+        raise ConfigError(fault, got=str(file), fix=fix)
     return module
 
 
@@ -347,11 +345,7 @@ _loading = threading.local()
 
 
 def refuse_while_loading() -> None:
-    """End the loading of a user's file that starts a run, which would load the file again, without end.
-
-    Raises:
-        SystemExit: whatever called this, in the file; `load_module` says why.
-    """
+    """Raise `SystemExit` in a user's file that starts a run while it is loaded; `load_module` says why."""
     if getattr(_loading, "started_run", None) is not None:
         _loading.started_run = True
         raise SystemExit(2)

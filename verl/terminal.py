@@ -13,9 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-GONE = (errno.EPIPE, errno.EIO)
-"""How a write fails where nobody reads: of a pipe, and of a terminal."""
-NAMES = {1: "standard output", 2: "standard error"}
+GONE = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
 _file = os.devnull
 
 
@@ -47,8 +45,8 @@ def outlive(file: str | Path) -> None:
         stream.flush()
         raw = _Outlasting(stream.fileno(), "wb", closefd=False)
         buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
-        kept = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, **kept))
+        kept = stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, *kept))
 
 
 def tell(sentence: str) -> None:
@@ -73,5 +71,6 @@ def _replace(descriptor: int, error: OSError) -> None:
     os.dup2(opened, descriptor)
     os.close(opened)
     where = "is lost" if kept == os.devnull else f"is in {kept}"
-    name = NAMES.get(descriptor, "the output")
-    tell(f"{name} is closed ({os.strerror(error.errno or 0)}): the run continues; what it prints from now on {where}")
+    name = "error" if descriptor == 2 else "output"
+    reason = os.strerror(error.errno or 0)
+    tell(f"standard {name} is closed ({reason}): the run continues; what it prints from now on {where}")

@@ -341,8 +341,7 @@ def test_loading_checks_the_settings_against_each_other_and_the_machine(shared, 
     data = tmp_path / "train.jsonl"
     data.write_text("{}\n")
     good = [f"data.train_files={data}", f"actor_rollout_ref.model.path={shared}/models/tinystories-260k"]
-    good += ["data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", "data.max_prompt_length=256"]
-    good += ["data.max_response_length=256"]
+    good += ["data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8"]
     assert load_config("ppo_trainer", good).data.train_files == str(data)
     with pytest.raises(ConfigError, match=r"rollout\.n"):
         load_config("ppo_trainer", [*good, "algorithm.adv_estimator=grpo"])

@@ -206,20 +206,3 @@ def test_fields_of_megatrons_optimizer_that_move_its_state_have_no_effect_there_
     assert optimizers.for_megatron(optim).override_optimizer_config == {"eps": 1e-6}
     [problem] = optimizers.of_section("actor.optim", optim, "fsdp2")
     assert "AdamW takes no such argument" in str(problem)
-
-
-LENGTHS = ["data.max_prompt_length=1024", "data.max_response_length=1025"]
-
-
-def test_a_context_that_is_too_small_for_the_lengths_is_refused_before_sampling(run):
-    said = refused(run, SHORT, *LENGTHS)
-    assert "data.max_prompt_length + data.max_response_length = 2049 tokens, and the model knows 2048 positions" in said
-    assert "Allowed: at most 1024 with this data.max_prompt_length." in said
-    assert "data.max_prompt_length: " in refused(run, SHORT, "data.max_prompt_length=2048")
-
-
-def test_lengths_that_fit_or_positions_that_may_be_scaled_pass(run):
-    run(SHORT, "data.max_prompt_length=1024", "data.max_response_length=1024")
-    run({**SHORT, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, *LENGTHS)
-    run(DENSE, *LENGTHS)
-    run(SHORT, *LENGTHS, f"+{M}.override_config.max_position_embeddings=4096")

@@ -221,3 +221,10 @@ def test_a_file_that_starts_a_run_while_the_run_loads_it_is_refused_with_the_gua
         assert 'if __name__ == "__main__":' in str(caught.value) and "train.py" in str(caught.value)
     file.write_text(f"{code}if __name__ == '__main__':\n    start()\n")
     assert load_reward_function(str(file)).name == "compute_score"
+
+
+def test_a_relative_import_of_a_reward_file_is_told_what_to_write(tmp_path):
+    file = reward_file(tmp_path, "from .helper import f\n\ndef compute_score(solution_str):\n    return f()")
+    with pytest.raises(RewardError, match="import without the dots") as caught:
+        load_reward_function(file)
+    assert str(tmp_path) in str(caught.value)

@@ -14,8 +14,7 @@ from verl.config.schema import schema_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.registry import Registry
 
-LARGEST_SEED = 2**32 - 1
-"""Of numpy's generators."""
+LARGEST_SEED = 2**32 - 1  # of numpy's generators
 Problems = list[ConfigError]
 Rule = Callable[[Any], Problems]
 

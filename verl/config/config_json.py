@@ -31,22 +31,6 @@ def facts_of(path: str | None) -> dict[str, Any] | None:
     return text if isinstance(text, dict) else None
 
 
-def positions_of(model: Any) -> int | None:
-    """The positions that the model of a section knows; None where it does not say, or may reach beyond them."""
-    facts = facts_of(model.path)
-    known = None if facts is None or model.override_config else facts.get("max_position_embeddings")
-    return known if facts and isinstance(known, int) and known > 0 and not _scales_positions(facts) else None
-
-
-def _scales_positions(facts: dict[str, Any]) -> bool:
-    """Whether the rotary embedding may reach beyond the positions that the model names."""
-    rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        return True  # it is the engine's to refuse
-    each_kind = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
-    return any(kind.get("rope_type", kind.get("type", "default")) != "default" for kind in each_kind)
-
-
 def adapter_on_experts(model: Any) -> str | None:
     """The setting of a ``model`` section that puts an adapter on the experts of a mixture; None where none does.
 

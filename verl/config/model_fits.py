@@ -17,7 +17,6 @@ from verl.config.config_json import (
     carries_state,
     experts_of,
     facts_of,
-    positions_of,
 )
 from verl.config.root import PPOTrainerConfig
 from verl.config.sampler_sizes import OWN_PROCESSES, starts_no_engine
@@ -32,7 +31,7 @@ _T, _P = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of every model of an RL run on a backend that shards by FSDP, and of its sampler."""
-    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role))] + of_sampler(cfg) + _context(cfg)
+    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role))] + of_sampler(cfg)
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
@@ -171,22 +170,6 @@ def of_sampler(cfg: PPOTrainerConfig) -> Problems:
         message = f"the model's {layers} layers are fewer than the {pipeline} stages of a pipeline"
         problems.append(ConfigError(message, key=f"{_R}.{_P}", got=pipeline, allowed=f"at most {layers}"))
     return problems
-
-
-def _context(cfg: PPOTrainerConfig) -> Problems:
-    """The longest prompt with the longest response has as many tokens as the model knows positions, or fewer."""
-    known, data, rollout = positions_of(cfg.actor_rollout_ref.model), cfg.data, cfg.actor_rollout_ref.rollout
-    needed = data.max_prompt_length + data.max_response_length
-    if known is None or needed <= known or rollout.max_model_len is not None or starts_no_engine(rollout):
-        return []  # a length that is set is checked for itself, and a server knows its own
-    message = (
-        f"data.max_prompt_length + data.max_response_length = {needed} tokens, and the model knows {known} positions "
-        "(max_position_embeddings in its config.json)"
-    )
-    left, fix = known - data.max_prompt_length, "Lower one of the two, or take a model with a longer context."
-    allowed = f"at most {left} with this data.max_prompt_length" if left > 0 else None
-    key = "data.max_response_length" if left > 0 else "data.max_prompt_length"
-    return [ConfigError(message, key=key, got=data[key.removeprefix("data.")], allowed=allowed, fix=fix)]
 
 
 def _uneven(key: str, size: int, count: int, what: str) -> ConfigError:

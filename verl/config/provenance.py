@@ -87,8 +87,7 @@ class Provenance:
 
     Args:
         settings: dotted key -> value, without secrets.
-        content: dotted key of a file or folder -> a digest of what lies there; also ``<key>: <file>`` for each file that
-            a Python file imports from its folder.
+        content: dotted key of a file or folder, or ``<key>: <file>`` of a file that it imports -> digest of what is there.
         places: what a run that goes on writes into: the names of its metrics file and the like.
         yaml: the configuration for people; empty where it was read back.
     """
@@ -259,14 +258,11 @@ def _imported(path: Any) -> list[Path]:
         except (OSError, SyntaxError, ValueError):
             continue  # told where it is loaded
         for node in nodes:
-            if isinstance(node, ast.Import):
-                places = [(file.parent, alias.name) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = [file.parent, *one.parents][: node.level + 1][-1] if node.level else file.parent
-                places = [(base, f"{node.module or ''}.{alias.name}".lstrip(".")) for alias in node.names]
-            else:
-                continue
-            found += [module for base, name in places for module in _files_of(base, name) if module not in found]
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, inside = getattr(node, "level", 0), getattr(node, "module", None) or ""
+                base = [file.parent, *one.parents][: level + 1][-1] if level else file.parent
+                names = [f"{inside}.{alias.name}".lstrip(".") for alias in node.names]
+                found += [module for name in names for module in _files_of(base, name) if module not in found]
     return found[1:]
 
 

@@ -5,11 +5,12 @@ Its own limits, as of 0.32 (``SchedulerConfig``, ``ModelConfig``, ``LoRAConfig``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from verl import env
 from verl.config.checks import Problems
-from verl.config.config_json import positions_of
+from verl.config.config_json import facts_of
 from verl.config.root import PPOTrainerConfig
 from verl.config.sampler_sizes import starts_no_engine
 from verl.errors import ConfigError
@@ -40,12 +41,24 @@ def _steps(rollout: Any) -> Problems:
 
 def _context(rollout: Any, model: Any) -> Problems:
     """A context of one's own, longer than the positions that the model knows."""
-    known, asked = positions_of(model), rollout.max_model_len
-    if known is None or asked is None or asked <= known or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+    facts, asked = facts_of(model.path), rollout.max_model_len
+    if facts is None or asked is None or model.override_config or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        return []
+    known = facts.get("max_position_embeddings")
+    if not isinstance(known, int) or asked <= known or _scales_positions(facts):
         return []
     message = f"the model knows {known} positions (max_position_embeddings in its config.json)"
     fix = "Leave it out, or give the model longer positions: model.override_config.rope_scaling."
     return [ConfigError(message, key=f"{_R}.max_model_len", got=asked, allowed=f"at most {known}", fix=fix)]
+
+
+def _scales_positions(facts: Mapping[str, Any]) -> bool:
+    """Whether the rotary embedding may reach beyond the positions that the model names."""
+    rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        return True  # it is vLLM's to refuse
+    each_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    return any(kind.get("rope_type", kind.get("type", "default")) != "default" for kind in each_kind)
 
 
 def _rank(model: Any) -> Problems:

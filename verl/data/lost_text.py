@@ -6,6 +6,7 @@ accents, compatible forms, spaces, quotes) is no loss.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from verl.errors import DataError
 from verl.metrics import notice
 
 FIRST_ROWS = 32
+IGNORED = re.compile("C|Z|M[ne]|P[if]")
+"""Categories of Unicode: control characters, spaces, accents and quotes."""
 QUOTES = "\"'`\N{LOWER ONE EIGHTH BLOCK}"
 """Signs that tokenizers write in another way; the last one is the space of SentencePiece."""
 
@@ -33,53 +36,38 @@ def check_kept(
 
     Args:
         messages_of: the conversation of a row; one that is refused is passed over, and refused where it is asked for.
-        describe: where a row stands.
 
     Raises:
         DataError: no character of a row has a token. A notice names those that some rows lose.
     """
     found: list[tuple[int, str]] = []
-    for row in range(min(count, FIRST_ROWS)):
+    looked_at = min(count, FIRST_ROWS)
+    for row in range(looked_at):
         try:
-            text = "\n".join(text_of(message["content"]) for message in messages_of(row) if message.get("content"))
+            text = "\n".join(text_of(message.get("content") or "") for message in messages_of(row))[:PART]
         except DataError:
             continue
-        text = text[:PART]
         lost = lost_characters(text, template.encode_content(text), template.tokenizer)
         if lost and len(lost) == len(_characters(text)):
-            raise DataError(
-                f"the tokenizer has a token for no character of the text, which begins {text[:40]!r}",
-                key=describe(row),
-                fix="Use a model whose tokenizer has a byte fallback, or was made for this text.",
-            )
+            fix = "Use a model whose tokenizer has a byte fallback, or was made for this text."
+            fault = f"the tokenizer has a token for no character of the text, which begins {text[:40]!r}"
+            raise DataError(fault, key=describe(row), fix=fix)
         found += [(row, lost)] if lost else []
     if found:
-        row, lost = found[0]
-        signs = "".join(dict.fromkeys(char for _, signs in found for char in signs))
-        notice(
-            "tokenizer",
-            f"it has no token for some characters, which the model does not see: {signs[:60]!r} in {len(found)} of the "
-            f"first {min(count, FIRST_ROWS)} rows. The first is {describe(row)}",
-        )
+        row = found[0][0]
+        signs = "".join(dict.fromkeys(char for _, signs in found for char in signs))[:60]
+        where = f"{len(found)} of the first {looked_at} rows. The first is {describe(row)}"
+        notice("tokenizer", f"it has no token for characters that the model then does not see: {signs!r} in {where}")
 
 
 def lost_characters(text: str, ids: Sequence[int], tokenizer: Any) -> str:
-    """The characters of a text that its ids do not hold, in order, each as often as it is lost."""
+    """The characters of a text that its ids do not hold, each as often as it is lost."""
     known = [number for number in ids if number != tokenizer.unk_token_id]
     decoded = tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    missing = Counter(_characters(text)) - Counter(_characters(decoded))
-    lost = []
-    for char in _characters(text):
-        if missing[char]:
-            missing[char] -= 1
-            lost.append(char)
-    return "".join(lost)
+    return "".join((Counter(_characters(text)) - Counter(_characters(decoded))).elements())
 
 
 def _characters(text: str) -> str:
     """A text in the form in which it is compared: without case, accents, spaces, control characters and quotes."""
     folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
-    return "".join(c for c in folded if unicodedata.category(c) not in IGNORED and c not in QUOTES)
-
-
-IGNORED = ("Mn", "Me", "Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp", "Pi", "Pf")
+    return "".join(c for c in folded if not (c in QUOTES or IGNORED.match(unicodedata.category(c))))

@@ -96,12 +96,8 @@ class RLHFDataset(Dataset):
         self._tools = [tool.get_openai_tool_schema().for_template() for tool in tools.values()]
         self._load()
         self._filter()
-        check_kept(
-            self._template,
-            len(self) if self.prompt_key in self.dataframe.column_names else 0,  # else up to the user's class
-            lambda item: self.build_messages(dict(self.dataframe[item]), item),
-            self.describe,
-        )
+        if self.prompt_key in self.dataframe.column_names:  # else the prompts are up to the user's class
+            check_kept(self._template, len(self), self._said, self.describe)
         self._settle_lengths()
 
     def __len__(self) -> int:
@@ -208,6 +204,9 @@ class RLHFDataset(Dataset):
         notice(f"data.filter_overlong_prompts ({', '.join(self._origin.files)})", message)
         self.dataframe, self._rows = self.dataframe.select(kept), self._rows[kept]
         log.info("%d prompts from %s", len(self), ", ".join(self._origin.files))
+
+    def _said(self, item: int) -> list[Message]:
+        return self.build_messages(dict(self.dataframe[item]), item)
 
     def _empty(self, item: int, more: str = "") -> DataError:
         fix = "Drop such rows, or look at the chat template and at the characters that the tokenizer knows."

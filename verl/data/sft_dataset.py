@@ -163,7 +163,6 @@ class MultiTurnSFTDataset(Dataset):
         return self._placed(self._columns.messages(row, self.describe(item)), row, item)
 
     def _said(self, item: int) -> list[Message]:
-        """All messages of a row."""
         return self.build_messages(self.dataframe[item], item)
 
     def _placed(self, messages: list[Message], row: dict[str, Any], item: int) -> list[Message]:

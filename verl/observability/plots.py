@@ -15,6 +15,7 @@ from verl.json_text import read_json
 
 REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
 LOSS_KEYS = ("train/loss", "val/loss")
+Paths = str | Path | Sequence[str | Path]
 ACCURACY = re.compile(r"^val-core/.+/mean@\d+$")
 
 
@@ -75,17 +76,8 @@ def default_keys(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
     return keys or logged[:2]
 
 
-def plot_run(
-    path: str | Path | Sequence[str | Path],
-    out: str | Path,
-    keys: Sequence[str] | None = None,
-    title: str | None = None,
-) -> Path:
-    """Draw the metrics ``keys`` of a run, training curves on the left and held-out ones on the right, into a PNG.
-
-    Args:
-        path: the metrics file, or those of several runs: each curve then has the part of its path in which they differ.
-    """
+def plot_run(path: Paths, out: str | Path, keys: Sequence[str] | None = None, title: str | None = None) -> Path:
+    """Draw the metrics ``keys`` of a run or several, training curves on the left and held-out ones on the right."""
     import matplotlib
 
     matplotlib.use("Agg")  # a run has no screen
@@ -115,7 +107,7 @@ def plot_run(
 
 
 def _names(paths: Sequence[str | Path]) -> list[str]:
-    """Where the runs differ, before the names of their metrics; nothing for a single run."""
+    """Where the paths of runs differ, before the names of their metrics; nothing for a single run."""
     stems = [os.path.splitext(os.path.abspath(one))[0] for one in paths]
     above = os.path.commonpath([os.path.dirname(stem) for stem in stems])
     return [f"{os.path.relpath(stem, above)}: " for stem in stems] if len(stems) > 1 else [""]

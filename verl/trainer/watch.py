@@ -72,8 +72,7 @@ class Updates:
                 raise EngineError(
                     f"nothing was trained: all optimizer steps of the {model} were skipped, {count} of them because "
                     "the gradient was not finite",
-                    fix="The log names rows with such a loss. Look at the loss, the rewards, and the weights before "
-                    "training; a lower learning rate, or float32, mostly mend it.",
+                    fix="Look at the loss, the rewards and the first weights; a lower rate or float32 may mend it.",
                 )
 
 

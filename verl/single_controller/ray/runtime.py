@@ -138,16 +138,13 @@ def _connect(address: str, settings: dict[str, Any]) -> None:
     What it starts inherits that SIGHUP is ignored: a terminal that hangs up sends it to all, and the run is to save.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    is_main = threading.current_thread() is threading.main_thread()
     security.forbid_implicit_start()
-    if is_main:
+    if is_main := threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        ray.init(address=address, **{"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings})
-    finally:
-        for number, handler in before.items():
-            if is_main and (callable(handler) or number == signal.SIGHUP):
-                signal.signal(number, handler)
+    ray.init(address=address, **{"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings})
+    for number, handler in before.items():
+        if is_main and (callable(handler) or number == signal.SIGHUP):
+            signal.signal(number, handler)
 
 
 def _arguments(ray_init: Mapping[str, Any]) -> dict[str, Any]:

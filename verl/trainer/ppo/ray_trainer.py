@@ -135,6 +135,7 @@ class RayPPOTrainer:
             drop_last=True,
             collate_fn=collate,
             sampler=sampler,
+            key="data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size",
         )
         self.source = stages.PromptSource(loader)
         self.steps_per_epoch = self.schedule.steps_of(self.config, len(loader))
