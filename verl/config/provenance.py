@@ -251,8 +251,8 @@ def _imported(path: Any) -> list[Path]:
     """The files that a Python file imports from its folder and the packages there, directly or through one another."""
     if not isinstance(path, str) or not path.endswith(".py"):
         return []
-    file, found = Path(path), [Path(path)]
-    for one in found:  # grows
+    file, files = Path(path), [Path(path)]
+    for one in files:  # grows
         try:
             nodes = list(ast.walk(ast.parse(one.read_bytes())))
         except (OSError, SyntaxError, ValueError):
@@ -262,8 +262,8 @@ def _imported(path: Any) -> list[Path]:
                 level, inside = getattr(node, "level", 0), getattr(node, "module", None) or ""
                 base = [file.parent, *one.parents][: level + 1][-1] if level else file.parent
                 names = [f"{inside}.{alias.name}".lstrip(".") for alias in node.names]
-                found += [module for name in names for module in _files_of(base, name) if module not in found]
-    return found[1:]
+                files += [module for name in names for module in _files_of(base, name) if module not in files]
+    return files[1:]
 
 
 def _files_of(base: Path, name: str) -> list[Path]:

@@ -40,7 +40,7 @@ def check_kept(
     Raises:
         DataError: no character of a row has a token. A notice names those that some rows lose.
     """
-    found: list[tuple[int, str]] = []
+    losing: list[tuple[int, str]] = []
     looked_at = min(count, FIRST_ROWS)
     for row in range(looked_at):
         try:
@@ -52,11 +52,12 @@ def check_kept(
             fix = "Use a model whose tokenizer has a byte fallback, or was made for this text."
             fault = f"the tokenizer has a token for no character of the text, which begins {text[:40]!r}"
             raise DataError(fault, key=describe(row), fix=fix)
-        found += [(row, lost)] if lost else []
-    if found:
-        row = found[0][0]
-        signs = "".join(dict.fromkeys(char for _, signs in found for char in signs))[:60]
-        where = f"{len(found)} of the first {looked_at} rows. The first is {describe(row)}"
+        if lost:
+            losing.append((row, "".join(char for char in text if set(_characters(char)) & set(lost))))
+    if losing:
+        row = losing[0][0]
+        signs = "".join(dict.fromkeys(char for _, signs in losing for char in signs))[:60]
+        where = f"{len(losing)} of the first {looked_at} rows. The first is {describe(row)}"
         notice("tokenizer", f"it has no token for characters that the model then does not see: {signs!r} in {where}")
 
 
