@@ -33,6 +33,7 @@ def guarded(command: Sequence[str]) -> list[str]:
 def main(caller: int, command: list[str]) -> int:
     """Run a command; its status."""
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal sends it to all; the program inherits this
     try:
         program = subprocess.Popen(command, preexec_fn=_die_with_parent)  # noqa: PLW1509 -- no other thread yet
     except OSError as error:

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,12 +323,32 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType:
         raise ConfigError("not a Python file", got=str(file), fix="Its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    outer, _loading.started_run = getattr(_loading, "started_run", None), False
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # a half-run module must not be found by the next call
-        raise
+        if not _loading.started_run:
+            raise
+    finally:
+        started, _loading.started_run = _loading.started_run, outer
+    if started:
+        sys.modules.pop(name, None)
+        fix = 'Put the lines that start the run under: if __name__ == "__main__":'
+        fault = "this file starts a run as soon as it is loaded, and the run loads this file"
+        raise ConfigError(fault, got=str(file), fix=fix)
     return module
+
+
+_loading = threading.local()
+"""``started_run``: whether the file that this thread loads has started a run; None while it loads none."""
+
+
+def refuse_while_loading() -> None:
+    """Raise `SystemExit` in a user's file that starts a run while it is loaded; `load_module` says why."""
+    if getattr(_loading, "started_run", None) is not None:
+        _loading.started_run = True
+        raise SystemExit(2)
 
 
 def load_from_module(module_path: str, name: str) -> Any:

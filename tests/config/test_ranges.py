@@ -79,6 +79,11 @@ NUMBERS = [
     ("trainer.test_freq", -5, "-1 for never"),
     ("trainer.max_actor_ckpt_to_keep", 0, "1 or more"),
     ("trainer.nnodes", 0, "1 or more"),
+    ("trainer.seed", -1, "0 to 4294967295"),
+    ("trainer.seed", 10**20, "0 to 4294967295"),
+    ("data.seed", -3, "0 to 4294967295"),
+    (f"{R}.seed", 2**32, "0 to 4294967295"),
+    (f"{A}.data_loader_seed", -1, "0 to 4294967295"),
     ("trainer.n_gpus_per_node", 0, "1 or more"),
 ]
 
@@ -98,6 +103,7 @@ SFT_NUMBERS = [
     ("optim.lr", -1, "0 or more"),
     ("trainer.total_epochs", 0, "1 or more"),
     ("trainer.max_ckpt_to_keep", 0, "1 or more"),
+    ("trainer.seed", -1, "0 to 4294967295"),
 ]
 
 

@@ -96,3 +96,10 @@ def test_tools_that_are_no_schemas_are_refused(value):
 
 def test_pruning_reaches_every_depth():
     assert prune({"a": None, "b": [{"c": None, "d": 0}], "e": ""}) == {"b": [{"d": 0}], "e": ""}
+
+
+def test_the_text_of_a_python_list_is_told_to_be_no_json():
+    text = str([{"role": "user", "content": "it's 2"}])
+    with pytest.raises(DataError, match=r"row 3: the messages are the text of a Python list, not JSON.*json\.dumps"):
+        as_messages(text, lambda: "row 3")
+    assert as_messages("[{x}] is a set", lambda: "row 3")[0]["content"] == "[{x}] is a set"

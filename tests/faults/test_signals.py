@@ -27,6 +27,7 @@ def newest_step(folder: Path) -> int:
         ("generation:8", "TERM", 143, 1),  # in the middle of step 2: it is dropped
         ("scoring:3", "INT", 130, 2),
         ("backward:6", "TERM", 143, 2),  # step 2 is already training: it is finished
+        ("generation:8", "HUP", 129, 1),
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_bitwise(

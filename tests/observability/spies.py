@@ -37,3 +37,10 @@ class BrokenAtStart(Tracker):
         raise RuntimeError("no network")
 
     def log(self, data, step): ...
+
+
+class ExitsAtLog(Tracker):
+    """As `rich` does where nobody reads standard output."""
+
+    def log(self, data, step):
+        raise SystemExit(1)

@@ -54,6 +54,23 @@ def test_the_picture_is_a_png(run, tmp_path):
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and out.stat().st_size > 5000
 
 
+def test_several_runs_are_drawn_into_one_picture_named_where_they_differ(run, tmp_path, monkeypatch, capsys):
+    other = tmp_path / "other" / "deep" / run.name
+    other.parent.mkdir(parents=True)
+    other.write_text(run.read_text())
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda axis, *values, label, **_: drawn.append(label))
+    assert main([str(run), str(other), "-k", "critic/score/mean"]) == 0
+    here = run.relative_to(tmp_path).with_suffix("")
+    assert drawn == [f"{here}: critic/score/mean", f"other/deep/{run.stem}: critic/score/mean"]
+    assert capsys.readouterr().out.strip() == str(run.with_name(f"{run.stem}-compared.png"))
+
+
+def test_a_picture_in_the_place_of_a_second_run_is_told_how_to_be_named(run, capsys):
+    assert main([str(run), "curve.png"]) == 2
+    assert "this is no metrics file. Got 'curve.png'. Write -o curve.png" in capsys.readouterr().err
+
+
 def test_the_command_writes_beside_the_run_and_reports_a_missing_file(run, capsys):
     assert main([str(run)]) == 0
     assert run.with_suffix(".png").exists()

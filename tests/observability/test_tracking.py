@@ -14,6 +14,7 @@ from verl.utils.tracking import Tracking as FacadeTracking
 
 SPY = "tests.observability.spies:SpyTracker"
 BROKEN_LOG = "tests.observability.spies:BrokenAtLog"
+EXITING = "tests.observability.spies:ExitsAtLog"
 BROKEN_START = "tests.observability.spies:BrokenAtStart"
 
 
@@ -71,6 +72,14 @@ def test_a_tracker_that_fails_is_off_and_the_others_go_on():
     told = notices()
     assert "off from now on (OSError: disk full)" in told[f"trainer.logger={BROKEN_LOG}"]
     assert "off from now on (RuntimeError: no network)" in told[f"trainer.logger={BROKEN_START}"]
+
+
+def test_a_tracker_that_wants_to_exit_is_off_and_the_run_continues():
+    with Tracking("p", "e", [EXITING, SPY]) as tracking:
+        tracking.log({"x": 1.0}, 1)
+        tracking.log({"x": 2.0}, 2)
+    assert [call[2] for call in SpyTracker.calls if call[0] == "log"] == [1, 2]
+    assert "SystemExit: 1" in notices()[f"trainer.logger={EXITING}"]
 
 
 def test_an_exception_in_the_run_finishes_the_trackers_with_code_1():

@@ -43,6 +43,8 @@ def test_numbers_of_all_kinds_are_scores(value, score):
         (float("nan"), "returned nan"),
         (math.inf, "returned inf"),
         (10**400, "returned inf"),
+        (1e300, "returned 1e+300, which is too large"),
+        (-(10**30), "returned -1e+30, which is too large"),
         ("1.0", "returned a string ('1.0')"),
         ([1.0, 2.0], "returned list"),
         (1j, "returned complex"),

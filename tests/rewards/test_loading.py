@@ -12,7 +12,13 @@ from verl.config import PPOTrainerConfig, replace
 from verl.errors import ConfigError, NotBuiltError, RewardError
 from verl.metrics import notices
 from verl.registry import REWARD_MANAGERS
-from verl.rewards import check_reward_data, get_custom_reward_fn, load_reward_manager, resolve_reward_manager_cls
+from verl.rewards import (
+    check_reward_data,
+    get_custom_reward_fn,
+    load_reward_function,
+    load_reward_manager,
+    resolve_reward_manager_cls,
+)
 from verl.rewards.managers.dapo import DAPORewardManager
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.managers.prime import PrimeRewardManager
@@ -199,3 +205,26 @@ def test_a_manager_file_without_a_path_or_class_is_refused(tmp_path):
         resolve_reward_manager_cls(importlib_config(reward_file(tmp_path, "x = 1\n")))
     with pytest.raises(RewardError, match="no such Python file"):
         resolve_reward_manager_cls(importlib_config(str(tmp_path / "none.py")))
+
+
+@pytest.mark.parametrize("end", ["start()", "sys.exit(start())", "try:\n    start()\nexcept SystemExit:\n    pass"])
+def test_a_file_that_starts_a_run_while_the_run_loads_it_is_refused_with_the_guard(tmp_path, end):
+    file = tmp_path / "train.py"
+    code = (
+        "import sys\nfrom verl.trainer import runtime\ndef compute_score(solution_str):\n    return 1.0\n"
+        "def start():\n    runtime.start(1)\n"
+    )
+    file.write_text(code + end)
+    for _ in range(2):  # the file is not taken for loaded the next time
+        with pytest.raises(RewardError, match="starts a run as soon as it is loaded") as caught:
+            load_reward_function(str(file))
+        assert 'if __name__ == "__main__":' in str(caught.value) and "train.py" in str(caught.value)
+    file.write_text(f"{code}if __name__ == '__main__':\n    start()\n")
+    assert load_reward_function(str(file)).name == "compute_score"
+
+
+def test_a_relative_import_of_a_reward_file_is_told_what_to_write(tmp_path):
+    file = reward_file(tmp_path, "from .helper import f\n\ndef compute_score(solution_str):\n    return f()")
+    with pytest.raises(RewardError, match="import without the dots") as caught:
+        load_reward_function(file)
+    assert str(tmp_path) in str(caught.value)

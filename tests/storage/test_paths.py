@@ -92,3 +92,10 @@ def test_hdfs_without_its_command_says_what_to_install(tmp_path, monkeypatch):
 def test_other_schemes_are_refused_by_name(tmp_path):
     with pytest.raises(DataError, match="cannot read s3:// paths"):
         copy("s3://bucket/train.parquet", tmp_path / "train.parquet")
+
+
+@pytest.mark.parametrize("pattern", ["*.parquet", "data/part-?.parquet", "no/where/[ab].parquet"])
+def test_a_pattern_is_told_that_it_is_not_expanded(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="Patterns are not expanded: name each file"):
+        resolve(pattern)

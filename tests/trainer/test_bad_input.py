@@ -36,6 +36,29 @@ def test_the_run_that_the_cases_below_spoil_is_a_good_one(run):
     assert (status, error) == (0, "")
 
 
+def test_ctrl_c_before_training_is_one_sentence_and_its_status(run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verl.trainer.ppo.ray_trainer.RayPPOTrainer.init_workers", interrupted)
+    said: list[str] = []
+    monkeypatch.setattr("verl.trainer.command.tell", said.append)
+    assert run() == (130, "")
+    assert said == ["SIGINT: the program ends outside of a training step; what is saved is untouched"]
+
+
+def test_a_run_whose_every_update_was_not_finite_has_trained_nothing_and_says_so(run, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    Path("losses.py").write_text(
+        "def spoiled(old_log_prob, log_prob, advantages, response_mask, **_):\n"
+        "    return (log_prob * float('nan')).mean(), {}\n"
+    )
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=losses:spoiled"
+    status, error = run(loss, "trainer.total_training_steps=2")
+    assert status == 2
+    assert "nothing was trained: all optimizer steps of the actor were skipped, 2 of them because" in error
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

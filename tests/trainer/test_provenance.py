@@ -108,6 +108,26 @@ def test_what_changes_the_mathematics_has_to_be_accepted_by_name(run):
     assert run(3, "actor_rollout_ref.actor.optim.lr=1e-3")[0] == 0, "what was accepted is what the next one is held to"
 
 
+def test_a_module_that_the_reward_file_imports_from_its_folder_counts_as_the_reward(run, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    Path("graders/parts").mkdir(parents=True)
+    for name, text in {
+        "__init__": "from .parts import deep", "parts/__init__": "", "parts/deep": "from .. import near\nUNIT = 9",
+        "near": "", "unused": "",
+    }.items():  # fmt: skip
+        Path(f"graders/{name}.py").write_text(text)
+    Path("scorer.py").write_text("import graders.parts\n" + scorer("len(solution_str) / 9"))
+    assert run(1)[0] == 0
+    Path("graders/unused.py").write_text("# no part of it")
+    for name in ("graders/__init__.py", "graders/parts/deep.py", "graders/near.py"):
+        before = Path(name).read_text()
+        Path(name).write_text(f"{before}\nUNIT = 8")
+        status, said = run(2)
+        assert status == 2 and f"custom_reward_function.path: {name}: was 'the content" in said, said
+        Path(name).write_text(before)
+    assert run(2)[0] == 0
+
+
 def test_what_changes_no_result_is_told_and_goes_on(run):
     assert run(1)[0] == 0
     Path("model").rename("moved")

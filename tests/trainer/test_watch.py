@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import prepare, train
 from tests.harness.scorers import LETTERS, scorer
+from verl.errors import EngineError
 from verl.metrics import notices
 from verl.trainer import sft_trainer
 from verl.trainer.ppo.signs import signs_of
-from verl.trainer.watch import PATIENCE, Watch, signs_of_supervised
+from verl.trainer.watch import PATIENCE, Updates, Watch, signs_of_supervised
 
 SIGNS = (
     "response_mask", "response_length/max", "response_length/clip_ratio", "critic/score",
@@ -127,3 +129,40 @@ def test_supervised_training_that_repeats_its_loss_says_so():
              "optim.lr=0", "trainer.total_training_steps=2", "trainer.logger=[file]"]  # fmt: skip
     assert sft_trainer.main(words) == 0
     assert set(told()) == {"train/lr"}
+
+
+TAKEN, NOT_FINITE, EMPTY, OVERFLOW = (
+    {"skipped_nonfinite_step": one, "skipped_empty_step": two, "skipped_overflow_step": three, "lr": 1.0}
+    for one, two, three in [(0.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[], [TAKEN], [NOT_FINITE, TAKEN, NOT_FINITE], [EMPTY, EMPTY], [OVERFLOW], [{"lr": 1.0}]],
+)
+def test_one_step_that_was_taken_or_none_that_failed_is_no_error(steps):
+    updates = Updates()
+    for metrics in steps:
+        updates.add("actor", metrics)
+    updates.check()
+
+
+def test_a_model_that_took_no_step_is_named_whatever_the_others_did():
+    updates = Updates()
+    for model, metrics in (("actor", TAKEN), ("critic", NOT_FINITE), ("critic", EMPTY), ("critic", NOT_FINITE)):
+        updates.add(model, metrics)
+    with pytest.raises(EngineError, match="all optimizer steps of the critic were skipped, 2 of them"):
+        updates.check()
+
+
+def test_supervised_training_that_took_no_step_ends_with_an_error(capfd):
+    tiny_model_dir("model")
+    path = "model/model.safetensors"
+    weights = load_file(path)
+    save_file({name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}, path, {"format": "pt"})
+    write_prompts("train.jsonl", [{"messages": turns("a", "b")}] * 4)
+    words = ["data.train_files=train.jsonl", "data.train_batch_size=2", "data.max_length=64", "model.path=model",
+             "trainer.total_training_steps=2", "trainer.default_local_dir=sft", "trainer.logger=[file]"]  # fmt: skip
+    assert sft_trainer.main(words) == 2
+    assert "nothing was trained: all optimizer steps of the model were skipped, 2 of them" in capfd.readouterr().err

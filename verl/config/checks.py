@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,25 @@ from verl.config.schema import schema_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.registry import Registry
 
+LARGEST_SEED = 2**32 - 1  # of numpy's generators
 Problems = list[ConfigError]
 Rule = Callable[[Any], Problems]
 
 
 def collect(rules: Iterable[Rule], cfg: Any) -> None:
     """Run every rule and raise all problems together; a single one is raised as it is."""
-    problems = [problem for rule in rules for problem in rule(cfg)]
+    problems = [problem for rule in (*rules, _seeds) for problem in rule(cfg)]
     raise_all([problem for problem in problems if not _is_echo(problem, problems, cfg)])
+
+
+def _seeds(cfg: Any) -> Problems:
+    """Numbers that every generator takes, also with a step or a rank added to them."""
+    problems: Problems = []
+    for key in schema_of(type(cfg)).leaves:
+        if key.endswith("seed"):
+            seed = reduce(lambda node, name: node[name], key.split("."), cfg)
+            problems += in_range(key, seed, f"0 to {LARGEST_SEED}", seed is None or 0 <= seed <= LARGEST_SEED)
+    return problems
 
 
 def _is_echo(problem: ConfigError, problems: Problems, cfg: Any) -> bool:

@@ -7,8 +7,10 @@ counts as mathematics.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +87,7 @@ class Provenance:
 
     Args:
         settings: dotted key -> value, without secrets.
-        content: dotted key of a file or folder -> a digest of what lies there.
+        content: dotted key of a file or folder, or ``<key>: <file>`` of a file that it imports -> digest of what is there.
         places: what a run that goes on writes into: the names of its metrics file and the like.
         yaml: the configuration for people; empty where it was read back.
     """
@@ -103,6 +105,9 @@ class Provenance:
         settings = dict(_flat(hide(to_dict(config)), schema.leaves))
         named = [key for key, leaf in schema.leaves.items() if leaf.path and not is_harmless(key)]
         content = {key: _digest_of_all(raw.get(key)) for key in named}
+        for key in named:
+            for module in _imported(raw.get(key)):
+                content[f"{key}: {os.path.relpath(module, Path(raw[key]).parent)}"] = _digest_of_all(str(module))
         known = {key: digest for key, digest in content.items() if digest}
         return cls(json.loads(json.dumps(settings)), known, yaml=to_yaml(config))
 
@@ -137,6 +142,9 @@ class Provenance:
                 yield Change(key, was, now, False, f" ({', '.join(schedules)}: the schedule depends on the length)")
             elif was != now:
                 yield Change(key, was, now, is_harmless(key) or (digest is not None and digest == other))
+        for name in sorted((self.content.keys() & before.content.keys()) - self.settings.keys()):
+            if self.content[name] != before.content[name]:
+                yield Change(name, f"the content {before.content[name]}", f"the content {self.content[name]}", False)
 
 
 def check_resume(now: Provenance, folder: Path, accept: bool) -> Mapping[str, str]:
@@ -237,6 +245,32 @@ def _digest_of_all(value: Any) -> str:
             content = _digest(file, size, sample) if number < MOST_FILES else str(size).encode()
             total.update(file.relative_to(path).as_posix().encode() + b"\0" + content)
     return total.hexdigest()[:16]
+
+
+def _imported(path: Any) -> list[Path]:
+    """The files that a Python file imports from its folder and the packages there, directly or through one another."""
+    if not isinstance(path, str) or not path.endswith(".py"):
+        return []
+    file, files = Path(path), [Path(path)]
+    for one in files:  # grows
+        try:
+            nodes = list(ast.walk(ast.parse(one.read_bytes())))
+        except (OSError, SyntaxError, ValueError):
+            continue  # told where it is loaded
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, inside = getattr(node, "level", 0), getattr(node, "module", None) or ""
+                base = [file.parent, *one.parents][: level + 1][-1] if level else file.parent
+                names = [f"{inside}.{alias.name}".lstrip(".") for alias in node.names]
+                files += [module for name in names for module in _files_of(base, name) if module not in files]
+    return files[1:]
+
+
+def _files_of(base: Path, name: str) -> list[Path]:
+    """Those that an import of a dotted name runs, of the ones below a folder."""
+    parts = name.split(".")
+    places = [base.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
+    return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
 
 
 def _digest(file: Path, size: int, sample: int) -> bytes:

@@ -82,7 +82,10 @@ def _from_text(text: str, where: Where) -> Any:
         try:
             return read_json(text)
         except ValueError:
-            pass  # a prompt may well begin like JSON without being it
+            if "'role':" in text and "'content':" in text:
+                fault, fix = "the messages are the text of a Python list, not JSON", "Write them with json.dumps."
+                raise DataError(fault, key=where(), got=text[:60], fix=fix) from None
+            # a prompt may well begin like JSON without being it
     notice("data.prompt_key", "the prompts are plain strings; each is taken as one user message")
     return [{"role": "user", "content": text}]
 

@@ -79,6 +79,10 @@ class PreferenceDataset(MultiTurnSFTDataset):
     def _conversation(self, row: dict[str, Any], item: int, side: str) -> list[Message]:
         return self._placed(self._pairs_of.conversation(row, self.describe(item), side), row, item)
 
+    def _said(self, item: int) -> list[Message]:
+        sides = [self._conversation(self.dataframe[item], item, side) for side in SIDES]
+        return [message for said in sides for message in said]
+
     def _refuse_overlong(self) -> None:
         """`_check_rows` does it, for both sides of a pair."""
 

@@ -20,6 +20,7 @@ from verl.data.columns import DATA_SOURCE, as_flag, as_object, check_prompts
 from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.filtering import KEY as FILTER_KEY
 from verl.data.filtering import filter_of
+from verl.data.lost_text import check_kept
 from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
@@ -95,6 +96,8 @@ class RLHFDataset(Dataset):
         self._tools = [tool.get_openai_tool_schema().for_template() for tool in tools.values()]
         self._load()
         self._filter()
+        if self.prompt_key in self.dataframe.column_names:  # else the prompts are up to the user's class
+            check_kept(self._template, len(self), self._said, self.describe)
         self._settle_lengths()
 
     def __len__(self) -> int:
@@ -108,6 +111,8 @@ class RLHFDataset(Dataset):
         text = self._render(messages, int(item))
         row.pop(self.prompt_key)
         row["raw_prompt_ids"] = self._ids(text, seen, int(item))
+        if not row["raw_prompt_ids"]:
+            raise self._empty(int(item))
         row.update(self._media_fields(row, seen))
         if self.return_raw_chat:
             row["raw_prompt"] = messages
@@ -171,6 +176,8 @@ class RLHFDataset(Dataset):
             return
         workers = read_number(self.config, "filter_overlong_prompts_workers", 1)
         lengths = measure(len(self), self._lengths, workers=workers, description="measuring prompts")
+        if not lengths.all():
+            raise self._empty(int(np.argmin(lengths)), f" ({np.count_nonzero(lengths == 0)} such rows)")
         long = np.flatnonzero(lengths > self.max_prompt_length)
         if not len(long):
             return
@@ -197,6 +204,13 @@ class RLHFDataset(Dataset):
         notice(f"data.filter_overlong_prompts ({', '.join(self._origin.files)})", message)
         self.dataframe, self._rows = self.dataframe.select(kept), self._rows[kept]
         log.info("%d prompts from %s", len(self), ", ".join(self._origin.files))
+
+    def _said(self, item: int) -> list[Message]:
+        return self.build_messages(dict(self.dataframe[item]), item)
+
+    def _empty(self, item: int, more: str = "") -> DataError:
+        fix = "Drop such rows, or look at the chat template and at the characters that the tokenizer knows."
+        return DataError(f"the prompt has no token{more}", key=self.describe(item), fix=fix)
 
     def _lengths(self, chunk: range) -> list[int]:
         columns = self.dataframe[chunk.start : chunk.stop]

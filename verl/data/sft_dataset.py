@@ -20,6 +20,7 @@ from verl.data.chat_template import ChatTemplate
 from verl.data.collate import sft_collate
 from verl.data.columns import ConversationColumns, as_flag
 from verl.data.files import as_dataset, choose_rows, read_files
+from verl.data.lost_text import check_kept
 from verl.data.messages import Message, as_tools
 from verl.data.overlong import MANY, PART, check_truncation, count_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
@@ -102,6 +103,7 @@ class MultiTurnSFTDataset(Dataset):
             self._leave_out_invalid()
         elif self.truncation == "error":
             self._refuse_overlong()
+        check_kept(self._template, len(self.dataframe), self._said, self.describe)
         self[0]  # a template whose turns cannot be told is found now and not in the first step
 
     def __len__(self) -> int:
@@ -159,6 +161,9 @@ class MultiTurnSFTDataset(Dataset):
     def build_messages(self, row: dict[str, Any], item: int) -> list[Message]:
         """The conversation of a row, as plain message dicts; override it to make conversations from other columns."""
         return self._placed(self._columns.messages(row, self.describe(item)), row, item)
+
+    def _said(self, item: int) -> list[Message]:
+        return self.build_messages(self.dataframe[item], item)
 
     def _placed(self, messages: list[Message], row: dict[str, Any], item: int) -> list[Message]:
         """The messages with the images of the row's column in their places."""

@@ -1,12 +1,13 @@
-"""Learning curves from a run's metrics file: ``python -m verl.observability.plots run.jsonl -o curve.png``."""
+"""Learning curves from metrics files: ``python -m verl.observability.plots a.jsonl b.jsonl -o curve.png``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.errors import DataError, VerlError, suggest
@@ -14,6 +15,7 @@ from verl.json_text import read_json
 
 REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
 LOSS_KEYS = ("train/loss", "val/loss")
+Paths = str | Path | Sequence[str | Path]
 ACCURACY = re.compile(r"^val-core/.+/mean@\d+$")
 
 
@@ -24,6 +26,7 @@ class Series:
     key: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
+    label: str = ""
 
 
 def read_metrics(path: str | Path) -> list[tuple[int, dict[str, float]]]:
@@ -33,6 +36,8 @@ def read_metrics(path: str | Path) -> list[tuple[int, dict[str, float]]]:
         DataError: no such file, a damaged line before the last, or no step at all.
     """
     path = Path(path)
+    if path.suffix == ".png":
+        raise DataError("this is no metrics file", got=str(path), fix=f"Write -o {path} for the picture to draw.")
     if not path.is_file():
         raise DataError("no such metrics file", got=str(path), fix="trainer.logger must name 'file' to write one.")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -71,32 +76,41 @@ def default_keys(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
     return keys or logged[:2]
 
 
-def plot_run(path: str | Path, out: str | Path, keys: Sequence[str] | None = None, title: str | None = None) -> Path:
-    """Draw the metrics ``keys`` of a run, training curves on the left and held-out ones on the right, into a PNG."""
+def plot_run(path: Paths, out: str | Path, keys: Sequence[str] | None = None, title: str | None = None) -> Path:
+    """Draw the metrics ``keys`` of a run or several, training curves on the left and held-out ones on the right."""
     import matplotlib
 
     matplotlib.use("Agg")  # a run has no screen
     from matplotlib import pyplot as plt
 
-    rows = read_metrics(path)
-    chosen = [series(rows, key) for key in (keys or default_keys(rows))]
+    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    chosen: list[Series] = []
+    for name, rows in zip(_names(paths), map(read_metrics, paths), strict=True):
+        chosen += [replace(series(rows, key), label=f"{name}{key}") for key in keys or default_keys(rows)]
     groups = [g for g in ([s for s in chosen if not _held_out(s)], [s for s in chosen if _held_out(s)]) if g]
     figure, axes = plt.subplots(1, len(groups), figsize=(5.2 * len(groups), 3.6), squeeze=False, layout="constrained")
     for axis, group in zip(axes[0], groups):
         for one in group:
-            axis.plot(one.steps, one.values, marker="o" if len(one.steps) <= 30 else None, ms=4, label=one.key)
+            axis.plot(one.steps, one.values, marker="o" if len(one.steps) <= 30 else None, ms=4, label=one.label)
         axis.set_xlabel("step")
         axis.set_title("held out" if _held_out(group[0]) else "training", fontsize=10)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
         if all(0 <= v <= 1 for one in group for v in one.values):
             axis.set_ylim(-0.03, 1.03)
-    figure.suptitle(title or Path(path).stem)
+    figure.suptitle(title or ", ".join(dict.fromkeys(Path(one).stem for one in paths)))
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
     plt.close(figure)
     return out
+
+
+def _names(paths: Sequence[str | Path]) -> list[str]:
+    """Where the paths of runs differ, before the names of their metrics; nothing for a single run."""
+    stems = [os.path.splitext(os.path.abspath(one))[0] for one in paths]
+    above = os.path.commonpath([os.path.dirname(stem) for stem in stems])
+    return [f"{os.path.relpath(stem, above)}: " for stem in stems] if len(stems) > 1 else [""]
 
 
 def _held_out(one: Series) -> bool:
@@ -105,13 +119,15 @@ def _held_out(one: Series) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("metrics", help="the run's metrics file (JSON lines, tracker 'file')")
-    parser.add_argument("-o", "--out", default=None, help="the PNG to write; beside the metrics file by default")
+    parser.add_argument("metrics", nargs="+", help="the metrics file of each run (JSON lines, tracker 'file')")
+    parser.add_argument("-o", "--out", default=None, help="the PNG to write; by default as the first metrics file")
     parser.add_argument("-k", "--keys", nargs="+", default=None, help="metrics to draw; reward and accuracy by default")
     parser.add_argument("--title", default=None)
     args = parser.parse_args(argv)
     try:
-        print(plot_run(args.metrics, args.out or Path(args.metrics).with_suffix(".png"), args.keys, args.title))
+        first = Path(args.metrics[0])
+        default = first.with_suffix(".png") if len(args.metrics) == 1 else first.with_name(f"{first.stem}-compared.png")
+        print(plot_run(args.metrics, args.out or default, args.keys, args.title))
     except VerlError as error:
         print(error, file=sys.stderr)
         return 2

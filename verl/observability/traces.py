@@ -72,7 +72,7 @@ class Traces:
         try:
             if not self.is_off and self._last.done():
                 self.backend.close()
-        except Exception as error:  # boundary: as in `_work`
+        except (Exception, SystemExit) as error:  # boundary: as in `_work`
             self._switch_off(f"{type(error).__name__}: {error}")
 
     async def settled(self) -> None:
@@ -90,7 +90,7 @@ class Traces:
             try:
                 if not self.is_off:
                     self.backend.write(trace)
-            except Exception as error:  # boundary: whatever a tracker does, the run goes on
+            except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run goes on
                 self._switch_off(f"{type(error).__name__}: {error}")
             self._written += 1
             future.set_result(None)

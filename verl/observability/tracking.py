@@ -57,7 +57,7 @@ class Tracking:
                 self.logger[name] = tracker(project_name, experiment_name, given)
             except VerlError:
                 raise
-            except Exception as error:  # boundary: a third-party tracker that cannot start
+            except (Exception, SystemExit) as error:  # boundary: a third-party tracker that cannot start
                 self._switch_off(name, error)
         _current = weakref.ref(self)
 
@@ -106,10 +106,10 @@ class Tracking:
             if name in wanted:
                 try:
                     action(tracker)
-                except Exception as error:  # boundary: whatever a tracker does, the run goes on
+                except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run goes on
                     self._switch_off(name, error)
 
-    def _switch_off(self, name: str, error: Exception) -> None:
+    def _switch_off(self, name: str, error: BaseException) -> None:
         self.logger.pop(name, None)
         notice(f"trainer.logger={name}", f"failed and is off from now on ({type(error).__name__}: {error})")
 

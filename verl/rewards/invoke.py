@@ -16,6 +16,8 @@ from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.samples import FailureKind, RewardFailure, RewardResult, RewardSample, all_failed
 
+LARGEST = 1e18
+"""A score whose square float32 holds, in which advantages are computed."""
 WANTED = "a finite float, int or bool, or a dict with the key 'score'"
 
 
@@ -79,7 +81,7 @@ def results_of(function: RewardFunction, raw: Any, count: int) -> list[RewardRes
 
 def result_of(value: Any) -> RewardResult:
     """One returned value as a score, or as the failure that says what is wrong with it."""
-    if type(value) is float and math.isfinite(value):  # by far the most frequent
+    if type(value) is float and -LARGEST <= value <= LARGEST:  # by far the most frequent
         return RewardResult(value)
     try:
         return _read(value)
@@ -103,6 +105,8 @@ def _read(value: Any) -> RewardResult:
         score = math.inf
     if not math.isfinite(score):
         return _failed(f"returned {score}, which is no score")
+    if abs(score) > LARGEST:
+        return _failed(f"returned {score:g}, which is too large: a score lies between -{LARGEST:g} and {LARGEST:g}")
     if extra:
         extra["score"] = score
     return RewardResult(score, extra)

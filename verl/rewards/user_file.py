@@ -48,4 +48,6 @@ def _line_of(error: BaseException, file: Path) -> str:
 def _hint(error: BaseException, file: Path) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and (file.parent / f"{error.name}.py").is_file():
         return f"{error.name}.py lies beside it: put {file.parent} on PYTHONPATH."
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return f"The file is loaded by itself: import without the dots, with {file.parent} on PYTHONPATH."
     return ""

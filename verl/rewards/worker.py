@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl import stacks
+from verl import stacks, terminal
 from verl.errors import VerlError
 from verl.rewards import wire
 from verl.rewards.function import load_reward_function
@@ -82,6 +82,7 @@ def _take_pipes() -> tuple[Any, Any]:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    terminal.outlive(os.devnull)
     return calls, answers
 
 

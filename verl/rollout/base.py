@@ -15,7 +15,6 @@ from torch import Tensor
 
 from verl.config.node import key_of
 from verl.errors import RolloutError
-from verl.metrics import notice
 from verl.weight_sync.chunks import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -300,19 +299,19 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
         raise RolloutError("a sample index counts from 0", key="sample_index", got=request.sample_index)
 
 
-def tell_of_context(rollout: Any, max_model_len: int) -> None:
-    """A notice if prompts and responses may have more tokens together than the sampler's context.
+def check_context(rollout: Any, max_model_len: int) -> None:
+    """Refuse lengths of prompts and responses that are more tokens together than the sampler's context.
 
     Args:
         rollout: the section, with ``prompt_length`` and ``response_length``.
     """
-    wanted, left = rollout.prompt_length + rollout.response_length, max_model_len - rollout.response_length
-    if wanted > max_model_len:
-        error = f"a prompt of more than {left} tokens" if left > 0 else f"a response of {rollout.response_length}"
-        notice(
-            key_of(rollout, "response_length"),
-            f"the context of the sampler is {max_model_len} tokens: {error} will be an error, yet prompt_length and "
-            f"response_length allow {wanted} in sum",
+    if rollout.prompt_length + rollout.response_length > max_model_len:
+        raise RolloutError(
+            f"a prompt of {rollout.prompt_length} tokens and its response are longer than the sampler's context",
+            key=key_of(rollout, "response_length"),
+            got=rollout.response_length,
+            allowed=f"{max_model_len} tokens for both",
+            fix="Lower one of them (in training data.max_prompt_length and data.max_response_length).",
         )
 
 

@@ -53,6 +53,8 @@ def missing_path(path: str | Path, *, error: type[VerlError] = DataError, key: s
         while not folder.is_dir():
             folder = folder.parent
         fix = f"The path exists only as far as {folder.resolve()}."
+    if any(sign in str(path) for sign in "*?["):
+        fix = "Patterns are not expanded: name each file, as in [a.parquet,b.parquet]."
     return error("no such file or folder", key=key, got=str(path), fix=fix)
 
 
@@ -110,7 +112,7 @@ def check_scheme(path: str) -> None:
         raise DataError(
             f"cannot read {scheme}:// paths",
             got=path,
-            allowed="local paths, hdfs:// paths, hub names 'owner/name'",
+            allowed="local paths, hdfs:// paths",
             fix="Copy the files to this machine first.",
         )
 

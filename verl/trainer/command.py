@@ -1,10 +1,31 @@
-"""How every program reports a user's error: one message, and exit status 2."""
+"""How every program ends: a user's error is one message and exit status 2, Ctrl-C outside of training one and 130."""
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from verl.errors import NotBuiltError, VerlError, hide_in_text, printable
+from verl.terminal import tell
+
+
+def run(work: Callable[[], Any]) -> int:
+    """Do the work of a program; returns the exit status."""
+    try:
+        work()
+    except VerlError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        return interrupted()
+    return 0
+
+
+def interrupted() -> int:
+    """What a program says that Ctrl-C ends while no step is in work; returns the exit status."""
+    tell("SIGINT: the program ends outside of a training step; what is saved is untouched")
+    return 128 + signal.SIGINT
 
 
 def report(error: VerlError) -> int:

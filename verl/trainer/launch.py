@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from verl import env
 from verl.config import load_config
 from verl.config.loading import FirstLook
 from verl.errors import VerlError, WorkerError
-from verl.trainer.command import report
+from verl.trainer.command import interrupted, report
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
@@ -36,7 +37,7 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
     from verl.trainer import runtime
 
     trainer = config.trainer
-    runtime.start(trainer.seed)
+    runtime.start(trainer.seed, trainer.default_local_dir)
     on = device.resolve_device(trainer.device)
     refuse_without_cuda([role_of_supervised(config)], on, config.model.external_lib)
     if ranks is not None:
@@ -74,6 +75,8 @@ def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | No
         return _failed(error, tell=rank == 0)  # of another rank
     except VerlError as error:
         return _failed(error, tell=True)
+    except KeyboardInterrupt:
+        return interrupted() if rank == 0 else 128 + signal.SIGINT
     return 0
 
 

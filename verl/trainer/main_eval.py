@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from verl.config import load_config
 from verl.config.evaluation import EvaluationConfig
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError
 from verl.json_text import without_nan
 from verl.metrics import notice
 from verl.rewards.dispatch import answer_of, check_data_sources, default_compute_score, runs_programs
@@ -23,7 +23,7 @@ from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Scorer, ScoringLimits
 from verl.rewards.truths import check_setting, check_truths
 from verl.trainer import evaluation
-from verl.trainer.command import report
+from verl.trainer.command import run
 from verl.trainer.evaluation import Answers
 
 
@@ -120,12 +120,8 @@ def with_compare(argv: Sequence[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a user's error is one message and exit status 2."""
-    try:
-        config = cast(EvaluationConfig, load_config("evaluation", with_compare(sys.argv[1:] if argv is None else argv)))
-        print(run_eval(config))
-    except VerlError as error:
-        return report(error)
-    return 0
+    words = sys.argv[1:] if argv is None else argv
+    return run(lambda: print(run_eval(cast(EvaluationConfig, load_config("evaluation", with_compare(words))))))
 
 
 if __name__ == "__main__":

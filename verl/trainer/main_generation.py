@@ -9,9 +9,9 @@ from verl.config import load_config, record_reads, replace, unread
 from verl.config.generation import GenerationConfig
 from verl.config.loading import read_config
 from verl.data.look import look_at_questions
-from verl.errors import ModelError, VerlError
+from verl.errors import ModelError
 from verl.metrics import notice
-from verl.trainer.command import report
+from verl.trainer.command import run
 
 
 def run_generation(config: GenerationConfig) -> str:
@@ -48,16 +48,16 @@ def run_generation(config: GenerationConfig) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a user's error is one message and exit status 2."""
-    try:
+
+    def work() -> None:
         words = sys.argv[1:] if argv is None else argv
         config = cast(GenerationConfig, load_config("generation", words, look_at_questions))
         with record_reads() as reads:
             print(run_generation(config))
-    except VerlError as error:
-        return report(error)
-    for key in unread(config, read_config("generation", []), reads):
-        notice(key, "changed nothing: batch generation with this engine has no use for it")
-    return 0
+        for key in unread(config, read_config("generation", []), reads):
+            notice(key, "changed nothing: batch generation with this engine has no use for it")
+
+    return run(work)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import cast
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.config.checks import missing_folder
 from verl.config.sampler_sizes import spec_of
-from verl.errors import ConfigError, ModelError, VerlError
-from verl.trainer.command import report
+from verl.errors import ConfigError, ModelError
+from verl.trainer.command import run
 
 OUTPUT = "data.output_path"
 IN_FLIGHT = 128
@@ -98,13 +98,13 @@ def with_lengths(argv: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a user's error is one message and exit status 2."""
-    try:
+
+    def work() -> None:
         output, rest = split_output(with_lengths(sys.argv[1:] if argv is None else argv))
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest, served=True))
         print(run_generation_server(config, output, rest))
-    except VerlError as error:
-        return report(error)
-    return 0
+
+    return run(work)
 
 
 if __name__ == "__main__":

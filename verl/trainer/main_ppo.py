@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.data.look import look_at_prompts
-from verl.errors import VerlError
-from verl.trainer.command import report
+from verl.trainer.command import run
 
 if TYPE_CHECKING:
     from verl.trainer.placement import Place
@@ -76,13 +75,12 @@ def main(argv: list[str] | None = None, defaults: Iterable[str] = ()) -> int:
         argv: None: this process's.
         defaults: settings of a recipe, ``a.b=c``; files and the command line win over them.
     """
-    try:
-        words = sys.argv[1:] if argv is None else argv
-        config = load_config("ppo_trainer", words, look_at_prompts, defaults=defaults)
-        run_ppo(cast(PPOTrainerConfig, config))
-    except VerlError as error:
-        return report(error)
-    return 0
+    words = sys.argv[1:] if argv is None else argv
+
+    def start() -> None:
+        run_ppo(cast(PPOTrainerConfig, load_config("ppo_trainer", words, look_at_prompts, defaults=defaults)))
+
+    return run(start)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl import device, env
+from verl import device, env, terminal
 from verl.checkpoint import RemoteCheckpoints, RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading import writable
 from verl.config.nsight import worker_nsight_options
 from verl.config.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
+from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
 
 if TYPE_CHECKING:
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
     from verl.single_controller.ray.runtime import RayCluster
 
 
-def start(seed: int) -> None:
-    """Logging, threads, memory and random numbers of this process.
+def start(seed: int, folder: str | None = None) -> None:
+    """Streams, logging, threads, memory and random numbers of this process.
 
     Args:
         seed: master seed; python, numpy and torch start from it.
+        folder: of the run, for ``output.txt``: what the run prints once its terminal is gone.
     """
+    refuse_while_loading()
+    terminal.outlive(os.devnull if folder is None else Path(folder, "output.txt"))
     start_logging()
     env.set_default("TOKENIZERS_PARALLELISM", "true")
     device.set_threads()
@@ -55,7 +60,7 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
 
 
 def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
-    start(config.trainer.seed)
+    start(config.trainer.seed, config.trainer.default_local_dir)
     external_lib = config.actor_rollout_ref.model.external_lib
     topology = topology_of(config)
     notice("topology", str(topology))

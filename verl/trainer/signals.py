@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT during a run: the first one ends it in order, the second one at once.
+"""SIGTERM, SIGINT and SIGHUP during a run: the first one ends it in order, the second one at once.
 
-A scheduler that takes a machine back sends SIGTERM and waits for a while; a user presses Ctrl-C. Either way the run
-saves what it has and leaves with status 128 + signal (143, 130), so that a script can tell it from a run that is
-complete (0) and start it again. Handlers are in place only while a loop runs.
+A scheduler that takes a machine back sends SIGTERM and waits for a while; a user presses Ctrl-C; a terminal hangs up.
+In each case the run saves what it has and leaves with status 128 + signal (143, 130, 129), so that a script can tell it
+from a run that is complete (0) and start it again. Handlers are in place only while a loop runs.
 
 Python runs a handler only between two instructions of the main thread, which may be deep inside a kernel, a collective
 or a call of a worker. A thread therefore listens, too, and it is the thread that answers and that leaves.
@@ -22,7 +22,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from verl.terminal import tell
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StepDropped(KeyboardInterrupt):
@@ -47,7 +49,7 @@ class RunStopped(SystemExit):
 
 
 class StopSignals:
-    """Watches for SIGTERM and SIGINT while its block runs, in the main thread only.
+    """Watches for `SIGNALS` while its block runs, in the main thread only; under ``nohup`` SIGHUP stays ignored.
 
     Args:
         drop_at_once: leave a `droppable` block at the moment of the signal; else at its end (workers in other
@@ -83,14 +85,14 @@ class StopSignals:
         if self.requested:
             raise StepDropped
 
-    def stopped(self, sentence: str, tell: bool = True) -> RunStopped:
+    def stopped(self, sentence: str, says: bool = True) -> RunStopped:
         """The exception that ends the run, after the message to the user.
 
         One of several processes may end because another one got the signal; it ends as after SIGTERM.
         """
         received = self.signal or signal.SIGTERM
-        if tell:
-            _tell(f"{received.name}: {sentence}")
+        if says:
+            tell(f"{received.name}: {sentence}")
         return RunStopped(received, sentence)
 
     def __enter__(self) -> StopSignals:
@@ -101,6 +103,8 @@ class StopSignals:
             self._listener = threading.Thread(target=self._listen, args=(reader,), name="verl-signals", daemon=True)
             self._listener.start()
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._receive)
             _watching.append(self)
             logging.getLogger("asyncio").addFilter(_is_news)  # for good: tasks may go at the end of the program
@@ -123,11 +127,12 @@ class StopSignals:
     def leave_to_parent(self) -> None:
         """In a forked child (a loader's worker): the parent answers signals, and its pipe is not the child's.
 
-        SIGTERM ends a child as usual; Ctrl-C in a terminal reaches it too, and must not: the parent still needs it.
+        SIGTERM ends a child as usual; what a terminal sends reaches it too, and must not: the parent still needs it.
         """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         for descriptor in self._wakeup[:2]:
             os.close(descriptor)
 
@@ -143,18 +148,23 @@ class StopSignals:
             self._before_unraisable(event)
 
     def _listen(self, reader: int) -> None:
-        """Answer every signal at once; exit at the second one, whatever the main thread is doing."""
-        count = 0
+        """Answer every signal at once; exit at the second one, whatever the main thread is doing.
+
+        A terminal that hangs up insists on nothing: its shell and the kernel send a SIGHUP each, a login session may
+        send SIGTERM with it, and the run still saves.
+        """
+        seen: list[signal.Signals] = []
         while numbers := os.read(reader, 1):
-            if numbers[0] not in SIGNALS:
+            if numbers[0] not in SIGNALS or (seen and numbers[0] == signal.SIGHUP):
                 continue
-            received, count = signal.Signals(numbers[0]), count + 1
-            if count > 1:
-                _tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
+            received = signal.Signals(numbers[0])
+            if seen and seen[-1] != signal.SIGHUP:
+                tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
                 kill_descendants()
                 os._exit(128 + received)  # nothing may delay it, not even clean-up; the kernel drops the lock
+            seen.append(received)
             self.signal = self.signal or received
-            _tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
+            tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
         os.close(reader)
 
 
@@ -190,8 +200,3 @@ def kill_descendants() -> None:
         waiting += children[pid]
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _tell(sentence: str) -> None:
-    """One line on standard error; a handler must not take the locks of Python's own streams."""
-    os.write(2, f"{sentence}\n".encode())

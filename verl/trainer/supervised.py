@@ -36,7 +36,7 @@ from verl.single_controller.spmd import Spmd
 from verl.trainer import rng, runtime
 from verl.trainer.copies import CopyCheck
 from verl.trainer.signals import StopSignals
-from verl.trainer.watch import Watch, signs_of_supervised
+from verl.trainer.watch import Updates, Watch, signs_of_supervised
 from verl.workers.part import ModelPart, PassLimits, layout, load_part, local_model, make_engine, save_part
 
 
@@ -162,7 +162,7 @@ class SupervisedTrainer:
         return CheckpointWriter(trainer.default_local_dir, keep={"model": trainer.max_ckpt_to_keep}, copies=copies)
 
     def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
-        batches, watch, before = self._batches(), Watch(), None
+        batches, watch, updates, before = self._batches(), Watch(), Updates(), None
         while self.step < self.total_steps:
             started = time.perf_counter()
             batch = next(batches)
@@ -173,6 +173,7 @@ class SupervisedTrainer:
             last = self.step == self.total_steps
             if self.val_loader is not None and self.test_every > 0 and (last or self.step % self.test_every == 0):
                 metrics |= self.validate()
+            updates.add("model", {name.removeprefix("train/"): value for name, value in metrics.items()})
             tracking.log(metrics, self.step)
             watch.step(signs_of_supervised(metrics, before, int(batch.tensors["response_mask"].sum())))
             before = metrics["train/loss"]
@@ -183,8 +184,9 @@ class SupervisedTrainer:
             if self.save_every > 0 and (last or ends or self.step % self.save_every == 0):
                 self.save_checkpoint()
             if ends:
-                raise stop.stopped(self._stop_reason(), tell=self.ctx.is_main)
+                raise stop.stopped(self._stop_reason(), says=self.ctx.is_main)
         watch.end()
+        self.ctx.only_main(updates.check)
 
     def _stop_reason(self) -> str:
         trainer = self.config.trainer

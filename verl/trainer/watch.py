@@ -7,13 +7,16 @@ the same step (no gradient where all rewards are equal) is not reported with it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
+from verl.errors import EngineError
 from verl.metrics import notice
 
 PATIENCE = 5
 """Consecutive steps; in a shorter run all of its steps, at least `SHORTEST`."""
 SHORTEST = 2
+SKIPPED = ("skipped_nonfinite_step", "skipped_empty_step", "skipped_overflow_step")
 
 
 class Watch:
@@ -48,6 +51,29 @@ class Watch:
         if name not in self._told:
             self._told.add(name)
             notice(name, f"for {self._held[name]} steps in a row {self._last[name]}")
+
+
+class Updates:
+    """Counts the optimizer steps of each model; one whose every step was skipped has learned nothing."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+        self._not_finite: Counter[str] = Counter()
+
+    def add(self, model: str, metrics: Mapping[str, float]) -> None:
+        """One step, by the metrics of `verl.engines.step.StepReport`, under the names that it gives them."""
+        self._not_finite[model] += metrics.get("skipped_nonfinite_step", 0.0) > 0
+        self._taken[model] += not any(value for name, value in metrics.items() if name in SKIPPED)
+
+    def check(self) -> None:
+        """Raises `EngineError` where no step was taken, and some would not have been finite."""
+        for model, count in self._not_finite.items():
+            if count and not self._taken[model]:
+                raise EngineError(
+                    f"nothing was trained: all optimizer steps of the {model} were skipped, {count} of them because "
+                    "the gradient was not finite",
+                    fix="Look at the loss, the rewards and the first weights; a lower rate or float32 may mend it.",
+                )
 
 
 def signs_of_supervised(metrics: Mapping[str, float], before: float | None, trained_tokens: int) -> dict[str, str]:

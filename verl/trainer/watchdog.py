@@ -21,6 +21,7 @@ from verl.errors import WorkerError, printable
 from verl.observability.gantt import WAITING, role_of
 from verl.observability.places import file_of_run
 from verl.observability.spans import Activity, Spans, now
+from verl.terminal import tell
 from verl.trainer.signals import Hung, kill_descendants
 
 KEY = "trainer.hang_seconds"
@@ -115,7 +116,7 @@ class Watchdog:
         if self._main is not None:
             signal.pthread_kill(self._main, SIGNAL)
         if not self._over.wait(GRACE_SECONDS):
-            os.write(2, f"error: {self._error}\nIt had to be killed; finished checkpoints are untouched\n".encode())
+            tell(f"error: {self._error}\nIt had to be killed; finished checkpoints are untouched")
             kill_descendants()
             os._exit(2)
 

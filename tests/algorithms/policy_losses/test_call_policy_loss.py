@@ -94,7 +94,7 @@ def test_another_result_is_refused(result):
 @pytest.mark.parametrize(
     ("result", "got", "repair"),
     [
-        (torch.zeros(2, 3), "a tensor of shape (2, 3)", "agg_loss(loss_mat=losses, loss_mask=response_mask"),
+        (torch.zeros(2, 3), "Got ['a tensor of shape (2, 3)']", "agg_loss(loss_mat=losses, loss_mask=response_mask"),
         ((torch.zeros(2), {}), "a tensor of shape (2,)", "agg_loss(loss_mat=losses"),
         ((torch.tensor(1.0), 0.5), "a tensor of shape ()', 'float'", 'return loss, {"my_metric": number}'),
         (1.5, "'float'", "End it with: return loss, {}."),

@@ -376,16 +376,14 @@ def test_the_configuration_builds_a_sampler(tmp_path):
     reset_notices()
     model = HFModelConfig(path=str(tmp_path), override_config={"rms_norm_eps": 1e-5})
     rollout = RolloutConfig(
-        max_num_seqs=3, max_model_len=100, full_determinism=True, prompt_length=64, response_length=64
+        max_num_seqs=3, max_model_len=100, full_determinism=True, prompt_length=64, response_length=36
     )
     sampler = HFSampler.from_config(rollout, model)
     assert sampler.model.dtype == torch.float32 and sampler.model.config.rms_norm_eps == 1e-5
     assert (sampler.max_model_len, sampler._scheduler.max_num_seqs) == (100, 3)
     assert sampler._runner.policy.exact and sampler._scheduler.share
-    assert "a prompt of more than 36 tokens will be an error" in notices()["response_length"]
-    reset_notices()
-    HFSampler.from_config(RolloutConfig(max_model_len=100, prompt_length=8, response_length=100), model)
-    assert "a response of 100 will be an error" in notices()["response_length"]
+    with pytest.raises(RolloutError, match=r"response_length: a prompt of 64 .*Allowed: 100 tok"):
+        HFSampler.from_config(RolloutConfig(max_model_len=100, prompt_length=64, response_length=37), model)
     quiet = RolloutConfig(enable_prefix_caching=False, prompt_length=200, response_length=56, dtype="bfloat16")
     reset_notices()
     sampler = HFSampler.from_config(quiet, model)

@@ -83,6 +83,7 @@ def aggregation_of(policy_loss: PolicyLossFn, configured: str) -> str:
 
 def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str, Any]]:
     """Today's pair (loss, metrics), or the older (loss, clipfrac, kl, clipfrac_lower)."""
+    returned = result if isinstance(result, (tuple, list)) else [result]
     if isinstance(result, Tensor):
         result = (result, {})
     parts = tuple(result) if isinstance(result, (tuple, list)) else ()
@@ -93,7 +94,7 @@ def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str
     raise ConfigError(
         f"the policy loss {name_of(policy_loss)} returned something else than a loss and its metrics",
         key="actor_rollout_ref.actor.policy_loss.loss_mode",
-        got=[_shape_of(part) for part in parts] or type(result).__name__,
+        got=[_shape_of(part) for part in returned] or type(result).__name__,
         allowed="(scalar tensor, dict of metrics)",
         fix=_repair(parts),
     )

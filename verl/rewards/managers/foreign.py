@@ -11,6 +11,7 @@ import torch
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.failures import failure_metrics, report_failures
+from verl.rewards.invoke import LARGEST
 from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
 from verl.rewards.managers.rows import given, tensor
@@ -40,7 +41,7 @@ class ForeignManager:
                 f"{label} did not return token-level scores", got=got, allowed=f"a tensor of shape {shape}"
             )
         scores = scores.float()
-        finite = scores.isfinite().all(-1).tolist()
+        finite = (scores.abs() <= LARGEST).all(-1).tolist()
         marked = scored.get("unscorable", [False] * len(finite))
         results = [_result(good, mark) for good, mark in zip(finite, marked, strict=True)]
         sources = data.non_tensor_batch.get("data_source", [None] * len(results))
@@ -77,5 +78,5 @@ def _result(finite: bool, marked: Any) -> RewardResult:
     if finite and not marked:
         return RewardResult(0.0)
     return RewardResult(
-        failure=RewardFailure("value", "it is marked unscorable" if finite else "its score is not finite")
+        failure=RewardFailure("value", "it is marked unscorable" if finite else "its score is not finite, or too large")
     )

@@ -32,9 +32,9 @@ from verl.rollout.base import (
     Completion,
     Request,
     Sampler,
+    check_context,
     check_logprobs_mode,
     check_request,
-    tell_of_context,
 )
 from verl.rollout.hf.adjust import Adjustment
 from verl.rollout.hf.attention import PassAbandoned, UnsupportedModelError
@@ -221,7 +221,7 @@ class HFSampler(Sampler):
             quantization=rollout.quantization,
             **options,
         )
-        tell_of_context(rollout, sampler.max_model_len)
+        check_context(rollout, sampler.max_model_len)
         return sampler
 
     @classmethod

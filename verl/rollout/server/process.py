@@ -65,6 +65,7 @@ class ServerProcess:
             errors="replace",
             env={**env.whole(), **(environment or {})},
             pass_fds=pipes,
+            start_new_session=True,  # what a terminal sends is the run's to answer, which still needs it
         )
         threading.Thread(target=self._listen, name=f"output of {self.name}", daemon=True).start()
         atexit.register(self.close)

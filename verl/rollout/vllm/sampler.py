@@ -16,7 +16,7 @@ from verl.metrics import notice
 from verl.models.lora import LoraSettings
 from verl.rollout import reload_check
 from verl.rollout.adapters import separate_adapter
-from verl.rollout.base import Request, tell_of_context
+from verl.rollout.base import Request, check_context
 from verl.rollout.gated import GatedSampler, Sampled
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
@@ -108,7 +108,7 @@ class VLLMSampler(GatedSampler):
         own = set(ours) - set(rollout.engine_kwargs.vllm or {})
         sampler = cls(ours, facts=facts, ours=own, adapter=separate_adapter(rollout, model))
         sampler.at_update = rollout.requests_at_update
-        tell_of_context(rollout, sampler.max_model_len)
+        check_context(rollout, sampler.max_model_len)
         return sampler
 
     @classmethod

@@ -133,12 +133,18 @@ def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> Non
 
 
 def _connect(address: str, settings: dict[str, Any]) -> None:
-    """Ray's init puts its own handler of SIGTERM in place of one that the run has set: that one goes on."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Ray's init puts its own handler of SIGTERM in place of one that the run has set: that one goes on.
+
+    What it starts inherits that SIGHUP is ignored: a terminal that hangs up sends it to all, and the run is to save.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     security.forbid_implicit_start()
+    if is_main := threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ray.init(address=address, **{"namespace": NAMESPACE, "logging_level": logging.WARNING, **settings})
-    if callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        if is_main and (callable(handler) or number == signal.SIGHUP):
+            signal.signal(number, handler)
 
 
 def _arguments(ray_init: Mapping[str, Any]) -> dict[str, Any]:

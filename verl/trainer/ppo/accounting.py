@@ -29,6 +29,12 @@ def keys_of(batch: DataProto) -> list[Key]:
     return list(zip(map(str, columns["uid"]), map(int, columns[SAMPLE]), strict=True))
 
 
+def names_of(batch: DataProto) -> dict[str, list[Any]]:
+    """How the ledger names each row of a batch (``uid``, ``sample``), and its row of the data (``row``), for dumps."""
+    columns = batch.non_tensor_batch
+    return {name: list(columns[of]) for name, of in (("uid", "uid"), ("sample", SAMPLE), ("row", ROW)) if of in columns}
+
+
 def ask(prompts: DataProto, ctx: StepContext) -> None:
     """These rows go to the sampler next."""
     if ctx.ledger is not None:

@@ -30,6 +30,7 @@ from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.ppo.replay import RolloutReplay
 from verl.trainer.ppo.unfinished import UnfinishedPrompts
 from verl.trainer.signals import StopSignals
+from verl.trainer.watch import Updates
 
 ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample", ENOUGH)
 """Keys of ``meta_info`` that are about one call of the sampler."""
@@ -119,6 +120,7 @@ class RunState:
         spans: when the stages of all steps began and ended.
         replicas: how many sample now; None where their number does not change.
         record: the decisions of an asynchronous schedule; None in a run that keeps none.
+        updates: the optimizer steps that were taken and skipped.
     """
 
     config: PPOTrainerConfig
@@ -131,6 +133,7 @@ class RunState:
     spans: Spans = field(default_factory=Spans)
     replicas: Callable[[], int] | None = None
     record: ScheduleRecord | None = None
+    updates: Updates = field(default_factory=Updates)
 
     def __post_init__(self) -> None:
         config = self.config

@@ -30,7 +30,7 @@ from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto, traffic
-from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES
+from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES, refuse_while_loading
 from verl.rollout.base import Moved
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
@@ -98,6 +98,7 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ):
+        refuse_while_loading()
         typed = config if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
         self.config = typed = cast(PPOTrainerConfig, typed)
         self.tokenizer, self.processor = tokenizer, processor
@@ -138,6 +139,7 @@ class RayPPOTrainer:
             drop_last=True,
             collate_fn=collate,
             sampler=sampler,
+            key="data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size",
         )
         self.source = stages.PromptSource(loader)
         self.steps_per_epoch = self.schedule.steps_of(self.config, len(loader))
@@ -267,6 +269,7 @@ class RayPPOTrainer:
             self._notify("on_fit_end")
             if self.state.ledger is not None:
                 self.state.ledger.check(self._waiting())
+            self.state.updates.check()
         except StepDropped:
             raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None
 
@@ -434,7 +437,12 @@ class RayPPOTrainer:
             "outputs": responses,
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
-            "reward_extra_infos": {**extra, **conversation_columns(batch), **self.texts.columns(batch)},
+            "reward_extra_infos": {
+                **extra,
+                **conversation_columns(batch),
+                **self.texts.columns(batch),
+                **accounting.names_of(batch),
+            },
         }
 
     def compute_rollout_importance_weights_and_add_to_batch(
@@ -455,7 +463,7 @@ class RayPPOTrainer:
             self.checkpoint_callback.on_save(
                 trainer=self, global_step=step, checkpoint_dir=str(folder), async_save=background
             )
-        except Exception as error:  # boundary: the user's code
+        except (Exception, SystemExit) as error:  # boundary: the user's code
             raise CheckpointError(
                 f"on_save failed after step {step}: {type(error).__name__}: {error}",
                 key="trainer.checkpoint_callback_class",

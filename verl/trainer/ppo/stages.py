@@ -469,6 +469,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
             positive.weigh(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
         ctx.spans.progress()
+        ctx.run.updates.add(role.name, metrics.values())
         # A name with its own prefix (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})
 

@@ -1,0 +1,76 @@
+"""Standard output and standard error that a run outlives: ``| head`` closes a pipe, a dropped connection a terminal.
+
+Whatever writes there afterwards (a tracker, a progress bar, a ``print`` of a reward function) would fail, and end the
+run or pass for an error of that code. So both lead to a file of the run from then on, and the run says so once.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+GONE = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
+_file = os.devnull
+
+
+class _Outlasting(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            _replace(self.fileno(), error)
+            return super().write(data)
+
+
+def outlive(file: str | Path) -> None:
+    """Make this process, and those that it forks, outlive the end of their standard output and standard error.
+
+    Streams that a notebook or a test has put there stay as they are.
+
+    Args:
+        file: what is printed afterwards is appended to it; where it cannot be written, nothing is kept.
+    """
+    global _file
+    _file = os.fspath(file)
+    for name, original in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        stream = getattr(sys, name)
+        if stream is None or stream is not original or not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.flush()
+        raw = _Outlasting(stream.fileno(), "wb", closefd=False)
+        buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
+        kept = stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, *kept))
+
+
+def tell(sentence: str) -> None:
+    """One line on standard error without the locks of Python's own streams, for handlers; it cannot fail."""
+    line = f"{sentence}\n".encode()
+    try:
+        os.write(2, line)
+    except OSError as error:
+        if error.errno in GONE:
+            _replace(2, error)
+            os.write(2, line)
+
+
+def _replace(descriptor: int, error: OSError) -> None:
+    """Lead a descriptor to the file, and say so: on standard error, which leads there, too, once it is gone."""
+    kept = _file
+    try:
+        os.makedirs(os.path.dirname(kept) or ".", exist_ok=True)
+        opened = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:
+        kept, opened = os.devnull, os.open(os.devnull, os.O_WRONLY)
+    os.dup2(opened, descriptor)
+    os.close(opened)
+    where = "is lost" if kept == os.devnull else f"is in {kept}"
+    name = "error" if descriptor == 2 else "output"
+    reason = os.strerror(error.errno or 0)
+    tell(f"standard {name} is closed ({reason}): the run continues; what it prints from now on {where}")
