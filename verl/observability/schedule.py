@@ -36,7 +36,13 @@ from verl.observability.places import file_of_run, newest_file, set_aside
 KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
 RUN, NOT_COMPARED = "run", ("t", "answers")
 _GROUPS = {"groups": list}
-READ = {"weights": {"version": int}, "lend": {"until": int}, "admit": _GROUPS, "again": _GROUPS, "ended": _GROUPS}
+READ: dict[str, dict[str, type]] = {
+    "weights": {"version": int},
+    "lend": {"until": int},
+    "admit": _GROUPS,
+    "again": _GROUPS,
+    "ended": _GROUPS,
+}
 """What a replay reads of a decision without comparing it."""
 SHOWN = 300
 

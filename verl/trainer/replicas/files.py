@@ -32,15 +32,13 @@ def read_seen(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no run whose replicas come and go is under way there.
     """
-    seen: dict[str, Any] | None = None
-    try:
+    with suppress(OSError):
         text = (folder / SEEN).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    if text and (seen := _seen_in(text)) is None:
-        raise ConfigError(f"{SEEN} holds something else than a run writes", got=text[:100], fix="Remove the file.")
-    if text and (seen["node"] != os.uname().nodename or Path(f"/proc/{seen['controller']}").exists()):
-        return seen
+        seen = _seen_in(text)
+        if seen is None:
+            raise ConfigError(f"{SEEN} holds something else than a run writes", got=text[:100], fix="Remove the file.")
+        if seen["node"] != os.uname().nodename or Path(f"/proc/{seen['controller']}").exists():
+            return seen
     raise ConfigError(
         "no run is under way here whose replicas come and go",
         got=str(folder),
