@@ -27,19 +27,18 @@ from verl.errors import ConfigError, NotBuiltError
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"
 _R = "actor_rollout_ref.rollout"
 _HEADS = ("lm_head", "embed_out")
-"""What families call their head."""
 _T, _P = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of every model of an RL run on a backend that shards by FSDP, and of its sampler."""
-    return [p for role in roles(cfg) for p in (*of_role(role), *_of_any_backend(role))] + of_sampler(cfg)
+    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role), *_tied(role))] + of_sampler(cfg)
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     """Of the one model of a supervised run."""
     role = role_of_supervised(cfg)
-    return of_role(role) + _of_any_backend(role)
+    return of_role(role) + _quantized(role) + _tied(role)
 
 
 def of_role(role: MegatronRole) -> Problems:
@@ -130,11 +129,7 @@ def _adapter(role: MegatronRole) -> Problems:
     return [NotBuiltError(message, key=f"{role.model_key}.{name}", got=role.model[name], fix=fix)]
 
 
-def _of_any_backend(role: MegatronRole) -> Problems:
-    return [*_quantized(role), *_on_tied_head(role)]
-
-
-def _on_tied_head(role: MegatronRole) -> Problems:
+def _tied(role: MegatronRole) -> Problems:
     """A head that is the embeddings' weight gets no adapter: merged, it would change the embeddings, too."""
     facts = facts_of(role.path)
     if role.adapter is None or role.model.lora_adapter_path or facts is None:

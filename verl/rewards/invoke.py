@@ -8,6 +8,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -15,34 +16,42 @@ from verl.errors import VerlError
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.samples import FailureKind, RewardFailure, RewardResult, RewardSample, all_failed
+from verl.rewards.undecided import collected
 
 WANTED = "a finite float, int or bool, or a dict with the key 'score'"
 
 
 def invoke(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
     """One call of the function, in this thread; one result per sample."""
-    try:
-        raw = function.call(samples)
-        if inspect.isawaitable(raw):
-            raw = asyncio.run(_wait(raw))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # boundary: the user's code, which may even call sys.exit
-        return all_failed(samples, raised(error))
-    return results_of(function, raw, len(samples))
+    with collected() as reasons:
+        try:
+            raw = function.call(samples)
+            if inspect.isawaitable(raw):
+                raw = asyncio.run(_wait(raw))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # boundary: the user's code, which may even call sys.exit
+            return all_failed(samples, raised(error))
+    return _with_reasons(results_of(function, raw, len(samples)), reasons)
 
 
 async def invoke_async(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
     """The same for an async function, in the running event loop. Cancellation goes through."""
-    try:
-        raw = function.call(samples)
-        if inspect.isawaitable(raw):
-            raw = await raw
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise
-    except BaseException as error:  # boundary: the user's code
-        return all_failed(samples, raised(error))
-    return results_of(function, raw, len(samples))
+    with collected() as reasons:
+        try:
+            raw = function.call(samples)
+            if inspect.isawaitable(raw):
+                raw = await raw
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # boundary: the user's code
+            return all_failed(samples, raised(error))
+    return _with_reasons(results_of(function, raw, len(samples)), reasons)
+
+
+def _with_reasons(results: list[RewardResult], reasons: list[str]) -> list[RewardResult]:
+    """Of a call with several answers nobody knows which one could not be compared: it is counted with the first."""
+    return [replace(results[0], undecided=reasons[0]), *results[1:]] if reasons and results else results
 
 
 def raised(error: BaseException) -> RewardFailure:

@@ -29,17 +29,18 @@ def extract_solution(solution_str: str, method: Method = "strict", lenient: bool
     ``strict`` takes the last number after ``"#### "`` and drops the commas of its thousands; ``flexible`` takes the
     last number anywhere as it stands. ``lenient`` drops commas of thousands and a trailing full stop under both.
     """
-    if method == "strict":
-        numbers = [join_thousands(number).strip(",") for number in AFTER_HASHES.findall(solution_str)[-1:]]
-    elif method == "flexible":
-        numbers = [number for number in ANYWHERE.findall(solution_str) if number not in ("", ".")]
-    else:
+    if method not in ("strict", "flexible"):
         raise RewardError(
             "unknown way to read a GSM8K answer", key="method", got=method, allowed=["strict", "flexible"]
         )
-    if lenient:
-        numbers = [join_thousands(number).strip(",").rstrip(".") for number in numbers if HAS_DIGIT.search(number)]
-    return numbers[-1] or None if numbers else None
+    if method == "strict":
+        number = next(reversed(AFTER_HASHES.findall(solution_str)), "")
+    else:
+        is_number = HAS_DIGIT.search if lenient else lambda text: text != "."
+        number = next(filter(is_number, reversed(ANYWHERE.findall(solution_str))), "")
+    if method == "strict" or lenient:
+        number = join_thousands(number).strip(",")
+    return (number.rstrip(".") if lenient else number) or None
 
 
 def compute_score(

@@ -13,7 +13,6 @@ from typing import Any
 from verl.rewards.scorers.text import MENTION, RAISED, closing_brace, joins_digits, named_apart, text_of
 
 INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
-DIGIT = re.compile("[0-9]")
 REMOVED_FIRST = ("\n", r"\!")
 REPLACED = (("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"))
 REMOVED = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
@@ -66,8 +65,9 @@ def _normalize(text: str) -> str:
         text = text.replace(old, new)
     for piece in REMOVED:
         text = text.replace(piece, "")
-    if text.count(r"\text{ ") == 1 and not DIGIT.search(RAISED.sub("", text.partition(r"\text{ ")[2])):
-        text = text.partition(r"\text{ ")[0]
+    head, _, unit = text.partition(r"\text{ ")
+    if text.count(r"\text{ ") == 1 and not any(map(str.isdigit, RAISED.sub("", unit))):
+        text = head
     text = text.replace(r"\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
