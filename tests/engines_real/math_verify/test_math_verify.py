@@ -24,6 +24,7 @@ from verl.utils.reward_score import math_verify as facade
         (r"\boxed{2^{100}}", "2^{101}", 0.0),
         (r"\boxed{2^{1009}}", "2^{1009}", 1.0),
         (r"\boxed{\frac24}" + " It is." * 5000, "1/2", 1.0),
+        (r"\boxed{\frac24}, in the form \boxed{...} or \boxed{}", "1/2", 1.0),
         (r"\boxed{2}", "3", 0.0),
         ("no formula", "3", 0.0),
         (r"\boxed{9^{9^{9^{9}}}}", "3", 0.0),

@@ -16,7 +16,7 @@ from typing import Any
 from verl.errors import MissingDependencyError, RewardError
 from verl.rewards.samples import RewardSample
 from verl.rewards.scorers.math_boxed import last_boxed
-from verl.rewards.scorers.text import text_of
+from verl.rewards.scorers.text import MENTION, text_of
 from verl.rewards.undecided import undecided
 
 TIMEOUT = 10.0
@@ -36,6 +36,7 @@ _NUMBER = (
 )
 ARITHMETIC = re.compile(rf"\s*-?{_NUMBER}(?:\s*(?:[-+*/]|\\cdot|\\times)\s*{_NUMBER})*\s*")
 """What is cheap all the same: sums and products of powers, factorials and binomials of small numbers."""
+MENTIONED = re.compile(rf"\\boxed\s*\{{{MENTION.pattern}\}}")
 FORMULA = re.compile(r"\$([^$]{1,400})\$")
 _lock = threading.Lock()  # threads that score: two would start two runners
 _runner: Any = None
@@ -51,7 +52,11 @@ def compute_score(solution_str: str, ground_truth: Any, timeout_score: float = 0
     Raises:
         MissingDependencyError: the package is not installed.
     """
-    text, truth, boxed = solution_str[-LONGEST_TEXT:], text_of(ground_truth), last_boxed(solution_str)
+    text, truth, boxed = (
+        MENTIONED.sub("", solution_str[-LONGEST_TEXT:]),
+        text_of(ground_truth),
+        last_boxed(solution_str),
+    )
     formulas = [boxed] if boxed is not None else FORMULA.findall(text)[-1:]
     if formulas and formulas[0].split() == truth.strip().strip("$").split() != []:
         return 1.0

@@ -102,12 +102,12 @@ def named_apart(first: str, second: str) -> bool:
 def _units(text: str) -> set[tuple[str, str]]:
     """Each unit and its power: ``{("cm", "2")}`` of ``9 square centimeters``."""
     text = text.lower().replace("mph", "miles per hour")
-    found = {(str(m.lastgroup).rstrip("_"), _power(text, m.start(), m.end())) for m in UNIT.finditer(text)}
+    units = {(str(m.lastgroup).rstrip("_"), _power(text, m.start(), m.end())) for m in UNIT.finditer(text)}
     for match in SHORT_UNIT.finditer(text):
         unit = SHORT_UNITS.get(match[1], match[1])
-        if unit not in ("or", "and", *(known for known, _ in found)):
-            found.add((unit, _power(text, match.start(1), match.end())))
-    return found
+        if unit not in ("or", "and", *(known for known, _ in units)):
+            units.add((unit, _power(text, match.start(1), match.end())))
+    return units
 
 
 def _power(text: str, start: int, end: int) -> str:

@@ -38,8 +38,8 @@ class AdapterBuffer:
         if absent := sorted(set(changed.values()) - set(weights)):
             raise ModelError(
                 f"the adapter changes {absent[0]}, and the sampler's {type(model).__name__} has no such weight",
-                key="lora.merge",
-                fix="Set lora.merge=true, so that merged weights are sent, or name other target_modules.",
+                key="actor_rollout_ref.model.lora.merge",
+                fix="Set it to true, so that merged weights are sent, or name other modules in target_modules.",
             )
         self._targets = {owner: weights[name] for owner, name in changed.items()}
         self._base: dict[str, torch.Tensor] = {}
