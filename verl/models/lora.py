@@ -301,10 +301,9 @@ def _check_ends(model: nn.Module, key: str, names: Any, known: list[str], kind: 
 
 
 def _refuse_unmergeable(model: Any, key: str, got: Any) -> None:
-    """Raise `ConfigError` where files and samplers, which hold plain weights, could not hold what is trained.
+    """Raise `ConfigError` where plain weights, which files and samplers have, could not hold what is trained.
 
-    That is a weight which several names share, as a head that is tied to the embeddings: the adapter changes one of
-    its uses alone. And anything but two factors: other parts of an adapter, modules that are trained in full.
+    So it is of a weight with several names, of which the adapter changes one alone, and of more than two factors.
     """
     ends = tuple(f".lora_{which}.{NAME}.weight" for which in "AB")
     odd = [name for name in adapter_names(model) if not name.endswith(ends)]
@@ -315,10 +314,9 @@ def _refuse_unmergeable(model: Any, key: str, got: Any) -> None:
             got=got,
             fix="Name linear modules alone, and leave out DoRA, biases, modules_to_save and trainable tokens.",
         )
-    plain = ((name.replace(".base_layer", ""), t) for name, t in model.state_dict(keep_vars=True).items())
     names: dict[int, list[str]] = {}
-    for name, tensor in plain:
-        names.setdefault(id(tensor), []).append(name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name.replace(".base_layer", ""))
     changed = {adapted_weight(model, name.partition(".lora_")[0]) for name in adapter_names(model)}
     for shared in names.values():
         adapted = sorted(changed.intersection(shared))

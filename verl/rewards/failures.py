@@ -82,12 +82,11 @@ def _report_undecided(samples: Sequence[RewardSample], results: Sequence[RewardR
     """The notice on answers that could not be compared with their truth."""
     cases = [(s, result.undecided) for s, result in zip(samples, results, strict=True) if result.undecided]
     if cases:
-        sample, reason = cases[0]
-        notice(
-            "reward/undecided",
-            f"{len(cases)} of {len(results)} answers could not be compared with the truth in time and count as wrong. "
-            f"The first, {sample.place}: {reason}. The metric counts further ones.",
+        share, first = f"{len(cases)} of {len(results)}", f"{cases[0][0].place}: {cases[0][1]}"
+        message = (
+            f"{share} answers could not be compared with the truth in time and count as wrong. The first, {first}."
         )
+        notice("reward/undecided", f"{message} The metric counts further ones.")
 
 
 def _report_scored(samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:

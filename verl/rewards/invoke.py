@@ -16,41 +16,43 @@ from verl.errors import VerlError
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.samples import FailureKind, RewardFailure, RewardResult, RewardSample, all_failed
-from verl.rewards.undecided import collected
+from verl.rewards.undecided import REASONS
 
 WANTED = "a finite float, int or bool, or a dict with the key 'score'"
 
 
 def invoke(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
     """One call of the function, in this thread; one result per sample."""
-    with collected() as reasons:
-        try:
-            raw = function.call(samples)
-            if inspect.isawaitable(raw):
-                raw = asyncio.run(_wait(raw))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # boundary: the user's code, which may even call sys.exit
-            return all_failed(samples, raised(error))
-    return _with_reasons(results_of(function, raw, len(samples)), reasons)
+    reasons: list[str] = []
+    REASONS.set(reasons)
+    try:
+        raw = function.call(samples)
+        if inspect.isawaitable(raw):
+            raw = asyncio.run(_wait(raw))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # boundary: the user's code, which may even call sys.exit
+        return all_failed(samples, raised(error))
+    return _with_reason(results_of(function, raw, len(samples)), reasons)
 
 
 async def invoke_async(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
     """The same for an async function, in the running event loop. Cancellation goes through."""
-    with collected() as reasons:
-        try:
-            raw = function.call(samples)
-            if inspect.isawaitable(raw):
-                raw = await raw
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # boundary: the user's code
-            return all_failed(samples, raised(error))
-    return _with_reasons(results_of(function, raw, len(samples)), reasons)
+    reasons: list[str] = []
+    REASONS.set(reasons)
+    try:
+        raw = function.call(samples)
+        if inspect.isawaitable(raw):
+            raw = await raw
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # boundary: the user's code
+        return all_failed(samples, raised(error))
+    return _with_reason(results_of(function, raw, len(samples)), reasons)
 
 
-def _with_reasons(results: list[RewardResult], reasons: list[str]) -> list[RewardResult]:
-    """Of a call with several answers nobody knows which one could not be compared: it is counted with the first."""
+def _with_reason(results: list[RewardResult], reasons: list[str]) -> list[RewardResult]:
+    """Of a call with several answers it is not known which one is undecided: the first one is counted."""
     return [replace(results[0], undecided=reasons[0]), *results[1:]] if reasons and results else results
 
 

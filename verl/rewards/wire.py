@@ -136,10 +136,8 @@ def pack_results(results: list[RewardResult]) -> list[Any]:
 
 def unpack_results(rows: list[Any]) -> list[RewardResult]:
     return [
-        RewardResult(
-            score, from_plain(extra), failure and unpack_failure(failure), caught and unpack_failure(caught), why
-        )
-        for score, extra, failure, caught, why in rows
+        RewardResult(score, from_plain(extra), error and unpack_failure(error), caught and unpack_failure(caught), why)
+        for score, extra, error, caught, why in rows
     ]
 
 

@@ -61,8 +61,7 @@ def parse(text: str) -> Tree:
         ('div', ('sym', 'x'), ('num', '2'))
 
     Raises:
-        UnreadableError: a sign that is not known.
-        TooCostlyError: more of anything than the limits above.
+        UnreadableError: a sign that is not known, or (`TooCostlyError`) more of anything than the limits above.
     """
     if len(text) > LONGEST:
         raise UnreadableError("too long")

@@ -33,8 +33,7 @@ def last_boxed(text: str) -> str | None:
         while (start := text.rfind(command, 0, start)) >= 0:
             after = start + len(command)
             opened = OPENING.match(text, after)
-            end = closing_brace(text, opened.end()) if opened else None
-            if opened and end is None:
+            if opened and (end := closing_brace(text, opened.end())) is None:
                 return None
             inside = text[opened.end() : end] if opened else _unbraced(text, start, after)
             if not MENTION.fullmatch(inside):

@@ -16,8 +16,7 @@ from verl.rewards.scorers.math_boxed import is_equiv, last_boxed
 from verl.rewards.scorers.symbolic import equal
 from verl.rewards.scorers.text import join_thousands, joins_digits, named_apart, same_integer, text_of
 
-WINDOW = 4000
-"""Characters after or before the words that announce an answer."""
+WINDOW = 4000  # characters on either side of the words that announce an answer
 LONGEST_ANSWER = 400
 MOST_ELEMENTS = 24
 RELATIVE = Fraction(1, 10_000)

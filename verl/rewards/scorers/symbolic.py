@@ -26,10 +26,7 @@ _runner: Any = None
 
 
 def equal(first: str, second: str) -> bool:
-    """Whether the two are proved equal, by a process that is given `CPU_SECONDS`. Safe to call from any thread.
-
-    Where that cannot be decided they are not, and `undecided` gets the reason.
-    """
+    """Whether the two are proved equal, by a process that is given `CPU_SECONDS`. Safe to call from any thread."""
     try:
         verdict = decide(first, second)
     except UndecidedError as error:
@@ -55,12 +52,13 @@ def decide(first: str, second: str) -> bool | str:
     except UnreadableError:  # decided here, without a process
         return False
     result = _process().submit([RewardSample(None, first, second)]).result()[0]
-    if result.failure is not None and result.failure.kind == "start":
-        raise RewardError(f"the process that compares formulas did not start: {result.failure.message}")
-    if result.failure is not None and result.failure.kind in ("timeout", "died"):
-        raise UndecidedError(f"{pair}: {result.failure.message}")
-    if result.failure is not None and result.failure.kind == "processor time":
-        return f"{pair}: {result.failure.message}"
+    failure = result.failure
+    if failure is not None and failure.kind == "start":
+        raise RewardError(f"the process that compares formulas did not start: {failure.message}")
+    if failure is not None and failure.kind in ("timeout", "died"):
+        raise UndecidedError(f"{pair}: {failure.message}")
+    if failure is not None:
+        return f"{pair}: {failure.message}"
     return result.score == 1.0
 
 

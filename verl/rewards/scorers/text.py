@@ -16,7 +16,7 @@ THOUSANDS = re.compile(
 NUMBER_RUN = re.compile(r"[0-9.]+")
 NOT_DIGITS = re.compile("[^0-9]+")
 LONGEST_COMPARED = 2000
-WORDS = {
+WORDS = {  # units, and what is counted, that some scorer drops
     "second": "seconds?", "minute": "minutes?|mins?", "hour": "hours?|hrs?", "day": "days?", "week": "weeks?",
     "month": "months?", "year": "years?|yrs?", "mm": "millimet(?:er|re)s?|mm", "cm": "centimet(?:er|re)s?|cm",
     "metre": "met(?:er|re)s?", "km": "kilomet(?:er|re)s?|kms?", "inch": "inch(?:es)?", "foot": "foot|feet|ft",
@@ -24,7 +24,6 @@ WORDS = {
     "litre": "lit(?:er|re)s?", "dollar": "dollars?", "cent": "cents?", "percent": "percent", "degree": "degrees?",
     "point": "points?", "meal": "meals?", "edge": "edges?", "student": "students?",
 }  # fmt: skip
-"""Units, and what is counted, that some scorer drops."""
 UNIT = re.compile(
     rf"(?<![a-z\\])(?:{'|'.join(f'(?P<{name}>{words})' for name, words in WORDS.items())})(?![a-z])"
     r"|(?P<dollar_>\\\$)|(?P<percent_>%)|(?P<degree_>°|\^\s*\{?\s*\\circ)"
@@ -36,8 +35,8 @@ RAISED = re.compile(r"\}?\s*\^\s*\{?\s*(-?[0-9])")
 UNKNOWN = re.compile(
     r"(?<![A-Za-z0-9_}\\^)+*/.-])\s*(-?[0-9.]*(?:\\[A-Za-z]+|[A-Z]{1,4}|[A-Za-z])(?:_\{?[A-Za-z0-9]{1,4}\}?)?'*(?:\([^()=]*\))?)\s*$"
 )
+# What stands in a box that is mentioned and not filled in: nothing, or dots.
 MENTION = re.compile(r"\s*(?:\.{2,}|…|\\[lc]?dots)?\s*")
-"""What stands in a box that is spoken of, and not filled in: nothing, or dots."""
 
 
 def text_of(value: Any) -> str:

@@ -37,7 +37,7 @@ class AdapterBuffer:
         weights, changed = dict(model.named_parameters()), {n: lora.adapted_weight(self._blueprint, n) for n in owners}
         if absent := sorted(set(changed.values()) - set(weights)):
             raise ModelError(
-                f"the adapter changes {absent[0]}, and the sampler's {type(model).__name__} has no such weight",
+                f"the sampler's {type(model).__name__} has no {absent[0]}, which the adapter changes",
                 key="actor_rollout_ref.model.lora.merge",
                 fix="Set it to true, so that merged weights are sent, or name other modules in target_modules.",
             )

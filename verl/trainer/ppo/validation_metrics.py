@@ -2,10 +2,8 @@
 
 best@k, worst@k and maj@k ask what a user who draws k samples would get, so they are bootstrapped: k of a prompt's n
 samples are drawn with replacement, 1000 times, and the mean and the standard deviation over the draws are reported.
-A right sample can be missed in all k draws, so best@n is below 1 where one of n is right.
-
-pass@k is the probability that one of k samples drawn without replacement is right, by its unbiased estimate (Chen et
-al. 2021, arXiv:2107.03374). It is exact, and 1 at k = n where one of n is right.
+pass@k draws without replacement: the unbiased estimate that one of k samples is right (Chen et al. 2021,
+arXiv:2107.03374), 1 at k = n where one of n is right. There best@n is less, as its draws can miss that one.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from verl.errors import DataError
 from verl.metrics import notice
 
 NUM_DRAWS = 1000
-RIGHT_FROM = 1.0
-SCORES = ("acc", "reward", "score")
-"""Variables that say whether a sample is right: from 1 on, by ``acc`` where there is one."""
+RIGHT_FROM, SCORES = 1.0, ("acc", "reward", "score")
+"""A sample is right if one of these is at least that, ``acc`` where it is a number."""
 Reduce = Callable[[np.ndarray], np.ndarray]
 
 
