@@ -85,6 +85,17 @@ def test_what_is_not_built_together_says_so(run):
     assert said.startswith(f"{M}.target_parameters: an adapter on the experts of a mixture is not built yet beside")
 
 
+def test_an_adapter_on_a_tied_head_is_refused_before_it_is_loaded(run):
+    words = (*EIGHT, f"{M}.lora_rank=4", f"{M}.target_modules=[q_proj,lm_head]")
+    said = refused(run, {**DENSE, "tie_word_embeddings": True}, *words)
+    assert said.startswith(f"{M}.target_modules: an adapter on lm_head cannot be merged")
+    assert "Leave lm_head out" in said
+    run({**DENSE, "tie_word_embeddings": False}, *words)
+    run({**DENSE, "tie_word_embeddings": True}, *words, f"+{M}.override_config.tie_word_embeddings=false")
+    run({**DENSE, "tie_word_embeddings": True}, *EIGHT, f"{M}.lora_rank=4")
+    run({**DENSE, "tie_word_embeddings": True}, *EIGHT, f"{M}.target_modules=[q_proj,lm_head]")  # no adapter at all
+
+
 def test_a_model_that_is_trained_whole_has_one_process(run):
     said = refused(run, DENSE, "trainer.device=cpu", "trainer.n_gpus_per_node=2", f"{A}.strategy=plain")
     assert f"{A}.strategy: the plain engine trains in one process, and the pool has 2" in said

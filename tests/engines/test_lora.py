@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.harness.engines import (
@@ -24,6 +24,7 @@ from verl.config import CriticConfig, FSDPEngineConfig, HFModelConfig, Optimizer
 from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models import lora
+from verl.models.loading import load_causal_lm
 from verl.registry import ENGINES
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
@@ -137,6 +138,43 @@ def test_training_goes_on_from_an_adapter_with_its_own_settings(qwen2, tmp_path)
 def test_names_that_match_nothing_are_an_error_with_the_nearest_name(qwen2, setting, says):
     with pytest.raises(ConfigError, match=says):
         make_engine(qwen2, model={**LORA, **setting})
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (("q_proj", "lm_head"), r"adapter on lm_head.*is that of model\.embed_tokens\.weight.*Leave lm_head out"),
+        (".*(q_proj|lm_head)", r"target_modules: an adapter on lm_head cannot be merged.*Got '\.\*"),
+        (".*(q_proj|embed_tokens)", r"this one trains model\.embed_tokens\.lora_embedding_A too"),
+    ],
+)
+def test_an_adapter_on_a_weight_of_two_names_is_refused_by_both(tmp_path, kind, targets, says):
+    path = model_dir(tmp_path, "qwen2", tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=says):
+        lora.add_adapter(load_causal_lm(str(path), device=kind), lora.LoraSettings(4, target_modules=targets), seed=0)
+    lora.add_adapter(load_causal_lm(str(path), device=kind), lora.LoraSettings(4), seed=0)  # all-linear has no head
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, r"lora_adapter_path: an adapter on lm_head cannot be merged"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, r"layers\.0\.self_attn\.q_proj.*is that of model\.layers\.2"),
+        ({"modules_to_save": ["lm_head"]}, r"this one trains lm_head\.modules_to_save\.weight too"),
+        ({"use_dora": True}, r"this one trains .*q_proj\.lora_magnitude_vector"),
+        ({"bias": "lora_only"}, r"this one trains .*q_proj\.base_layer\.bias too"),
+        ({"trainable_token_indices": [3]}, r"this one trains model\.embed_tokens\.token_adapter"),
+        ({"alora_invocation_tokens": [3]}, r"no LoRA adapter.*Got 'aLoRA'"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_an_adapter_of_peft_that_no_plain_weight_could_hold_is_refused(tmp_path, given, says):
+    path = model_dir(tmp_path, "qwen2", tie_word_embeddings=True)
+    config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **given})
+    get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises((ConfigError, ModelError), match=says):
+        make_engine(path, model={"lora_adapter_path": str(tmp_path / "adapter")})
 
 
 def test_only_the_named_modules_get_an_adapter(qwen2):

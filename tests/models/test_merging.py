@@ -111,6 +111,46 @@ def test_an_adapter_of_upstream_is_merged_and_kept(tmp_path):
     assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (2, 8.0, ["q_proj"])
 
 
+def shards_with(tmp_path, owner: str, factors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Path]:
+    """The weights of a tied model, and a checkpoint of it with this adapter on one module."""
+    original, folder = upstream_checkpoint(tmp_path, 1)
+    weights = read_weights(original)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    named = {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
+    named[f"base_model.model.{owner}.base_layer.weight"] = named.pop(f"base_model.model.{owner}.weight")
+    write_shards(folder, named | {f"base_model.model.{owner}.{name}": t for name, t in factors.items()}, 1)
+    return weights, folder
+
+
+def test_an_adapter_on_a_tied_head_unties_it_in_the_merged_folder(tmp_path):
+    """alpha = r = 2: the head alone gets B A, which is 0.02 everywhere."""
+    size = 259
+    factors = {"lora_A.default.weight": torch.full((2, 32), 0.1), "lora_B.default.weight": torch.full((size, 2), 0.1)}
+    before, folder = shards_with(tmp_path, "lm_head", factors)
+    merge(folder, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(model.lm_head.weight.data, before["lm_head.weight"] + 0.02)
+    assert torch.equal(model.model.embed_tokens.weight.data, before["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("model.embed_tokens", "lora_embedding_A.default"),
+        ("model.layers.0.self_attn.q_proj", "lora_magnitude_vector.default.weight"),
+        ("lm_head", "modules_to_save.default.weight"),
+    ],
+)
+def test_parts_of_an_adapter_that_no_merged_weight_takes_are_named(tmp_path, owner, name):
+    factors = {"lora_A.default.weight": torch.ones(2, 32), "lora_B.default.weight": torch.ones(259, 2)}
+    if "q_proj" in owner:
+        factors["lora_B.default.weight"] = torch.ones(32, 2)
+    _, folder = shards_with(tmp_path, owner, {**factors, name: torch.ones(2, 32)})
+    with pytest.raises(ModelError, match=rf"no two factors.*{owner}\.{name}.*merge_and_unload"):
+        merge(folder, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
 def test_our_checkpoint_becomes_the_trained_model(tmp_path, adapter):
     path = tiny_model_dir(tmp_path / "model")

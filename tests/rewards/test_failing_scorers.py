@@ -59,6 +59,7 @@ def test_a_text_on_which_a_built_in_scorer_raises_scores_as_an_empty_one_and_is_
         "reward/unscorable": 0.0,
         "reward/unscorable_fraction": 0.0,
         "reward/unscorable_builtin": 1.0,
+        "reward/undecided": 0.0,
     }
     said = notices()["reward/unscorable_builtin"]
     assert "1 of 2 samples" in said and "row 0 of the batch" in said and "ZeroDivisionError: by a text" in said

@@ -26,18 +26,19 @@ from verl.errors import ConfigError, NotBuiltError
 
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"
 _R = "actor_rollout_ref.rollout"
+_HEADS = ("lm_head", "embed_out")
 _T, _P = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """Of every model of an RL run on a backend that shards by FSDP, and of its sampler."""
-    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role))] + of_sampler(cfg)
+    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role), *_tied(role))] + of_sampler(cfg)
 
 
 def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     """Of the one model of a supervised run."""
     role = role_of_supervised(cfg)
-    return of_role(role) + _quantized(role)
+    return of_role(role) + _quantized(role) + _tied(role)
 
 
 def of_role(role: MegatronRole) -> Problems:
@@ -126,6 +127,22 @@ def _adapter(role: MegatronRole) -> Problems:
     message = f"an adapter on the experts of a mixture is not built yet beside {key}.{_EXPERT}={engine[_EXPERT]}"
     fix = "Name linear layers, such as target_modules=[q_proj,k_proj,v_proj,o_proj], or share no experts."
     return [NotBuiltError(message, key=f"{role.model_key}.{name}", got=role.model[name], fix=fix)]
+
+
+def _tied(role: MegatronRole) -> Problems:
+    """A head that is the embeddings' weight gets no adapter: merged, it would change the embeddings, too."""
+    facts = facts_of(role.path)
+    if role.adapter is None or role.model.lora_adapter_path or facts is None:
+        return []
+    targets, key = role.model.target_modules, f"{role.model_key}.target_modules"
+    heads = [name for name in _HEADS if isinstance(targets, list) and name in targets]
+    if not heads or not role.model.override_config.get("tie_word_embeddings", facts.get("tie_word_embeddings")):
+        return []
+    message = (
+        f"an adapter on {heads[0]} cannot be merged: its weight is that of the embeddings, too, which would change"
+    )
+    fix = f"Leave {heads[0]} out, or take a model whose config.json says tie_word_embeddings=false."
+    return [ConfigError(message, key=key, got=targets, fix=fix)]
 
 
 def _quantized(role: MegatronRole) -> Problems:

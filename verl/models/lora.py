@@ -90,6 +90,7 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module |
                 allowed=f"{config.r}, or leave it out",
             )
     _check_names(model, config)
+    targets = settings.target_modules
     own = [name for name, module in model.named_modules() if module is also]
     if own:
         config.exclude_modules = [*_as_list(config.exclude_modules), *own]
@@ -102,8 +103,10 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module |
         raise ConfigError(
             f"no adapter can be put on {type(model).__name__}: {str(error).splitlines()[0]}",
             key="target_modules",
-            got=settings.target_modules,
+            got=targets,
         ) from error
+    key, got = ("lora_adapter_path", settings.adapter_path) if settings.adapter_path else ("target_modules", targets)
+    _refuse_unmergeable(model, key, got)
     if also is not None:
         also.requires_grad_(True)
     if weights is not None and not on_meta:
@@ -123,7 +126,8 @@ def read_adapter(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ModelError(f"this folder is no adapter: it has no {name}", key="lora_adapter_path", got=str(path))
-    kind = read_json((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
+    facts = read_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    kind = "aLoRA" if facts.get("alora_invocation_tokens") else facts.get("peft_type")
     if kind != "LORA":
         raise ModelError("this adapter is no LoRA adapter", key="lora_adapter_path", got=kind, allowed="LORA")
     return LoraConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS_FILE)
@@ -293,6 +297,36 @@ def _check_ends(model: nn.Module, key: str, names: Any, known: list[str], kind: 
                 got=end,
                 allowed=ends,
                 fix=suggest(end, ends),
+            )
+
+
+def _refuse_unmergeable(model: Any, key: str, got: Any) -> None:
+    """Raise `ConfigError` where plain weights, which files and samplers have, could not hold what is trained.
+
+    So it is of a weight with several names, of which the adapter changes one alone, and of more than two factors.
+    """
+    ends = tuple(f".lora_{which}.{NAME}.weight" for which in "AB")
+    odd = [name for name in adapter_names(model) if not name.endswith(ends)]
+    if odd:
+        raise ConfigError(
+            f"an adapter is two factors of each weight here, and this one trains {odd[0].replace(f'.{NAME}', '')} too",
+            key=key,
+            got=got,
+            fix="Name linear modules alone, and leave out DoRA, biases, modules_to_save and trainable tokens.",
+        )
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name.replace(".base_layer", ""))
+    changed = {adapted_weight(model, name.partition(".lora_")[0]) for name in adapter_names(model)}
+    for shared in names.values():
+        adapted = sorted(changed.intersection(shared))
+        if adapted and len(shared) > 1:
+            module, others = adapted[0].removesuffix(".weight"), ", ".join(n for n in shared if n != adapted[0])
+            raise ConfigError(
+                f"an adapter on {module} cannot be merged: its weight is that of {others}, too, which would change",
+                key=key,
+                got=got,
+                fix=f"Leave {module} out, or take a model whose config.json says tie_word_embeddings=false.",
             )
 
 

@@ -180,8 +180,11 @@ def _write(target: Path, source: Path, weights: Mapping[str, Tensor], trust_remo
     named = dict(weights)
     if any(".lora_" in name for name in named):
         named = _without_adapter(target, source.parent, named)
-    if config.get_text_config().tie_word_embeddings:
-        named.pop("lm_head.weight", None)
+    if config.get_text_config().tie_word_embeddings and "lm_head.weight" in named:
+        head = named.pop("lm_head.weight")
+        if not any(head.shape == other.shape and torch.equal(head, other) for other in named.values()):
+            named["lm_head.weight"] = head  # an adapter trained it, and not the embeddings
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     return hf_folder.save(
         target,
         config=config,
@@ -200,6 +203,7 @@ def _without_adapter(target: Path, folder: Path, weights: dict[str, Tensor]) -> 
     factors = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
     rank = next(tensor.shape[0] for name, tensor in factors.items() if ".lora_A." in name)
     scale = float(meta.get("lora_alpha", rank)) / rank
+    merged = dict(_merged_pairs(weights, scale))
     adapter = {name.replace(f".{lora.NAME}.", "."): tensor.contiguous() for name, tensor in factors.items()}
     (target / ADAPTER_FOLDER).mkdir(parents=True, exist_ok=True)
     save_file(adapter, target / ADAPTER_FOLDER / lora.WEIGHTS_FILE, metadata={"format": "pt"})
@@ -207,19 +211,27 @@ def _without_adapter(target: Path, folder: Path, weights: dict[str, Tensor]) -> 
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "target_modules": targets,
                 "task_type": meta.get("task_type", "CAUSAL_LM")}  # fmt: skip
     (target / ADAPTER_FOLDER / lora.CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return dict(_merged_pairs(weights, scale))
+    return merged
 
 
 def _merged_pairs(weights: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+    left = {name for name in weights if ".lora_" in name or ".modules_to_save." in name}
     for name, tensor in weights.items():
         if ".lora_" in name:
             continue
         owner, base, kind = name.rpartition(".base_layer.")
         factor = f"{owner}.lora_A.{lora.NAME}.weight"
         if base and kind == "weight" and factor in weights:
-            product = weights[f"{owner}.lora_B.{lora.NAME}.weight"].float() @ weights[factor].float()
+            second = f"{owner}.lora_B.{lora.NAME}.weight"
+            product = weights[second].float() @ weights[factor].float()
+            left -= {factor, second}
             tensor = (tensor.float() + scale * product).to(tensor.dtype)
         yield (f"{owner}.{kind}" if base else name).removeprefix(lora.PREFIX), tensor
+    if left:
+        raise ModelError(
+            f"{len(left)} tensors of the adapter are no two factors of a linear layer, the first is {min(left)}",
+            fix="Where it was trained, merge it with peft (merge_and_unload) and save the model.",
+        )
 
 
 def _merge_adapter(folder: Path, target: Path, trust_remote_code: bool) -> Path:

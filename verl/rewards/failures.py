@@ -32,6 +32,7 @@ def report_failures(
     """
     if ours:
         _report_scored(samples, results)
+    _report_undecided(samples, results)
     failed = [
         (sample, failure, result.failure is not None)
         for sample, result in zip(samples, results, strict=True)
@@ -71,7 +72,21 @@ def failure_metrics(results: Sequence[RewardResult], ours: bool = False) -> dict
     if ours:
         caught = sum(result.caught is not None for result in results)
         metrics["reward/unscorable_builtin"] = Metric(float(caught), "sum")
+    undecided = sum(bool(result.undecided) for result in results)
+    if ours or undecided:
+        metrics["reward/undecided"] = Metric(float(undecided), "sum")
     return metrics
+
+
+def _report_undecided(samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:
+    """The notice on answers that could not be compared with their truth."""
+    cases = [(s, result.undecided) for s, result in zip(samples, results, strict=True) if result.undecided]
+    if cases:
+        share, first = f"{len(cases)} of {len(results)}", f"{cases[0][0].place}: {cases[0][1]}"
+        message = (
+            f"{share} answers could not be compared with the truth in time and count as wrong. The first, {first}."
+        )
+        notice("reward/undecided", f"{message} The metric counts further ones.")
 
 
 def _report_scored(samples: Sequence[RewardSample], results: Sequence[RewardResult]) -> None:

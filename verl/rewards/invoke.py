@@ -8,6 +8,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl.errors import VerlError
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.samples import FailureKind, RewardFailure, RewardResult, RewardSample, all_failed
+from verl.rewards.undecided import REASONS
 
 LARGEST = 1e18
 """A score whose square float32 holds, in which advantages are computed."""
@@ -23,6 +25,8 @@ WANTED = "a finite float, int or bool, or a dict with the key 'score'"
 
 def invoke(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
     """One call of the function, in this thread; one result per sample."""
+    reasons: list[str] = []
+    REASONS.set(reasons)
     try:
         raw = function.call(samples)
         if inspect.isawaitable(raw):
@@ -31,11 +35,13 @@ def invoke(function: RewardFunction, samples: Sequence[RewardSample]) -> list[Re
         raise
     except BaseException as error:  # boundary: the user's code, which may even call sys.exit
         return all_failed(samples, raised(error))
-    return results_of(function, raw, len(samples))
+    return _with_reason(results_of(function, raw, len(samples)), reasons)
 
 
 async def invoke_async(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
     """The same for an async function, in the running event loop. Cancellation goes through."""
+    reasons: list[str] = []
+    REASONS.set(reasons)
     try:
         raw = function.call(samples)
         if inspect.isawaitable(raw):
@@ -44,7 +50,12 @@ async def invoke_async(function: RewardFunction, samples: Sequence[RewardSample]
         raise
     except BaseException as error:  # boundary: the user's code
         return all_failed(samples, raised(error))
-    return results_of(function, raw, len(samples))
+    return _with_reason(results_of(function, raw, len(samples)), reasons)
+
+
+def _with_reason(results: list[RewardResult], reasons: list[str]) -> list[RewardResult]:
+    """Of a call with several answers it is not known which one is undecided: the first one is counted."""
+    return [replace(results[0], undecided=reasons[0]), *results[1:]] if reasons and results else results
 
 
 def raised(error: BaseException) -> RewardFailure:

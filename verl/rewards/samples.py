@@ -52,13 +52,15 @@ class RewardResult:
     """A finite score with what the function reported beside it, or a failure; exactly one of the two.
 
     ``caught`` is the failure of a call whose sample has a score all the same: a built-in scorer that failed on a text
-    (scored as an empty answer), or ``reward.on_error=zero``.
+    (scored as an empty answer), or ``reward.on_error=zero``. ``undecided`` says why an answer could not be compared
+    with the truth, and so counts as wrong.
     """
 
     score: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     failure: RewardFailure | None = None
     caught: RewardFailure | None = None
+    undecided: str = ""
 
 
 def all_failed(samples: Sequence[Any], failure: RewardFailure) -> list[RewardResult]:

@@ -128,6 +128,7 @@ def pack_results(results: list[RewardResult]) -> list[Any]:
             {k: _detail(v) for k, v in r.extra.items()},
             r.failure and pack_failure(r.failure),
             r.caught and pack_failure(r.caught),
+            r.undecided,
         ]
         for r in results
     ]
@@ -135,8 +136,8 @@ def pack_results(results: list[RewardResult]) -> list[Any]:
 
 def unpack_results(rows: list[Any]) -> list[RewardResult]:
     return [
-        RewardResult(score, from_plain(extra), failure and unpack_failure(failure), caught and unpack_failure(caught))
-        for score, extra, failure, caught in rows
+        RewardResult(score, from_plain(extra), error and unpack_failure(error), caught and unpack_failure(caught), why)
+        for score, extra, error, caught, why in rows
     ]
 
 

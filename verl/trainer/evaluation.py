@@ -18,7 +18,7 @@ from verl.config.evaluation import EvaluationDataConfig
 from verl.data.files import read_files, require_column
 from verl.errors import DataError
 from verl.rewards.samples import RewardResult, RewardSample
-from verl.trainer.ppo.validation_metrics import process_validation_metrics, subset_sizes
+from verl.trainer.ppo.validation_metrics import pass_at, process_validation_metrics, subset_sizes
 
 DRAWS = 2000
 INTERVAL = (2.5, 97.5)
@@ -115,7 +115,8 @@ def report(answers: Answers, results: Sequence[RewardResult], right_from: float,
         by_prompt = _grouped(rows, answers.prompts, scores)
         right = [_is_right(results[i], right_from) for i in range(len(results))]
         metrics = pass_at_k(_grouped(rows, answers.prompts, right))
-        metrics |= {f"{name}/{metric}": value for name, of in voted[source].items() for metric, value in of.items()}
+        for name, of in voted[source].items():
+            metrics |= {f"{name}/{kind}": value for kind, value in of.items() if not kind.startswith("pass@")}
         means = [float(np.mean(values)) for values in by_prompt.values() if values]
         found_reports[source] = SourceReport(
             prompts=len(by_prompt),
@@ -155,9 +156,8 @@ def pass_at_k(right: Mapping[int, Sequence[bool]]) -> dict[str, float]:
     for k in [1, *subset_sizes(longest)] if longest > 1 else [1] * (longest > 0):
         chances = []
         for values in right.values():
-            n, wrong = len(values), len(values) - sum(values)
-            if n >= k:
-                chances.append(1.0 - math.comb(wrong, k) / math.comb(n, k))
+            if len(values) >= k:
+                chances.append(pass_at(k, sum(values), len(values)))
         estimates[f"pass@{k}"] = float(np.mean(chances))
     return estimates
 

@@ -14,6 +14,8 @@ from verl.rewards.scorers.geo3k import compute_score, same_answer
         (r"\boxed{5}", 0.9),
         (r"<think>a</think> \boxed{6}", 0.1),
         (r"so 5", 0.0),
+        (r"\boxed{5}, in the form \boxed{...}", 0.9),
+        (r"\boxed{5}, in the form \boxed{ }", 0.9),
         (r" <think>a</think> \boxed{5}", 0.9),  # the whole text must have the form
         (r"<think>\boxed{5}</think>", 0.9),
         ("<think>a</think>\n\\boxed{5}\nmore", 1.0),

@@ -81,7 +81,11 @@ MATHEMATICS = ("math", "dapo", "geo3k", "numina")
         (r"50\%", "0.5", ("numina",)),
         ("x=5", "5", MATHEMATICS),
         ("5 cm", "5", ("dapo", "geo3k", "numina")),
-        ("5 cm", "5 inches", ("dapo", "geo3k", "numina")),
+        ("5 cm", "5 inches", ()),
+        ("5%", "5", ("geo3k", "numina")),
+        ("5%", "0.05", ("numina",)),
+        ("5%", "500", ()),
+        ("500", "5%", ()),
         ("2,1", "1,2", ()),
         ("2/4", "1/2", ()),
         ("1,000", "1000", ("dapo", "geo3k", "numina")),
@@ -91,6 +95,51 @@ MATHEMATICS = ("math", "dapo", "geo3k", "numina")
     ],
 )
 def test_the_conventions_that_the_page_lists(answer, truth, scorers):
+    assert tuple(name for name in MATHEMATICS if RIGHT[name](answer, truth)) == scorers
+
+
+@pytest.mark.parametrize("scorer", MATHEMATICS)
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("5 minutes", "5 hours"),
+        (r"5\text{ cm}", r"5\text{ m}"),
+        (r"5\text{ cm}", r"5\text{ cm}^2"),
+        (r"5\text{ square cm}", r"5\text{ cm}^3"),
+        (r"5\text{m}", r"5\text{s}"),
+        ("5 mph", "5 kilometers per hour"),
+        (r"5\%", r"5^\circ"),
+        (r"\$5", "5 cents"),
+        ("5 students", "5 meals"),
+        ("x=5", "y=5"),
+        ("x_1=5", "x_2=5"),
+        (r"\theta = 5", r"\alpha = 5"),
+        ("2x=5", "x=5"),
+        ("AB=5", "BC=5"),
+        ("f(2)=5", "f(3)=5"),
+        ("99999.6", "100000"),
+        ("-5", "5"),
+    ],
+)
+def test_a_unit_an_unknown_or_a_sign_that_both_name_is_the_same(scorer, answer, truth):
+    assert not RIGHT[scorer](answer, truth) and not RIGHT[scorer](truth, answer)
+    assert RIGHT[scorer](answer, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "scorers"),
+    [
+        (r"5\text{ cm}", r"5\text{ centimeters}", ("math", "geo3k", "numina")),
+        (r"5\text{ square inches}", r"5\text{ in}^2", ("math", "geo3k", "numina")),
+        (r"3\text{ square inches}", "3", MATHEMATICS),
+        ("90 degrees", r"90^\circ", ("dapo", "geo3k", "numina")),
+        ("x=5", "X = 5", MATHEMATICS),
+        ("the value of x is x=5", "x=5", ("dapo",)),
+        (r"1\text{ or }2", "1", ()),
+        (r"1\text{ or }2", r"1\text{ or }3", ()),
+    ],
+)
+def test_other_spellings_of_a_unit_or_unknown_are_the_same(answer, truth, scorers):
     assert tuple(name for name in MATHEMATICS if RIGHT[name](answer, truth)) == scorers
 
 
@@ -108,7 +157,10 @@ def test_a_mixed_number_without_a_value_is_wrong_and_raises_nothing(below, truth
         ("1000009000.0", "1000000000", False),
         ("1000009000", "1000000000.0", False),
         ("1000000000.0", "1000000000", True),
-        ("1000000000.2", "1000000000", True),
+        ("1000000000.2", "1000000000", False),
+        ("1000000000.00001", "1000000000", True),
+        ("99999.6", "100000", False),
+        ("100000", "99999.6", False),
         ("1e9", "1000000000", True),
         ("1.00001e9", "1000000000", False),
         ("99999", "100000", False),
@@ -157,6 +209,13 @@ class Returns:
         ("[" * 500 + "]" * 500, [1], False),
         ("[" * 100_000, [1], False),
         ("true", 1, False),
+        ('{"a": true}', {"a": 1}, False),
+        ('{"a": 1}', {"a": True}, False),
+        ('{"a": [1, {"b": false}]}', {"a": [1, {"b": 0}]}, False),
+        ('{"a": [1, {"b": false}]}', {"a": [1, {"b": False}]}, True),
+        ('{"a": 1}', {"b": 1}, False),
+        ('{"a": 99999.6}', {"a": 100000}, False),
+        ("99999.6", 100_000, False),
         ("1.0000001", 1.0, True),
     ],
 )

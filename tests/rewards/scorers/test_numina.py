@@ -57,6 +57,8 @@ def test_these_answers_are_not_the_same(answer, truth):
         ("The answers are 1 and 2", True, "1 and 2"),
         ("We add them.\nSo 17 is the answer", True, "17"),
         ("So x = 5", True, "5"),
+        ("The answer is 42." + " That was easy." * 1000, True, "42"),
+        (r"\boxed{42}. Remember that \boxed was asked for.", True, "42"),
         ("no idea at all", False, "no idea at all"),
         ("", False, ""),
     ],

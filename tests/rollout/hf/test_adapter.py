@@ -16,9 +16,10 @@ from verl.algorithms.losses import SFTLoss
 from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import MegatronLoraConfig
 from verl.config.rollout import CheckpointEngineConfig
-from verl.errors import RolloutError
+from verl.errors import ModelError, RolloutError
 from verl.models import load_causal_lm, lora
 from verl.rollout.adapters import separate_adapter
+from verl.rollout.hf.adapter import AdapterBuffer
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.place import transport_of
@@ -116,6 +117,13 @@ def test_an_adapter_that_is_not_the_sampler_s_is_refused(qwen2, engine, spoil, s
         push(sampler, spoil(list(engine.export_adapter())))
     with pytest.raises(RolloutError, match="send them again"):
         sample(sampler, WANTED[:1])
+
+
+def test_a_sampler_that_lacks_a_weight_of_the_adapter_says_which(qwen2):
+    model = load_causal_lm(str(qwen2), torch.float32)
+    model.model.layers[1].mlp.up_proj = torch.nn.Identity()
+    with pytest.raises(ModelError, match=r"changes model\.layers\.1\.mlp\.up_proj\.weight.*Set it to true"):
+        AdapterBuffer(model, lora.LoraSettings(rank=4))
 
 
 @pytest.mark.parametrize("given", [{}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}])

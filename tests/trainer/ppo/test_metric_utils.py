@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -138,6 +139,26 @@ def test_validation_metrics_of_several_samples_per_prompt():
     assert {name for name in metrics if "@" in name and "/" in name} == {
         f"{kind}@{k}/{part}" for kind in ("best", "worst", "maj") for k in (2, 4) for part in ("mean", "std")
     }
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("right", range(3))
+def test_pass_at_k_counts_the_subsets_that_hold_a_right_sample(n, right):
+    infos = {"reward": [float(i < right) for i in range(n)], "turns": [1] * n}
+    found = process_validation_metrics(["s"] * n, ["p"] * n, infos)["s"]
+    for k in (k for k in (2, 4, n) if k <= n):
+        subsets = list(itertools.combinations(range(n), k))
+        holds = sum(min(subset) < right for subset in subsets)
+        assert found["reward"][f"pass@{k}"] == pytest.approx(holds / len(subsets))
+    assert not any(name.startswith("pass@") for name in found["turns"])
+
+
+def test_pass_at_k_goes_by_the_accuracy_where_there_is_one():
+    infos = {"reward": [0.6, -1.0, 1.0, 1.2], "acc": [True, False, None, None]}
+    found = process_validation_metrics(["s"] * 4, ["p", "p", "q", "q"], infos)["s"]["reward"]
+    assert found["pass@2"] == 1.0, "0.6 is a right answer that was too long"
+    infos = {"reward": [0.9, 0.9, None, 1.0]}
+    assert process_validation_metrics(["s"] * 4, ["p", "p", "q", "q"], infos)["s"]["reward"]["pass@2"] == 0.0
 
 
 def test_vectorised_bootstrap_equals_the_public_function_draw_by_draw():

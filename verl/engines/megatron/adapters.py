@@ -333,12 +333,10 @@ def _hollow(blueprint: Any, head: nn.Module | None, read: Read) -> None:
 
 
 def _check(blueprint: Any) -> None:
-    """An adapter to go on from may be of a kind that is not two factors alone."""
-    odd = sorted(n for n in lora.adapter_names(blueprint).values() if ".lora_" in n and not n.endswith(_FACTORS))
-    dropout = blueprint.peft_config[lora.NAME].lora_dropout
-    if odd or dropout:
+    """An adapter to go on from may have dropout."""
+    if blueprint.peft_config[lora.NAME].lora_dropout:
         raise NotBuiltError(
-            f"an adapter with {'dropout' if dropout else odd[0]} is not built yet on Megatron-Core models",
+            "an adapter with dropout is not built yet on Megatron-Core models",
             key="lora_adapter_path",
             fix="Set strategy=fsdp2.",
         )

@@ -208,6 +208,8 @@ def _returned(outcome: Outcome, mark: str, expected: Any) -> bool:
 def _same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) != isinstance(expected, bool):
         return False
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same_value(value[key], expected[key]) for key in value)
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same_value, value, expected))
     if not isinstance(value, (int, float)) or not isinstance(expected, (int, float)) or value == expected:

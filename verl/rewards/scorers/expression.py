@@ -43,6 +43,10 @@ class UnreadableError(ValueError):
     """The text is no formula of the kind that is read here."""
 
 
+class TooCostlyError(UnreadableError):
+    """A formula of the kind that is read here, which could take too long to compute."""
+
+
 @dataclass(frozen=True)
 class Token:
     kind: str
@@ -57,7 +61,7 @@ def parse(text: str) -> Tree:
         ('div', ('sym', 'x'), ('num', '2'))
 
     Raises:
-        UnreadableError: a sign that is not known, or more of anything than the limits above.
+        UnreadableError: a sign that is not known, or (`TooCostlyError`) more of anything than the limits above.
     """
     if len(text) > LONGEST:
         raise UnreadableError("too long")
@@ -68,7 +72,7 @@ def parse(text: str) -> Tree:
     if reader.left():
         raise UnreadableError(f"did not expect {reader.peek().text!r}")
     if len(letters(tree)) > MOST_LETTERS:
-        raise UnreadableError("too many unknowns")
+        raise TooCostlyError("too many unknowns")
     return tree
 
 
@@ -85,7 +89,7 @@ def _tokens(text: str) -> list[Token]:
     while position < len(text):
         match = TOKEN.match(text, position)
         if match is None or len(tokens) >= MOST_NODES:
-            raise UnreadableError("an unknown sign" if match is None else "too many parts")
+            raise UnreadableError("an unknown sign") if match is None else TooCostlyError("too many parts")
         kind, value = str(match.lastgroup), match[str(match.lastgroup)]
         tokens.append(Token(kind, SAME_SIGN.get(value, value)))
         position = BLANK.match(text, match.end()).end()  # type: ignore[union-attr]
@@ -122,7 +126,7 @@ class _Reader:
     def sum(self) -> Tree:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise UnreadableError("too deep")
+            raise TooCostlyError("too deep")
         tree = self.product()
         while self.peek().text in ("+", "-"):
             sign = self.take().text
@@ -164,7 +168,7 @@ class _Reader:
     def _nested(self, read: Any) -> Tree:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise UnreadableError("too deep")
+            raise TooCostlyError("too deep")
         tree = read()
         self._depth -= 1
         return tree
@@ -288,9 +292,9 @@ class _Reader:
 def _power(base: Tree, exponent: Tree) -> Tree:
     """A power that is known to be small: the exponent is a small number or has unknowns; powers of powers once."""
     if _has(exponent, ("pow", "fact")) or _powers_deep(base) >= MOST_POWERS:
-        raise UnreadableError("a tower of powers")
+        raise TooCostlyError("a tower of powers")
     if not letters(exponent) and not _bound(exponent) <= BIGGEST_POWER:  # nan among what is too large
-        raise UnreadableError("a large power")
+        raise TooCostlyError("a large power")
     return ("pow", base, exponent)
 
 
@@ -318,7 +322,7 @@ def _bound(tree: Tree) -> float:
 
 def _factorial(base: Tree) -> Tree:
     if base[0] != "num" or not base[1].isdigit() or int(base[1]) > BIGGEST_FACTORIAL:
-        raise UnreadableError("a factorial of something that is no small number")
+        raise TooCostlyError("a factorial of something that is no small number")
     return ("fact", base)
 
 

@@ -1,8 +1,8 @@
 """GSM8K [2110.14168]: the number after ``####``, compared as a string.
 
-Only the last 300 characters are read: an answer further up is no final answer, and the regular expressions stay short.
-``strict`` and ``flexible`` keep the community's conventions, the trailing full stop included (``#### 18.`` is not
-``18``), so that numbers stay comparable; ``lenient=True`` compares values instead.
+The last mark counts wherever it stands; upstream reads the last 300 characters alone. ``strict`` and ``flexible`` keep
+the community's conventions, the trailing full stop included (``#### 18.`` is not ``18``), so that numbers stay
+comparable; ``lenient=True`` compares values instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from verl.errors import RewardError
 from verl.rewards.scorers.text import join_thousands, text_of
 
-WINDOW = 300
+LONGEST_TRUTH = 300
 NUMBER = r"-?[0-9.,]+"
 AFTER_HASHES = re.compile("#### (" + NUMBER + ")")
 ANYWHERE = re.compile(NUMBER)
@@ -29,18 +29,18 @@ def extract_solution(solution_str: str, method: Method = "strict", lenient: bool
     ``strict`` takes the last number after ``"#### "`` and drops the commas of its thousands; ``flexible`` takes the
     last number anywhere as it stands. ``lenient`` drops commas of thousands and a trailing full stop under both.
     """
-    tail = solution_str[-WINDOW:]
-    if method == "strict":
-        numbers = [join_thousands(number).strip(",") for number in AFTER_HASHES.findall(tail)][-1:]
-    elif method == "flexible":
-        numbers = [number for number in ANYWHERE.findall(tail) if number not in ("", ".")]
-    else:
+    if method not in ("strict", "flexible"):
         raise RewardError(
             "unknown way to read a GSM8K answer", key="method", got=method, allowed=["strict", "flexible"]
         )
-    if lenient:
-        numbers = [join_thousands(number).strip(",").rstrip(".") for number in numbers if HAS_DIGIT.search(number)]
-    return numbers[-1] or None if numbers else None
+    if method == "strict":
+        number = next(reversed(AFTER_HASHES.findall(solution_str)), "")
+    else:
+        is_number = HAS_DIGIT.search if lenient else lambda text: text != "."
+        number = next(filter(is_number, reversed(ANYWHERE.findall(solution_str))), "")
+    if method == "strict" or lenient:
+        number = join_thousands(number).strip(",")
+    return (number.rstrip(".") if lenient else number) or None
 
 
 def compute_score(
@@ -62,6 +62,6 @@ def compute_score(
 
 def _same_value(answer: str, truth: str) -> bool:
     try:
-        return Decimal(answer) == Decimal(join_thousands(truth[:WINDOW].strip()))
+        return Decimal(answer) == Decimal(join_thousands(truth[:LONGEST_TRUTH].strip()))
     except InvalidOperation:
         return False

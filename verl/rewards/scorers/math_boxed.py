@@ -10,31 +10,42 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.rewards.scorers.text import closing_brace, joins_digits, text_of
+from verl.rewards.scorers.text import MENTION, RAISED, closing_brace, joins_digits, named_apart, text_of
 
 INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
 REMOVED_FIRST = ("\n", r"\!")
 REPLACED = (("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"))
 REMOVED = (r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$")
+OPENING = re.compile(r"\s*\{")
+WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
+LONGEST_UNBRACED = 400
 LONGEST_LEFT_SIDE = 2  # "x=5" and "y_=5" name a variable; a longer left side is part of the answer
 
 
 def last_boxed(text: str) -> str | None:
     r"""The inside of the last ``\boxed`` (else ``\fbox``); None where there is none or its braces never close.
 
-    If the form ``\boxed 5`` (with a space) occurs anywhere, the text after its last occurrence up to ``$`` counts.
+    ``\boxed 5`` holds the text up to ``$``. A box that is spoken of is passed over: ``\boxed{}``, ``\boxed{...}``, and
+    ``\boxed`` in a sentence, which has words behind it and is not between dollar signs.
     """
-    if r"\boxed " in text:
-        return text.rpartition(r"\boxed ")[2].partition("$")[0]
-    start = text.rfind(r"\boxed")
-    start = text.rfind(r"\fbox") if start < 0 else start
-    if start < 0:
-        return None
-    name_end = text.find("{", start)
-    if name_end < 0 or text[start:name_end] not in (r"\boxed", r"\fbox"):
-        return None
-    end = closing_brace(text, name_end + 1)
-    return None if end is None else text[name_end + 1 : end]
+    for command in (r"\boxed", r"\fbox"):
+        start = len(text)
+        while (start := text.rfind(command, 0, start)) >= 0:
+            after = start + len(command)
+            opened = OPENING.match(text, after)
+            if opened and (end := closing_brace(text, opened.end())) is None:
+                return None
+            inside = text[opened.end() : end] if opened else _unbraced(text, start, after)
+            if not MENTION.fullmatch(inside):
+                return inside
+    return None
+
+
+def _unbraced(text: str, start: int, after: int) -> str:
+    r"""What ``\boxed 5`` holds, empty where it is part of a sentence."""
+    inside, closed, _ = text[after : after + LONGEST_UNBRACED].partition("$")
+    is_formula = closed and text.count("$", 0, start) % 2
+    return inside[1:] if inside[:1] == " " and (is_formula or not WORD.search(inside)) else ""
 
 
 def normalize(text: str) -> str:
@@ -53,8 +64,9 @@ def _normalize(text: str) -> str:
         text = text.replace(old, new)
     for piece in REMOVED:
         text = text.replace(piece, "")
-    if text.count(r"\text{ ") == 1:
-        text = text.partition(r"\text{ ")[0]
+    head, _, unit = text.partition(r"\text{ ")
+    if text.count(r"\text{ ") == 1 and not any(map(str.isdigit, RAISED.sub("", unit))):
+        text = head
     text = text.replace(r"\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
@@ -75,7 +87,7 @@ def is_equiv(first: str | None, second: str | None) -> bool:
     if first is None or second is None:
         return first is second
     normal = normalize(first)
-    return bool(normal) and normal == normalize(second)
+    return bool(normal) and normal == normalize(second) and not named_apart(first, second)
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:

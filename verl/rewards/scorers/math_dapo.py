@@ -1,4 +1,6 @@
-r"""DAPO and AIME [2503.14476]: ``Answer: ...`` in the last 300 characters, normalised by the rules of [2206.14858 D].
+r"""DAPO and AIME [2503.14476]: the last ``Answer: ...``, normalised by the rules of [2206.14858 D].
+
+Upstream reads the last 300 characters alone; here the last line counts wherever it stands.
 
 A wrong answer scores -1, not 0, and the result tells ``acc`` apart from ``score``, because the overlong penalty is
 added to the score while groups are filtered by accuracy.
@@ -10,10 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, named_apart, text_of
 
-WINDOW = 300
-BOX_WINDOW = 100
+LONGEST_ANSWER = 300
 NO_ANSWER = "[INVALID]"
 ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
@@ -46,10 +47,10 @@ BARE_ROOT = re.compile(r"sqrt([^{])")
 def normalize_final_answer(answer: str) -> str:
     """One spelling for an answer: units, words, LaTeX wrappers and thousands commas removed.
 
-    Only the last 300 characters count, as everywhere in this scorer, so that the patterns are bounded. An answer in
-    which that would make one number of two (``2,3``, ``5 7``) stays as it is.
+    Only the last 300 characters of the answer count, so that the patterns are bounded. An answer in which that
+    would make one number of two (``2,3``, ``5 7``) stays as it is.
     """
-    text = answer[-WINDOW:].rpartition("=")[2]
+    text = answer[-LONGEST_ANSWER:].rpartition("=")[2]
     normal = _normalize(join_thousands(text))
     return text.strip() if joins_digits(text, normal) else normal
 
@@ -76,17 +77,16 @@ def compute_score(
     r"""``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``.
 
     Args:
-        strict_box_verify: take the last ``\boxed{...}`` of the last 100 characters and compare it as it stands.
-        pause_tokens_index: positions of pause tokens; with ``strict_box_verify`` the window then starts 100 characters
-            before the last of them.
+        strict_box_verify: take the last ``\boxed{...}`` and compare it as it stands; upstream looks for it in the last
+            100 characters.
+        pause_tokens_index: is there for callers of the upstream signature, whose window it moves; it has no effect.
     """
     truth = text_of(ground_truth)
     if strict_box_verify:
-        start = max(pause_tokens_index[-1] - BOX_WINDOW, 0) if pause_tokens_index else -BOX_WINDOW
-        boxed = last_braced(solution_str[start:], r"\boxed")
+        boxed = last_braced(solution_str, r"\boxed")
         pred, right = (NO_ANSWER, False) if boxed is None else (boxed, bool(boxed.strip()) and boxed == truth)
     else:
-        answers = ANSWER_LINE.findall(solution_str[-WINDOW:])
+        answers = ANSWER_LINE.findall(solution_str)
         pred = normalize_final_answer(answers[-1]) if answers else NO_ANSWER
-        right = bool(pred) and pred == normalize_final_answer(truth)
+        right = bool(pred) and pred == normalize_final_answer(truth) and not named_apart(answers[-1], truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

@@ -16,7 +16,8 @@ from typing import Any
 from verl.errors import MissingDependencyError, RewardError
 from verl.rewards.samples import RewardSample
 from verl.rewards.scorers.math_boxed import last_boxed
-from verl.rewards.scorers.text import text_of
+from verl.rewards.scorers.text import MENTION, text_of
+from verl.rewards.undecided import undecided
 
 TIMEOUT = 10.0
 MEMORY_MB = 1536
@@ -29,6 +30,14 @@ COSTLY = re.compile(
     r"|[0-9][eE][+-]?[0-9]{3}|-{4}|[0-9]{60}"
 )
 """What is costly to compute and no answer to a question: towers of powers, factorials of large numbers."""
+_NUMBER = (
+    r"(?:\\[dt]?binom\{[0-9]{1,4}\}\{[0-9]{1,4}\}|[0-9]{1,3}!|[0-9]{1,4}\^(?:[0-9]|\{-?[0-9]{1,3}\})"
+    r"|[0-9]{1,20}(?:\.[0-9]{1,20})?)"
+)
+ARITHMETIC = re.compile(rf"\s*-?{_NUMBER}(?:\s*(?:[-+*/]|\\cdot|\\times)\s*{_NUMBER})*\s*")
+"""What is cheap all the same: sums and products of powers, factorials and binomials of small numbers."""
+MENTIONED = re.compile(rf"\\boxed\s*\{{{MENTION.pattern}\}}")
+FORMULA = re.compile(r"\$([^$]{1,400})\$")
 _lock = threading.Lock()  # threads that score: two would start two runners
 _runner: Any = None
 
@@ -36,20 +45,33 @@ _runner: Any = None
 def compute_score(solution_str: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
     """1.0 if the answer is equal to the truth, else 0.0; ``timeout_score`` where that is not decided in time.
 
-    Only the last 20,000 characters of the answer are read, and an answer that is costly to compute is wrong.
+    The two are compared as texts first: the last box, without one the last formula. Then math-verify reads the last
+    20,000 characters, or the box if it stands before them. An answer that is costly to compute is wrong; `undecided`
+    gets the reason.
 
     Raises:
         MissingDependencyError: the package is not installed.
     """
-    text = solution_str[-LONGEST_TEXT:]
+    text, truth, boxed = (
+        MENTIONED.sub("", solution_str[-LONGEST_TEXT:]),
+        text_of(ground_truth),
+        last_boxed(solution_str),
+    )
+    formulas = [boxed] if boxed is not None else FORMULA.findall(text)[-1:]
+    if formulas and formulas[0].split() == truth.strip().strip("$").split() != []:
+        return 1.0
+    if boxed is not None and last_boxed(text) is None:
+        text = rf"\boxed{{{boxed}}}"
     if _is_costly(text):
+        undecided("the answer could take too long to compute")
         return 0.0
-    sample = RewardSample(None, text, text_of(ground_truth))
+    sample = RewardSample(None, text, truth)
     (result,) = _process().submit([sample]).result()
     if result.failure is None:
         return result.score
     if result.failure.kind == "start":
         raise RewardError(f"the process of math-verify did not start: {result.failure.message}")
+    undecided(f"math-verify {result.failure.message}")
     return timeout_score if result.failure.kind in ("timeout", "processor time", "died") else 0.0
 
 
@@ -57,6 +79,8 @@ def _is_costly(text: str) -> bool:
     """Whether the answer in a text is better not read at all."""
     boxed = last_boxed(text)
     answer = text[-LONGEST_ANSWER:] if boxed is None else boxed
+    if len(answer) <= LONGEST_ANSWER and ARITHMETIC.fullmatch(answer):
+        return False
     depth = deepest = 0
     for sign in answer:
         depth += (sign in "([{") - (sign in ")]}")

@@ -14,9 +14,9 @@ from typing import Any
 from verl.rewards.scorers.geo3k import simplify
 from verl.rewards.scorers.math_boxed import is_equiv, last_boxed
 from verl.rewards.scorers.symbolic import equal
-from verl.rewards.scorers.text import join_thousands, joins_digits, same_integer, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, named_apart, same_integer, text_of
 
-WINDOW = 4000
+WINDOW = 4000  # characters on either side of the words that announce an answer
 LONGEST_ANSWER = 400
 MOST_ELEMENTS = 24
 RELATIVE = Fraction(1, 10_000)
@@ -42,23 +42,21 @@ def extract_answer(solution_str: str) -> tuple[bool, str]:
     r"""Whether an answer was found, and its text.
 
     The inside of the last ``\boxed{}``; else what follows the last "answer is" (or stands before "is the answer"), its
-    first sentence, from its last "is", "=" or the like. Without a box only the last 4000 characters are read, and the
-    answer has to hold a digit to count as found.
+    first sentence, from its last "is", "=" or the like. Without a box the answer has to hold a digit to count as found.
     """
     boxed = last_boxed(solution_str)
     if boxed is not None:
         return True, boxed.strip()
-    solution_str = solution_str[-WINDOW:]
     low = solution_str.lower()
     if len(low) != len(solution_str):  # a few letters change their length
         low = solution_str
     places = [(low.rfind(words), len(words)) for words in INTRODUCTIONS]
     start, length = max(places)
     if start >= 0:
-        text = solution_str[start + length :]
+        text = solution_str[start + length :][:WINDOW]
     else:
-        text = solution_str[: low.rfind(CONCLUSION)] if CONCLUSION in low else solution_str
-        text = text.strip().rpartition("\n")[2]
+        end = low.rfind(CONCLUSION) if CONCLUSION in low else len(low)
+        text = solution_str[:end][-WINDOW:].strip().rpartition("\n")[2]
     text = text.strip().partition("\n")[0].partition(". ")[0]
     after = max(text.rfind(link) + len(link) if link in text else 0 for link in LINKS)
     text = CONNECTIVE.sub("", text[after:].strip(), count=1).rstrip(".").strip("$ ")
@@ -76,6 +74,8 @@ def same_answer(answer: str, truth: str, same_formula: Equal = equal) -> bool:
     """Equal as texts after normalisation, as tuples, intervals or matrices of equal elements, or as equations."""
     if not answer.strip() or not truth.strip() or max(len(answer), len(truth)) > LONGEST_ANSWER:
         return bool(answer.strip()) and answer.strip() == truth.strip()
+    if named_apart(answer, truth):
+        return False
     if is_equiv(answer, truth) or _close(answer, truth, same_formula):
         return True
     first, second = normalize(answer), normalize(truth)
@@ -159,11 +159,11 @@ def _plain(text: str) -> bool:
 
 
 def _close(answer: str, truth: str, same_formula: Equal) -> bool:
-    """Two decimals within 1e-4, also 50 and 50 %, 0.5 and 50 %, and multiples of pi with pi as 3.14."""
+    """Two decimals within 1e-4, 50 % as 50 and as 0.5 but never as 5000, and multiples of pi with pi as 3.14."""
     ours, theirs = _number(answer), _number(truth)
     if ours is not None and theirs is not None:
-        percent = "%" in answer or "%" in truth
-        return any(_near(ours, theirs * by) for by in ((Fraction(1, 100), 1, 100) if percent else (1,)))
+        percent = ("%" in answer) - ("%" in truth)  # 1: the answer's share of a hundred, -1: the truth's
+        return _near(ours, theirs) or (percent != 0 and _near(ours, theirs * Fraction(100) ** percent))
     if bool(PI.search(answer)) == bool(PI.search(truth)) or (ours is None and theirs is None):
         return False
     written = simplify(PI.sub("*3.14", answer if theirs is not None else truth)).removeprefix("*")

@@ -13,14 +13,15 @@ OPEN, CLOSE = "<answer>", "</answer>"
 MOST_TAGS = 10
 PENALTY_FOR_MANY_TAGS = 4
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+MINUS = re.compile(r"(?<!\w)[-−](?=\.?[0-9])")
 DECIMAL_POINT = re.compile(r"(?<=[0-9])\.(?=[0-9])")
-KEPT = "\ue000"  # private use: stands for a decimal point while punctuation is removed
+KEPT, KEPT_MINUS = "\ue000", "\ue001"  # private use: stand for a point and a minus while punctuation is removed
 BETWEEN_DIGITS = re.compile(rf"(?<=[0-9])[{re.escape(string.punctuation)}]+(?=[0-9])")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """The trimmed content of the last closed answer element of the response, or None."""
+    """The trimmed content of the last closed answer element of the response that has any, or None."""
     end = start = 0
     answer = None
     while (start := solution_str.find(OPEN, end)) >= 0:
@@ -28,15 +29,20 @@ def extract_solution(solution_str: str) -> str | None:
         end = solution_str.find(CLOSE, start)
         if end < 0:
             break
-        answer = solution_str[start:end].strip()
+        answer = solution_str[start:end].strip() or answer  # an empty one is a mention of the tags
         end += len(CLOSE)
     return answer
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation and articles, single spaces; ``2,3`` as ``2 3``, a decimal point stays."""
-    apart = BETWEEN_DIGITS.sub(" ", DECIMAL_POINT.sub(KEPT, join_thousands(text)))
-    return " ".join(ARTICLES.sub(" ", apart.lower().translate(NO_PUNCTUATION)).split()).replace(KEPT, ".")
+    """Lower case, without ASCII punctuation and articles, single spaces; ``2,3`` as ``2 3``.
+
+    A decimal point stays, and the minus sign of a number: ``-5``, but ``covid 19`` and ``2010 2015``.
+    """
+    signed = MINUS.sub(KEPT_MINUS, join_thousands(text))
+    apart = BETWEEN_DIGITS.sub(" ", DECIMAL_POINT.sub(KEPT, signed))
+    bare = " ".join(ARTICLES.sub(" ", apart.lower().translate(NO_PUNCTUATION)).split())
+    return bare.replace(KEPT, ".").replace(KEPT_MINUS, "-")
 
 
 def compute_score(
@@ -55,7 +61,14 @@ def compute_score_subem(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """As `compute_score`, but a gold answer that is contained in the answer counts."""
-    return _score(solution_str, ground_truth, format_score, score, lambda gold, answer: gold in answer)
+    return _score(solution_str, ground_truth, format_score, score, _contains)
+
+
+def _contains(gold: str, answer: str) -> bool:
+    """Whether the answer has the gold text in it, and not as a part of a longer number: 5 is not in -5 or 15."""
+    before = r"(?<![-.0-9])" if gold[0].isdigit() else ""
+    after = r"(?![0-9]|\.[0-9])" if gold[-1].isdigit() else ""
+    return re.search(before + re.escape(gold) + after, answer) is not None
 
 
 def em_check(prediction: str, golden_answers: Any) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.samples import RewardSample
-from verl.rewards.scorers.expression import UnreadableError, parse
+from verl.rewards.scorers.expression import TooCostlyError, UnreadableError, parse
+from verl.rewards.undecided import undecided
 
 TIMEOUT = 5.0
 CPU_SECONDS = 1.0
@@ -27,9 +28,12 @@ _runner: Any = None
 def equal(first: str, second: str) -> bool:
     """Whether the two are proved equal, by a process that is given `CPU_SECONDS`. Safe to call from any thread."""
     try:
-        return decide(first, second)
-    except UndecidedError:
-        return False
+        verdict = decide(first, second)
+    except UndecidedError as error:
+        verdict = str(error)
+    if isinstance(verdict, str):
+        undecided(verdict)
+    return verdict is True
 
 
 class UndecidedError(Exception):
@@ -37,18 +41,24 @@ class UndecidedError(Exception):
 
 
 @lru_cache(maxsize=8192)  # the answers of a group are often the same
-def decide(first: str, second: str) -> bool:
-    """As `equal`; raises `UndecidedError`, which is not kept, where it was a clock that stopped the process."""
+def decide(first: str, second: str) -> bool | str:
+    """As `equal`, or why no try could decide; raises `UndecidedError`, which is not kept, where a clock ended this."""
+    pair = f"{first} and {second}"
     try:
         if parse(first) == parse(second):
             return True
+    except TooCostlyError as error:
+        return f"{pair}: {error}"
     except UnreadableError:  # decided here, without a process
         return False
     result = _process().submit([RewardSample(None, first, second)]).result()[0]
-    if result.failure is not None and result.failure.kind == "start":
-        raise RewardError(f"the process that compares formulas did not start: {result.failure.message}")
-    if result.failure is not None and result.failure.kind in ("timeout", "died"):
-        raise UndecidedError
+    failure = result.failure
+    if failure is not None and failure.kind == "start":
+        raise RewardError(f"the process that compares formulas did not start: {failure.message}")
+    if failure is not None and failure.kind in ("timeout", "died"):
+        raise UndecidedError(f"{pair}: {failure.message}")
+    if failure is not None:
+        return f"{pair}: {failure.message}"
     return result.score == 1.0
 
 

@@ -16,6 +16,27 @@ THOUSANDS = re.compile(
 NUMBER_RUN = re.compile(r"[0-9.]+")
 NOT_DIGITS = re.compile("[^0-9]+")
 LONGEST_COMPARED = 2000
+WORDS = {  # units, and what is counted, that some scorer drops
+    "second": "seconds?", "minute": "minutes?|mins?", "hour": "hours?|hrs?", "day": "days?", "week": "weeks?",
+    "month": "months?", "year": "years?|yrs?", "mm": "millimet(?:er|re)s?|mm", "cm": "centimet(?:er|re)s?|cm",
+    "metre": "met(?:er|re)s?", "km": "kilomet(?:er|re)s?|kms?", "inch": "inch(?:es)?", "foot": "foot|feet|ft",
+    "yard": "yards?|yds?", "mile": "miles?", "gram": "grams?|gm", "kg": "kilograms?|kgs?", "pound": "pounds?|lbs?",
+    "litre": "lit(?:er|re)s?", "dollar": "dollars?", "cent": "cents?", "percent": "percent", "degree": "degrees?",
+    "point": "points?", "meal": "meals?", "edge": "edges?", "student": "students?",
+}  # fmt: skip
+UNIT = re.compile(
+    rf"(?<![a-z\\])(?:{'|'.join(f'(?P<{name}>{words})' for name, words in WORDS.items())})(?![a-z])"
+    r"|(?P<dollar_>\\\$)|(?P<percent_>%)|(?P<degree_>°|\^\s*\{?\s*\\circ)"
+)
+SHORT_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{\s*([a-z]{1,3})(?![a-z])")
+SHORT_UNITS = {"m": "metre", "s": "second", "sec": "second", "h": "hour", "in": "inch", "g": "gram", "l": "litre"}
+AREA = re.compile(r"(square|sq|cubic|cu)\b[.\s]*$")
+RAISED = re.compile(r"\}?\s*\^\s*\{?\s*(-?[0-9])")
+UNKNOWN = re.compile(
+    r"(?<![A-Za-z0-9_}\\^)+*/.-])\s*(-?[0-9.]*(?:\\[A-Za-z]+|[A-Z]{1,4}|[A-Za-z])(?:_\{?[A-Za-z0-9]{1,4}\}?)?'*(?:\([^()=]*\))?)\s*$"
+)
+# What stands in a box that is mentioned and not filled in: nothing, or dots.
+MENTION = re.compile(r"\s*(?:\.{2,}|…|\\[lc]?dots)?\s*")
 
 
 def text_of(value: Any) -> str:
@@ -62,18 +83,57 @@ def _numbers(text: str) -> set[str]:
 
 
 def same_integer(first: Fraction, second: Fraction) -> bool:
-    """Whether a decimal means this whole number and no other: less than a half away."""
-    return abs(first - second) < Fraction(1, 2)
+    """Whether a decimal is this whole number but for its rounding, within 1e-4: 99999.6 is not 100000."""
+    return abs(first - second) <= Fraction(1, 10**4)
+
+
+def named_apart(first: str, second: str) -> bool:
+    """Whether two answers name different units or unknowns: ``5 minutes`` and ``5 hours``, ``x=5`` and ``y=5``.
+
+    Scorers drop both, so that an answer may leave them out. Texts that are too long to be looked at name nothing.
+    """
+    if first == second or max(len(first), len(second)) > LONGEST_COMPARED:
+        return False
+    pairs = ((names(first), names(second)) for names in (_units, _unknown))
+    return any(ours and theirs and ours != theirs for ours, theirs in pairs)
+
+
+def _units(text: str) -> set[tuple[str, str]]:
+    """Each unit and its power: ``{("cm", "2")}`` of ``9 square centimeters``."""
+    text = text.lower().replace("mph", "miles per hour")
+    units = {(str(m.lastgroup).rstrip("_"), _power(text, m.start(), m.end())) for m in UNIT.finditer(text)}
+    for match in SHORT_UNIT.finditer(text):
+        unit = SHORT_UNITS.get(match[1], match[1])
+        if unit not in ("or", "and", *(known for known, _ in units)):
+            units.add((unit, _power(text, match.start(1), match.end())))
+    return units
+
+
+def _power(text: str, start: int, end: int) -> str:
+    before = AREA.search(text, max(0, start - 12), start)
+    raised = RAISED.match(text, end)
+    return {"s": "2", "c": "3"}[before[1][0]] if before else raised[1] if raised else "1"
+
+
+def _unknown(text: str) -> str:
+    """The name in front of the last ``=``, without a difference of upper and lower case; empty where there is none."""
+    left, equals, _ = text.rpartition("=")
+    match = UNKNOWN.search(left[-40:]) if equals else None
+    return "" if match is None else match[1].replace(" ", "").lower()
 
 
 def last_braced(text: str, command: str) -> str | None:
-    """The inside of the last ``command{...}`` with balanced braces, None where there is none or it never closes."""
-    start = text.rfind(command + "{")
-    if start < 0:
-        return None
-    first = start + len(command) + 1
-    end = closing_brace(text, first)
-    return None if end is None else text[first:end]
+    """The inside of the last ``command{...}`` with balanced braces, None where there is none or it never closes.
+
+    One that is empty or holds dots alone is a mention, and the one before it counts.
+    """
+    start = len(text)
+    while (start := text.rfind(command + "{", 0, start)) >= 0:
+        first = start + len(command) + 1
+        end = closing_brace(text, first)
+        if end is None or not MENTION.fullmatch(text, first, end):
+            return None if end is None else text[first:end]
+    return None
 
 
 def closing_brace(text: str, start: int) -> int | None:

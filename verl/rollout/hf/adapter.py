@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
+from verl.errors import ModelError
 from verl.models import lora
 from verl.models.lora import LoraSettings
 from verl.weight_sync import WeightChunk, WeightInventory
@@ -33,7 +34,14 @@ class AdapterBuffer:
         self._factors = {name: torch.empty(shapes[name].shape, device=model.device) for name in names}
         self._inventory = WeightInventory({names[name]: factor for name, factor in self._factors.items()})
         owners = sorted({name.partition(".lora_")[0] for name in names})
-        self._targets = {owner: model.get_parameter(lora.adapted_weight(self._blueprint, owner)) for owner in owners}
+        weights, changed = dict(model.named_parameters()), {n: lora.adapted_weight(self._blueprint, n) for n in owners}
+        if absent := sorted(set(changed.values()) - set(weights)):
+            raise ModelError(
+                f"the sampler's {type(model).__name__} has no {absent[0]}, which the adapter changes",
+                key="actor_rollout_ref.model.lora.merge",
+                fix="Set it to true, so that merged weights are sent, or name other modules in target_modules.",
+            )
+        self._targets = {owner: weights[name] for owner, name in changed.items()}
         self._base: dict[str, torch.Tensor] = {}
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:

@@ -19,6 +19,7 @@ from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.scoring import score_samples
 from verl.trainer.ppo.stages import give_uids, sample
 
+CORE = ("mean", "maj", "best", "pass")
 VALIDATION_EPOCH = -1  # keeps validation uids, hence their random numbers, apart from those of training
 
 
@@ -90,7 +91,7 @@ class Validator:
             for variable, metrics in variables.items():
                 largest = max(int(name.split("@")[-1].split("/")[0]) for name in metrics)
                 for name, value in metrics.items():
-                    is_core = variable == core and f"@{largest}" in name and name.startswith(("mean", "maj", "best"))
+                    is_core = variable == core and f"@{largest}" in name and name.startswith(CORE)
                     validated[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
         validated |= spread("val-aux/num_turns", seen.num_turns)
         validated |= spread("val-aux/tool_call_counts", seen.conversations.get("tool_call_counts", []))

@@ -1,12 +1,15 @@
-"""Validation scores of several samples per prompt: mean@n, std@n, best@k, worst@k and maj@k.
+"""Validation scores of several samples per prompt: mean@n, std@n, pass@k, best@k, worst@k and maj@k.
 
 best@k, worst@k and maj@k ask what a user who draws k samples would get, so they are bootstrapped: k of a prompt's n
 samples are drawn with replacement, 1000 times, and the mean and the standard deviation over the draws are reported.
+pass@k draws without replacement: the unbiased estimate that one of k samples is right (Chen et al. 2021,
+arXiv:2107.03374), 1 at k = n where one of n is right. There best@n is less, as its draws can miss that one.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -17,6 +20,8 @@ from verl.errors import DataError
 from verl.metrics import notice
 
 NUM_DRAWS = 1000
+RIGHT_FROM, SCORES = 1.0, ("acc", "reward", "score")
+"""A sample is right if one of these is at least that, ``acc`` where it is a number."""
 Reduce = Callable[[np.ndarray], np.ndarray]
 
 
@@ -48,6 +53,11 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
     return max(votes.values(), key=len)[0]
 
 
+def pass_at(k: int, num_right: int, num_samples: int) -> float:
+    """1 - C(n-c, k) / C(n, k): the probability that one of k of n samples is right, of which c are."""
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
 def subset_sizes(num_samples: int) -> list[int]:
     """2, 4, 8, ... below the number of samples, and that number."""
     sizes = []
@@ -76,7 +86,7 @@ def process_validation_metrics(
 
     Returns:
         data source -> variable -> ``mean@n``; with several samples per prompt also ``std@n``, ``best@k/mean``,
-        ``best@k/std``, ``worst@k/...`` and, with ``pred``, ``maj@k/...``, for k = 2, 4, 8, ..., n.
+        ``best@k/std``, ``worst@k/...``, with ``pred`` ``maj@k/...`` and for scores ``pass@k``, for k = 2, 4, 8, .., n.
     """
     for name, entries in infos_dict.items():
         if len(entries) != len(data_sources):
@@ -108,7 +118,11 @@ def _prompt_metrics(name: str, rows: list[int], infos_dict: Mapping[str, Sequenc
         return metrics
     metrics[f"std@{n}"] = float(values.std())
     votes = _vote_codes([infos_dict["pred"][row] for row in rows]) if "pred" in infos_dict else None
+    judged = infos_dict.get("acc", entries)
+    right = [(judged[row] if _is_numeric([judged[row]]) else entries[row]) >= RIGHT_FROM for row in rows]
     for k in subset_sizes(n):
+        if name in SCORES and k <= len(right):
+            metrics[f"pass@{k}"] = pass_at(k, sum(right), len(right))
         draws = _draws(len(values), k, NUM_DRAWS, seed)
         drawn = values[draws]
         results = {f"best@{k}": drawn.max(axis=1), f"worst@{k}": drawn.min(axis=1)}
