@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "templates.md"
 HEAD = """# What chat templates leave out
 
 This page is made by `scripts/template_losses.py`, and a test holds it to what the library finds. `--model FOLDER`
-prints the table for your own tokenizer.
+prints the table for your tokenizer.
 
 A template may not know a field, skip a role, or cut off thoughts. The library puts a mark into every part of a
 conversation, once for conversations of one shape, and looks for it in the rendering (`verl.data.written`). What a model
@@ -40,14 +40,14 @@ would be trained on and the template does not write is refused; anything else is
 | yes | written |
 | no | not written: a notice; refused where it would be trained |
 | last | only written in the last turn: earlier turns lose it |
-| refused | the template refuses such a conversation, in its own words |
+| refused | the template refuses such a conversation |
 | parts, text, object | the form that the template writes, which the library gives to it |
 
 """
 USER, MORE, END = ({"role": "user", "content": said} for said in ("What is it?", "And that?", "Thanks."))
 CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-FOUND = {"role": "tool", "content": "a cat", "name": "look", "tool_call_id": "call00000"}
+REPLY = {"role": "tool", "content": "a cat", "name": "look", "tool_call_id": "call00000"}
 ANSWER = {"role": "assistant", "content": "A cat."}
 THOUGHT = {**ANSWER, "reasoning_content": "It has whiskers."}
 SAID = {**ANSWER, "content": "<think>\nIt has whiskers.\n</think>\n\nA cat."}
@@ -58,7 +58,7 @@ TRIED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "tool calls": ([USER, CALLS], "tool_calls", ""),
     "two calls": ([USER, {**CALLS, "tool_calls": [CALL, {**CALL, "id": "call00001"}]}], "tool_calls", ""),
     "text with calls": ([USER, {**CALLS, "content": "Let me look."}], "content", "assistant"),
-    "tool answers": ([USER, CALLS, FOUND, ANSWER], "content", "tool"),
+    "tool answers": ([USER, CALLS, REPLY, ANSWER], "content", "tool"),
     "tools": ([USER, ANSWER], "tools", ""),
     "reasoning_content": ([USER, THOUGHT, MORE, THOUGHT], "reasoning_content", ""),
     "thinking": ([USER, THOUGHT | {"thinking": "It has whiskers.", "reasoning_content": None}], "thinking", ""),
@@ -87,9 +87,9 @@ def tried(template: ChatTemplate, name: str) -> str:
 
 def forms(template: ChatTemplate) -> tuple[str, str]:
     """The form of contents and of arguments that the template writes."""
-    found = template.forms()
-    taken = [name for name, there in (("text", found.text_calls), ("object", found.object_calls)) if there]
-    return "parts" if found.parts else "text", " or ".join(taken) or "none"
+    forms_of = template.forms()
+    taken = [name for name, there in (("text", forms_of.text_calls), ("object", forms_of.object_calls)) if there]
+    return "parts" if forms_of.parts else "text", " or ".join(taken) or "none"
 
 
 def end(tokenizer: Any) -> str:

@@ -285,8 +285,8 @@ def test_a_template_that_cannot_be_gone_on_with_is_an_error_that_says_so(shared,
 
 def inside(answer):
     """A template that writes what tools answer into the answer that called them."""
-    found = "{% for t in messages if t.role == 'tool' %}({{ t.content }}){% endfor %}"
-    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]" + found + "{% endfor %}"
+    replies = "{% for t in messages if t.role == 'tool' %}({{ t.content }}){% endfor %}"
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]" + replies + "{% endfor %}"
     return (
         "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n" + answer.replace("CALLS", calls) +
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -305,8 +305,8 @@ def test_an_answer_of_a_tool_inside_the_models_turn_is_not_lost(shared, template
     tokenizer = family_tokenizer(shared, "qwen2.5")
     tokenizer.chat_template = template
     new = [{"role": "tool", "content": "sixty", "name": "echo"}]
-    found = Extender(tokenizer).after(encode(tokenizer, "whatever<|im_end|>"), QUESTION, calling("echo"), new)
-    assert found == encode(tokenizer, "\n<|im_start|>user\nsixty<|im_end|>\n<|im_start|>assistant\n")
+    after = Extender(tokenizer).after(encode(tokenizer, "whatever<|im_end|>"), QUESTION, calling("echo"), new)
+    assert after == encode(tokenizer, "\n<|im_start|>user\nsixty<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_calls_that_a_template_cannot_answer_end_only_their_conversation(shared):

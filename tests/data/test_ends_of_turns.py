@@ -34,10 +34,10 @@ def encode(name, messages, **options):
     return tokenizer.decode(ids), [tokenizer.decode(turn) for turn in turns]
 
 
-def test_a_token_that_opens_the_next_turn_is_trained_where_nothing_else_ends_one():
-    whole, turns = encode("glm-4", [USER, ANSWER, TOOL, ANSWER, USER, ANSWER])
+def test_a_token_that_opens_the_next_turn_is_trained_if_nothing_ends_one():
+    text, turns = encode("glm-4", [USER, ANSWER, TOOL, ANSWER, USER, ANSWER])
     assert turns == ["\na cat<|observation|>", "\na cat<|user|>", "\na cat"]
-    assert whole == structure_tokenizer(STRUCTURES["glm-4"]).apply_chat_template(
+    assert text == structure_tokenizer(STRUCTURES["glm-4"]).apply_chat_template(
         [USER, ANSWER, TOOL, ANSWER, USER, ANSWER], tokenize=False
     )
     assert "eos_token_id" in notices()["the chat template's end of a turn"]
@@ -56,9 +56,9 @@ def test_two_answers_in_a_row_have_no_opener_between_them():
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_ends_every_rendering_is_no_part_of_a_turn(keep):
-    whole, turns = encode("phi-3", [USER, ANSWER, USER, ANSWER], keep_produced=keep)
+    text, turns = encode("phi-3", [USER, ANSWER, USER, ANSWER], keep_produced=keep)
     assert turns == ["a cat<|end|>", "a cat<|end|>"]
-    assert whole.count("<|endoftext|>") == 1 and whole.endswith("<|end|>\n<|endoftext|>")
+    assert text.count("<|endoftext|>") == 1 and text.endswith("<|end|>\n<|endoftext|>")
 
 
 def test_an_end_of_text_that_only_ends_the_rendering_is_trained_there_only():
@@ -121,7 +121,7 @@ def test_an_object_becomes_text_where_a_template_only_writes_text():
         assert '{"x": 1.5, "y": "ü"}' in written(name, json.loads(ARGUMENTS))
 
 
-def test_a_template_that_writes_text_in_another_form_than_an_object_gets_an_object():
+def test_an_object_is_given_where_text_would_be_written_in_another_form():
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{% set given = c.function.arguments %}{{ c.function.name }}({% if given is string %}{{ given }}{% else %}"

@@ -338,8 +338,8 @@ def test_a_null_in_json_text_reaches_the_tools_and_one_of_a_column_does_not(tmp_
     base = {"prompt": [{"role": "user", "content": "hi"}], "data_source": "d", "reward_model": {"ground_truth": "1"}}
     for number, extra in enumerate((json.dumps({"tools_kwargs": kwargs}), {"tools_kwargs": json.dumps(kwargs)})):
         path = write_prompts(tmp_path / f"{number}.parquet", [{**base, "extra_info": extra}])
-        found = RLHFDataset(path, tokenizer, {"max_prompt_length": 64, "cache_dir": str(tmp_path)})[0]["tools_kwargs"]
-        assert found == kwargs
+        given = RLHFDataset(path, tokenizer, {"max_prompt_length": 64, "cache_dir": str(tmp_path)})[0]["tools_kwargs"]
+        assert given == kwargs
     path = write_prompts(tmp_path / "columns.parquet", [{**base, "extra_info": {"tools_kwargs": kwargs}}])
     data = RLHFDataset(path, tokenizer, {"max_prompt_length": 64, "cache_dir": str(tmp_path)})
     assert data[0]["tools_kwargs"] == {"calc": {"create_kwargs": {"y": 1}}}

@@ -98,13 +98,13 @@ def test_a_system_message_that_a_prompt_loses_is_named_with_a_way_out(tmp_path, 
     assert "first user message" in notices()["the chat template and content of system messages"]
 
 
-def test_thoughts_that_a_template_drops_on_purpose_are_said_apart(tmp_path, structure):
+def test_thoughts_that_a_template_drops_on_purpose_have_their_notice(tmp_path, structure):
     rl(tmp_path, structure("qwen3-thinking-2507"), [USER, THOUGHT, USER])
     assert set(notices()) == {"the chat template and reasoning_content of earlier assistant messages"}
     assert "only writes this in the last turn" in "".join(notices().values())
 
 
-def test_the_thoughts_of_one_template_are_tried_anew_for_another_text(structure):
+def test_the_thoughts_of_one_template_are_tried_again_for_another_text(structure):
     lost = ChatTemplate(structure("qwen3-thinking-2507")).lost([USER, THOUGHT])
     assert not lost and ChatTemplate(structure("chatml")).lost([USER, THOUGHT])
 

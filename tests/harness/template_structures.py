@@ -169,8 +169,8 @@ STRUCTURES = {
         "{% endfor %}</s>{% endif %}{% endfor %}"
     ),
     "mistral-v3": (
-        "<s>{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
-        "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == asked[-1] %}[AVAILABLE_TOOLS] "
+        "<s>{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == users[-1] %}[AVAILABLE_TOOLS] "
         "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}"
         "[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]</s>"
         "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% elif m.role == 'tool' %}[TOOL_RESULTS] "

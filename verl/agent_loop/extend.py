@@ -149,7 +149,7 @@ class Extender:
     def _form(self, tools: Sequence[Any] | None, answer: Message, new: Sequence[Message], end: str) -> Form:
         """The form in which this template writes such messages behind an answer that ends with ``end``.
 
-        It is found once, with a small conversation of as many calls and the same roles, three of a kind at most.
+        It is tried once, with a small conversation of as many calls and the same roles, three of a kind at most.
         """
         runs = [list(run) for _, run in groupby(message["role"] for message in new)]
         roles = tuple(role for run in runs for role in run[:MOST_ALIKE])

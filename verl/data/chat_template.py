@@ -1,7 +1,7 @@
 """A tokenizer's chat template: messages to text to ids, with errors that name what to set.
 
 Text is rendered first and tokenised after, so that masks and lengths can be found in the text.
-What a template leaves out of a conversation is found with marks (`verl.data.written`).
+What a template leaves out of a conversation is searched for with marks (`verl.data.written`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.data.messages import Message
 from verl.data.special_tokens import ALLOW, ASSISTANT, SpecialTokensAsText, random_mark, special_tokens
 from verl.data.special_tokens import MARK as MARKED
 from verl.data.watch import DeadlineExceeded, within
-from verl.data.written import CALLS, UNKNOWN, Forms, Part, call_forms, content_roles, marked, missing, shape
+from verl.data.written import CALLS, UNKNOWN, Forms, MarkedPart, call_forms, content_roles, marked, missing, shape
 from verl.errors import DataError, ModelError
 from verl.metrics import notice
 
@@ -36,8 +36,8 @@ REFUSALS = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError,
 )  # fmt: skip
 """What a template raises that cannot write a conversation."""
-_found: dict[Any, Any] = {}
-"""What was found out about a template's text with its arguments."""
+_known: dict[Any, Any] = {}
+"""What is known of a template's text with its arguments."""
 
 
 class TemplateLimitError(DataError):
@@ -117,13 +117,13 @@ class ChatTemplate:
             if name not in written:
                 notice(f"the chat template and {name}", "it does not read this argument, which changes nothing")
 
-    def lost(self, messages: Sequence[Message], **arguments: Any) -> tuple[Part, ...]:
-        """The parts of a conversation that the template leaves out; found once for conversations of one shape."""
+    def lost(self, messages: Sequence[Message], **arguments: Any) -> tuple[MarkedPart, ...]:
+        """The parts of a conversation that the template leaves out; tried once for conversations of one shape."""
         tools = arguments.pop("tools", None)
         key = (shape(messages, tools), tuple(sorted((name, repr(value)) for name, value in arguments.items())))
         return self.once(key, lambda: tuple(self._lost(messages, tools, arguments)))
 
-    def _lost(self, messages: Sequence[Message], tools: Any, arguments: dict[str, Any]) -> list[Part]:
+    def _lost(self, messages: Sequence[Message], tools: Any, arguments: dict[str, Any]) -> list[MarkedPart]:
         messages, tools, marks = marked(messages, tools)
         arguments = {**arguments, **({"tools": tools} if tools else {})}
         try:
@@ -136,18 +136,18 @@ class ChatTemplate:
         except TemplateLimitError:
             raise
         except DataError as failure:
-            return [Part(None, "", UNKNOWN, str(failure))]
+            return [MarkedPart(None, "", UNKNOWN, str(failure))]
         return list(dict.fromkeys(lost))
 
     def once(self, key: Any, find: Callable[[], F]) -> F:
-        """What was found for this template's text and arguments, else what ``find`` finds now."""
+        """What ``find`` gives for this template's text and arguments, called once."""
         key = (str(self.tokenizer.chat_template), repr(self.kwargs), key)
-        if key not in _found:
-            found = find()
-            if len(_found) >= MOST_SHAPES:
-                _found.clear()
-            _found[key] = found
-        return _found[key]
+        if key not in _known:
+            result = find()
+            if len(_known) >= MOST_SHAPES:
+                _known.clear()
+            _known[key] = result
+        return _known[key]
 
     def forms(self) -> Forms:
         """How the template takes contents and the arguments of calls."""

@@ -35,7 +35,7 @@ def as_messages(value: Any, where: Where, images: bool = False, padded: bool = T
 
     Args:
         images: whether parts may be images.
-        padded: whether nulls only fill columns; in JSON text a null is its author's. A message's own fields lose them.
+        padded: whether nulls only fill columns; in JSON text a null is its author's. The fields of a message lose them.
 
     Raises:
         DataError: null, empty, or not messages with a role and a content; a part of a type that there is not.

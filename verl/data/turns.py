@@ -4,7 +4,7 @@ An assistant turn is what the template writes after its own generation prompt, u
 falls on exactly what is sampled at inference. The turns are found by rendering the conversation up to each of them.
 Some templates write an earlier turn differently once the conversation goes on (Qwen3 drops its thinking): text that
 only belongs to the template may differ, but where a part of the message is lost, the conversation is refused unless
-the caller wants every turn as it was produced. What no rendering has is found with marks (`verl.data.written`).
+the caller wants every turn as it was produced. What no rendering has is searched for with marks (`verl.data.written`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn in the whole text, ``whole[start:end]``, its text as the last turn, and what else ends it."""
+    """One assistant turn in the text, ``whole[start:end]``, its text as the last turn, and what else ends it."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Closing:
-    """What a template writes behind a last answer, and what of it, ``end``, is there too when the conversation goes on.
+    """What a template writes behind a last answer, and what of it, ``end``, is there too when another turn follows.
 
     ``opens``: no special token ends a turn but the one with which the next opens. ``decoration`` stands between the
     generation prompt and a last answer.
@@ -128,31 +128,31 @@ class TurnFinder:
         return Turn(start, end, produced, stop)
 
     def _closing(self, arguments: dict[str, Any]) -> Closing:
-        """What the template writes behind an answer, found once with small conversations."""
+        """What the template writes behind an answer, tried once with small conversations."""
         arguments = {name: value for name, value in arguments.items() if name != "tools"}
         key = ("closing", repr(sorted(arguments.items())), self._special.pattern)
         return self.template.once(key, lambda: self._find_closing(arguments))
 
     def _find_closing(self, arguments: dict[str, Any]) -> Closing:
-        asked, answer = {"role": "user", "content": "x"}, {"role": ASSISTANT, "content": MARK}
+        question, answer = {"role": "user", "content": "x"}, {"role": ASSISTANT, "content": MARK}
         behind = []
         for role in ("user", ASSISTANT):  # what opens the next turn depends on who speaks, what ends this one does not
             with suppress(DataError):
-                text = self.template.render([asked, answer, {"role": role, "content": NEXT}], **arguments)
+                text = self.template.render([question, answer, {"role": role, "content": NEXT}], **arguments)
                 behind += [text.partition(MARK)[2].partition(NEXT)[0]] if NEXT in text.partition(MARK)[2] else []
         try:
-            prompt = self.template.render([asked], add_generation_prompt=True, **arguments)
-            before, mark, tail = self.template.render([asked, answer], **arguments).partition(MARK)
+            prompt = self.template.render([question], add_generation_prompt=True, **arguments)
+            before, mark, tail = self.template.render([question, answer], **arguments).partition(MARK)
         except DataError:
             mark = ""
         if not behind or not mark:
             return Closing()  # it needs more than this, or leaves it out
         decoration = before.removeprefix(prompt) if before.startswith(prompt) else ""
-        between, own = _common(*behind), self._special.search(tail)
+        between, special = _common(*behind), self._special.search(tail)
         ends = [match.end() for match in self._special.finditer(_common(tail, between))]
-        if ends or (own and self._special.search(between)):
+        if ends or (special and self._special.search(between)):
             return Closing(tail, tail[: max(ends, default=0)], False, decoration)
-        return Closing(tail, _common(tail[: own.start() if own else None], between), True, decoration)
+        return Closing(tail, _common(tail[: special.start() if special else None], between), True, decoration)
 
     def _tell_context(self, before: str, whole: str, start: int, is_last: bool) -> None:
         """Say that a turn is trained behind another text than it is sampled behind."""

@@ -39,7 +39,7 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class MarkedPart:
     """A field of a message (None: of the tools), or the piece ``detail`` of it.
 
     ``earlier``: where it is lost, it is still written as long as its message is the last one.
@@ -113,8 +113,8 @@ def content_roles(write: Callable[[list[Message]], str | None]) -> frozenset[str
 
     as_text = lost(marks)
     parts = {role: [{"type": "text", "text": mark}] if role in as_text else mark for role, mark in marks.items()}
-    found = as_text - lost(parts) if as_text else set()
-    return frozenset(found | {"system", "tool", "developer"} if "user" in found else found)
+    roles = as_text - lost(parts) if as_text else set()
+    return frozenset(roles | {"system", "tool", "developer"} if "user" in roles else roles)
 
 
 def call_forms(write: Callable[[list[Message]], str | None]) -> tuple[bool, bool]:
@@ -146,13 +146,13 @@ def _form(value: Any, depth: int = 3) -> Hashable:
     return type(value).__name__, filled
 
 
-def marked(messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any, dict[str, Part]]:
+def marked(messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any, dict[str, MarkedPart]]:
     """(messages and tools with a mark in every part, the part of each mark)."""
-    marks: dict[str, Part] = {}
+    marks: dict[str, MarkedPart] = {}
 
     def mark(*part: Any) -> str:
         name = f"{BASE}{len(marks):06d}"
-        marks[name] = Part(*part)
+        marks[name] = MarkedPart(*part)
         return name
 
     changed = [_marked_message(message, number, mark) for number, message in enumerate(messages)]
@@ -160,7 +160,7 @@ def marked(messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any,
     return changed, shown, marks
 
 
-def missing(text: str, marks: Mapping[str, Part]) -> list[Part]:
+def missing(text: str, marks: Mapping[str, MarkedPart]) -> list[MarkedPart]:
     """The parts of a conversation that are not in its rendering; a field of which nothing is there is one part."""
     written = set(re.findall(BASE + r"\d{6}", text))
     there = {(part.message, part.field) for mark, part in marks.items() if mark in written}
