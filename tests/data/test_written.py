@@ -168,3 +168,11 @@ def test_a_well_behaved_template_says_nothing(family):
         system = [{"role": "system", "content": "be brief"}]
         TurnFinder(ChatTemplate(family(name))).encode([*system, USER, ANSWER, USER, ANSWER])
     assert not notices()
+
+
+def test_thoughts_with_any_tags_in_them_have_one_notice(structure):
+    template = ChatTemplate(structure("deepseek-v3"))
+    for number in range(3):
+        said = f"<think>it<tag{number}>has</tag{number}>whiskers</think>a cat"
+        template.check_written([USER, {**ANSWER, "content": said}])
+    assert len(notices()) == 1

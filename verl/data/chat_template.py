@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -20,8 +20,6 @@ from verl.data.watch import DeadlineExceeded, within
 from verl.data.written import CALLS, UNKNOWN, Forms, MarkedPart, call_forms, content_roles, marked, missing, shape
 from verl.errors import DataError, ModelError
 from verl.metrics import notice
-
-F = TypeVar("F")
 
 RENDER_SECONDS = 10.0
 """Processor time that one conversation may take."""
@@ -109,7 +107,8 @@ class ChatTemplate:
                 notice("the chat template and marks", f"whether it writes all that is said is not known: {part.detail}")
             elif not (learns and part.is_trained):
                 where = "only writes this in the last turn" if part.earlier else "does not write this"
-                notice(f"the chat template and {part.label}", f"it {where}: the model does not see it. {way}")
+                name = replace(part, detail="" if part.role else part.detail).label  # a policy may write any tag
+                notice(f"the chat template and {name}", f"it {where}: the model does not see it. {way}")
             elif not part.earlier:  # else the turn is taken as it was produced, or refused
                 fault = f"message {part.message}: the chat template does not write {part.label}, which would be trained"
                 raise DataError(fault, fix=way)
@@ -139,7 +138,7 @@ class ChatTemplate:
             return [MarkedPart(None, "", UNKNOWN, str(failure))]
         return list(dict.fromkeys(lost))
 
-    def once(self, key: Any, find: Callable[[], F]) -> F:
+    def once(self, key: Any, find: Callable[[], Any]) -> Any:
         """What ``find`` gives for this template's text and arguments, called once."""
         key = (str(self.tokenizer.chat_template), repr(self.kwargs), key)
         if key not in _known:

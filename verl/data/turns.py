@@ -91,8 +91,7 @@ class TurnFinder:
             if message["role"] == ASSISTANT
         ]
         kept = [self._text_of(turn, whole, self._closing(arguments).decoration) for turn in turns]
-        segments = _segments(whole, turns, kept)
-        return self._tokenize(segments)
+        return self._tokenize(_segments(whole, turns, kept))
 
     def _find(self, messages: Sequence[Message], number: int, whole: str, arguments: dict[str, Any]) -> Turn:
         before, closing = self._prompt(messages[:number], arguments), self._closing(arguments)
@@ -119,10 +118,9 @@ class TurnFinder:
             end = start + len(produced)
         else:
             end = self._end(marked or self._marked(messages, number, arguments), whole, number, closing)
-        stop = ""
-        if closing.opens and not is_last and messages[number + 1]["role"] != ASSISTANT:
-            opener = re.compile(rf"\s*(?:{self._special.pattern})").match(whole, end)
-            stop = opener[0] if opener else ""
+        follows = closing.opens and not is_last and messages[number + 1]["role"] != ASSISTANT
+        opener = re.compile(rf"\s*(?:{self._special.pattern})").match(whole, end) if follows else None
+        stop = opener[0] if opener else ""
         ends = not closing.opens or (is_last and self._special.search(closing.tail))
         self._tell_end(produced if ends else "", stop)
         return Turn(start, end, produced, stop)
@@ -179,7 +177,10 @@ class TurnFinder:
     def _marked(self, messages: Sequence[Message], number: int, arguments: dict[str, Any]) -> str:
         """The whole text with a mark in place of what message ``number`` says."""
         marked = [*messages[:number], {"role": ASSISTANT, "content": MARK}, *messages[number + 1 :]]
-        return self.template.render(marked, **arguments)
+        text = self.template.render(marked, **arguments)
+        if MARK in text:
+            return text
+        raise self._unclear(number)
 
     def _end(self, marked: str, whole: str, number: int, closing: Closing) -> int:
         """Where a turn ends in the whole text: what follows the mark follows the turn too."""
