@@ -49,6 +49,15 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def object_of(value: Any) -> Any:
+    """The object that a text holds as JSON, else the value itself."""
+    try:
+        parsed = read_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, dict) else value
+
+
 def leading_json(text: str, at: int = 0) -> tuple[Any, int]:
     """(value, where it ends) of the strict JSON that begins at ``at``, after space; what follows may be anything.
 

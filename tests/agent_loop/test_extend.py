@@ -281,3 +281,82 @@ def test_a_template_that_cannot_be_gone_on_with_is_an_error_that_says_so(shared,
     for new in ({"role": "tool", "content": "six"}, {"role": "user", "content": "six"}):
         with pytest.raises(RolloutError, match="cannot be gone on with"):
             Extender(tokenizer).after([5], QUESTION, {"role": "assistant", "content": "a"}, [new])
+
+
+def inside(answer):
+    """A template that writes what tools answer into the answer that called them."""
+    replies = "{% for t in messages if t.role == 'tool' %}({{ t.content }}){% endfor %}"
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]" + replies + "{% endfor %}"
+    return (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n" + answer.replace("CALLS", calls) +
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )  # fmt: skip
+
+
+def calling(*names):
+    from verl.agent_loop.extend import assistant_message
+
+    calls = [{"type": "function", "function": {"name": name, "arguments": '{"text": "six"}'}} for name in names]
+    return assistant_message("whatever", "", calls)
+
+
+@pytest.mark.parametrize("template", [inside("CALLS{{ m.content }}"), inside("{{ m.content }}CALLS")])
+def test_an_answer_of_a_tool_inside_the_models_turn_is_not_lost(shared, template):
+    tokenizer = family_tokenizer(shared, "qwen2.5")
+    tokenizer.chat_template = template
+    new = [{"role": "tool", "content": "sixty", "name": "echo"}]
+    after = Extender(tokenizer).after(encode(tokenizer, "whatever<|im_end|>"), QUESTION, calling("echo"), new)
+    assert after == encode(tokenizer, "\n<|im_start|>user\nsixty<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_calls_that_a_template_cannot_answer_end_only_their_conversation(shared):
+    """A template that writes one answer: a policy that calls twice ends its trajectory, not the run."""
+    from verl.agent_loop.extend import TemplateContinuationError
+
+    tokenizer = family_tokenizer(shared, "qwen2.5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' and messages[loop.index0 - 1].role == 'tool' %}"
+        "{% elif m.role == 'user' and loop.index0 > 1 %}{{ raise_exception('one question') }}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    extender, sampled = Extender(tokenizer), encode(tokenizer, "whatever<|im_end|>")
+    reply = {"role": "tool", "content": "six", "name": "echo"}
+    after = extender.after(sampled, QUESTION, calling("echo"), [reply])
+    assert after == encode(tokenizer, "\n<|im_start|>tool\nsix<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(TemplateContinuationError, match="leaves out what follows"):
+        extender.after(sampled, QUESTION, calling("echo", "echo"), [reply, reply])
+
+
+def test_the_form_that_ends_as_the_answer_did_goes_first(shared):
+    """As FunctionGemma's does: a call ends with what opens the response, in the same turn."""
+    tokenizer = family_tokenizer(shared, "qwen2.5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<tool_call>{{ m.content }}</tool_call>"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]{% endfor %}"
+        "{% if not m.tool_calls %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    )
+    sampled = encode(tokenizer, "whatever<tool_call>")
+    after = Extender(tokenizer).after(sampled, QUESTION, calling("echo"), [{"role": "tool", "content": "six"}])
+    assert after == encode(tokenizer, "six</tool_call>")
+
+
+def test_what_a_template_leaves_out_of_a_prompt_is_named(shared):
+    from verl.metrics import notices
+
+    tokenizer = family_tokenizer(shared, "llama-3")
+    Extender(tokenizer).prompt(QUESTION, [{"type": "function", "function": {"name": "echo", "parameters": {}}}])
+    assert "system message" in notices()["the chat template and tools"]
+
+
+def test_an_endpoint_passes_nulls_and_arguments_on_as_they_are():
+    from verl.agent_loop.server.protocol import read_chat
+
+    seat = {"type": ["string", "null"], "default": None, "enum": ["a", None]}
+    parameters = {"type": "object", "properties": {"seat": seat}}
+    tool = {"type": "function", "function": {"name": "book", "parameters": parameters}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "book", "arguments": '{"seat":  null}'}}
+    said = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ask = read_chat({"model": "policy", "messages": said, "tools": [tool]})
+    assert ask.tools == (tool,) and ask.messages[1]["tool_calls"] == [call]

@@ -39,14 +39,22 @@ def test_nulls_that_parquet_filled_in_are_dropped():
     assert as_messages(filled, where) == ASKED
 
 
-def test_an_assistant_message_with_only_tool_calls_has_empty_content_and_parsed_arguments():
-    call = {"function": {"name": "add", "arguments": '{"a": 1}'}, "id": None}
+def test_a_message_with_only_tool_calls_has_an_empty_content():
+    call = {"function": {"name": "add", "arguments": '{"a":  1.50}'}, "id": None}
     found = as_messages([*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}], where)[1]
     assert found == {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
+        "tool_calls": [{"function": {"name": "add", "arguments": '{"a":  1.50}'}}],
     }
+
+
+def test_a_null_of_json_text_stays_and_one_that_fills_a_column_goes():
+    call = {"function": {"name": "add", "arguments": {"a": None, "b": [{"c": None}]}}}
+    said = [*ASKED, {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}]
+    assert as_messages(json.dumps(said), where)[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert as_messages(said, where, padded=False)[1]["tool_calls"] == [call]
+    assert as_messages(said, where)[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"b": [{}]}}}]
 
 
 def test_arguments_that_are_no_json_object_stay_as_they_are():
@@ -81,10 +89,11 @@ def test_what_is_no_conversation_is_refused_with_its_row(value, message):
     assert caught.value.key == "a.parquet, row 3"
 
 
-def test_tools_come_as_a_list_or_as_json_and_lose_the_nulls_of_other_rows():
-    tool = {"name": "add", "parameters": {"a": {"type": "int"}, "b": None}}
+def test_tools_as_a_list_lose_the_nulls_of_other_rows_and_as_json_none():
+    tool = {"name": "add", "parameters": {"a": {"type": "int", "default": None}, "b": None}}
     clean = [{"name": "add", "parameters": {"a": {"type": "int"}}}]
-    assert as_tools([tool], where) == as_tools(json.dumps([tool]), where) == as_tools(np.array([tool]), where) == clean
+    assert as_tools([tool], where) == as_tools(np.array([tool]), where) == clean
+    assert as_tools(json.dumps([tool]), where) == as_tools([tool], where, padded=False) == [tool]
     assert as_tools(None, where) is as_tools([], where) is as_tools("", where) is None
 
 

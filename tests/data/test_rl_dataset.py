@@ -331,3 +331,15 @@ def test_prompts_are_measured_with_the_schemas_of_the_tools_and_kept_without_the
         dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=OVERHEAD + 20, tool_config_path=str(tools))
     with_tools = dataset(tmp_path, tokenizer, asking("abc"), max_prompt_length=2000, tool_config_path=str(tools))
     assert with_tools[0]["raw_prompt_ids"] == plain[0]["raw_prompt_ids"]
+
+
+def test_a_null_in_json_text_reaches_the_tools_and_one_of_a_column_does_not(tmp_path, tokenizer):
+    kwargs = {"calc": {"create_kwargs": {"x": None, "y": 1}}}
+    base = {"prompt": [{"role": "user", "content": "hi"}], "data_source": "d", "reward_model": {"ground_truth": "1"}}
+    for number, extra in enumerate((json.dumps({"tools_kwargs": kwargs}), {"tools_kwargs": json.dumps(kwargs)})):
+        path = write_prompts(tmp_path / f"{number}.parquet", [{**base, "extra_info": extra}])
+        given = RLHFDataset(path, tokenizer, {"max_prompt_length": 64, "cache_dir": str(tmp_path)})[0]["tools_kwargs"]
+        assert given == kwargs
+    path = write_prompts(tmp_path / "columns.parquet", [{**base, "extra_info": {"tools_kwargs": kwargs}}])
+    data = RLHFDataset(path, tokenizer, {"max_prompt_length": 64, "cache_dir": str(tmp_path)})
+    assert data[0]["tools_kwargs"] == {"calc": {"create_kwargs": {"y": 1}}}

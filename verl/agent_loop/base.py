@@ -196,7 +196,7 @@ class AgentLoopBase(ABC):
         template = ChatTemplate(self.tokenizer)
         aside = ("tokenize", "return_dict", "images", "videos")
         options = {name: value for name, value in kwargs.items() if name not in aside}
-        text = template.render(bare(messages), **{"add_generation_prompt": True, **options})
+        text = template.prompt(bare(messages), **options)
         ids = template.encode(text)
         if not any(True for _ in image_parts(messages)):
             return ids

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from verl.agent_loop.failed import RunStops
 from verl.data.chat_template import MARK, ChatTemplate
 from verl.data.messages import Message
-from verl.data.special_tokens import SampledMessage, random_mark, special_tokens
+from verl.data.special_tokens import ASSISTANT, SampledMessage, random_mark, special_tokens
 from verl.errors import DataError, RolloutError
 from verl.metrics import notice
 
 PROBE = random_mark()
 """What a tool answers where the template is tried out."""
+MOST_ALIKE = 3
 Form = Literal["plain", "calls", "user"]
 """How tool answers are put to a template: after an answer as text, after one with ``tool_calls``, as a user turn."""
 SHOWN_TOKENS = 12
@@ -60,10 +62,11 @@ class Extender:
         self.template = ChatTemplate(tokenizer, kwargs)
         self.specials = special_tokens(tokenizer)
         self._forms: dict[bool, Form] = {}
+        self._tried: dict[Any, Form] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """A conversation up to where the first answer begins."""
-        return self.template.encode(self._render(messages, tools))
+        """A conversation up to where the first answer begins; a notice says what the template leaves out of it."""
+        return self.template.encode(self.template.prompt(messages, **self._arguments(tools)))
 
     def after(
         self,
@@ -85,14 +88,13 @@ class Extender:
             RunStops: the template cannot be gone on with by tokens.
             TemplateContinuationError: it can, but not after these messages.
         """
-        has_tools = any(message["role"] == "tool" for message in new)
         new = self.template.outside(new)
-        form = self._form(tools) if has_tools else self._forms.get(bool(tools), "plain")
+        form = self._form(tools, answer, new, self._end_text(sampled))
         try:
             text = self._render([*_shaped(history, form), _marked(answer, form), *_shaped(new, form)], tools)
         except DataError as error:
             raise TemplateContinuationError(str(error)) from error
-        if text.count(MARK) == 0:
+        if MARK not in text:
             raise _cannot("it leaves the last answer out")
         return self._tokens(sampled, text[text.rindex(MARK) + len(MARK) :], form)
 
@@ -138,37 +140,72 @@ class Extender:
         return any(token in text for token in self.specials)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
-        arguments = {"add_generation_prompt": True, **options}
-        if tools:
-            arguments["tools"] = self.template.outside_text(list(tools))
-        return self.template.render(messages, **arguments)
+        return self.template.render(messages, **{**self._arguments(tools), **options})
 
-    def _form(self, tools: Sequence[Any] | None) -> Form:
-        """The first form of tool answers that this template writes down, found once with a small conversation."""
-        key = bool(tools)
-        if key not in self._forms:
-            self._forms[key] = self._find_form(tools)
-        return self._forms[key]
+    def _arguments(self, tools: Sequence[Any] | None) -> dict[str, Any]:
+        shown = {"tools": self.template.outside_text(list(tools))} if tools else {}
+        return {"add_generation_prompt": True, **shown}
 
-    def _find_form(self, tools: Sequence[Any] | None) -> Form:
-        call = {"id": "call00000", "type": "function", "function": {"name": "x", "arguments": {}}}
-        answer = {"role": "assistant", "content": MARK, "tool_calls": [call]}
-        reply = {"role": "tool", "content": PROBE, "name": "x", "tool_call_id": "call00000"}
-        question = {"role": "user", "content": "x"}
-        reasons = []
-        forms: tuple[Form, ...] = ("plain", "calls", "user")
-        for form in forms:
+    def _form(self, tools: Sequence[Any] | None, answer: Message, new: Sequence[Message], end: str) -> Form:
+        """The form in which this template writes such messages behind an answer that ends with ``end``.
+
+        It is tried once, with a small conversation of as many calls and the same roles, three of a kind at most.
+        """
+        runs = [list(run) for _, run in groupby(message["role"] for message in new)]
+        roles = tuple(role for run in runs for role in run[:MOST_ALIKE])
+        calls = min(max(1, len(answer.get("tool_calls") or ())), MOST_ALIKE)
+        simplest = (bool(tools), 1, ("tool",) if "tool" in roles else roles[:1], "")
+        key = (bool(tools), calls, roles, end)
+        for shape in (simplest, key):
+            if shape in self._tried:
+                continue
             try:
-                text = self._render([question, _marked(answer, form), *_shaped([reply], form)], tools)
+                self._tried[shape] = self._find_form(tools, *shape[1:])
+            except RunStops as error:
+                if shape == simplest:
+                    raise
+                raise TemplateContinuationError(error.message) from error  # a policy may choose what it calls
+            if "tool" in roles:
+                self._forms[bool(tools)] = self._tried[shape]
+        return self._tried[key] if "tool" in roles else self._forms.get(bool(tools), "plain")
+
+    def _find_form(self, tools: Sequence[Any] | None, count: int, roles: Sequence[str], end: str) -> Form:
+        function = {"name": "x", "arguments": {}}
+        calls = [{"id": f"call{place:05d}", "type": "function", "function": function} for place in range(count)]
+        answer = {"role": ASSISTANT, "content": MARK, "tool_calls": calls}
+        probes = [f"{PROBE}{place:05d}" for place in range(len(roles))]
+        of_tool = {"name": "x", "tool_call_id": "call00000"}
+        new = [{"role": r, "content": p, **(of_tool if r == "tool" else {})} for r, p in zip(roles, probes)]
+        question = {"role": "user", "content": "x"}
+        last = self._forms.get(bool(tools), "plain")
+        forms: tuple[Form, ...] = ("plain", "calls", "user") if "tool" in roles else (last,)
+        reasons: list[str] = []
+        best: Form | None = None
+        for form in forms:
+            if form == "user" and best:
+                break
+            try:
+                text = self._render([question, _marked(answer, form), *_shaped(new, form)], tools)
             except DataError as error:
+                if "tool" not in roles:
+                    return form  # the conversation itself says what is wrong with it
                 reasons.append(str(error))
                 continue
-            if PROBE in text and MARK in text[: text.index(PROBE)]:
-                if form == "user":
-                    notice("the chat template", "it has no tool turns: what tools answer is given as a user's turn")
-                return form
-            reasons.append("it leaves out what a tool answers")
-        raise _cannot(reasons[0])
+            _, mark, after = text.rpartition(MARK)
+            head, ended, _ = after.partition(end or MARK)
+            inside = head if ended and form == "calls" else ""
+            if mark and all(probe in after and probe not in inside for probe in probes):
+                if not end or (ended and (form == "calls" or not head.strip())):
+                    best = form
+                    break
+                best = best or form
+            lost = "it leaves out what follows an answer, or writes it inside the answer's turn"
+            reasons.append(lost if mark else "it leaves the last answer out")
+        if best is None:
+            raise _cannot(reasons[0])
+        if best == "user":
+            notice("the chat template", "it has no tool turns: what tools answer is given as a user's turn")
+        return best
 
     def _tokens(self, sampled: Sequence[int], after: str, form: Form) -> list[int]:
         """What follows an answer as tokens; its own end token is not written twice."""

@@ -289,12 +289,8 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def openai_call(call: FunctionCall, number: int) -> dict[str, Any]:
-    """A call as it stands in an assistant message; arguments that are no JSON stand there as they are."""
-    try:
-        arguments = read_json(call.arguments, strict=True)
-    except ValueError:
-        arguments = call.arguments
-    function = {"name": call.name, "arguments": arguments}
+    """A call as it stands in an assistant message, its arguments as the model wrote them."""
+    function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.tool_call_id or f"call{number:05d}", "type": "function", "function": function}
 
 

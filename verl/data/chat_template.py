@@ -1,11 +1,13 @@
 """A tokenizer's chat template: messages to text to ids, with errors that name what to set.
 
 Text is rendered first and tokenised after, so that masks and lengths can be found in the text.
+What a template leaves out of a conversation is searched for with marks (`verl.data.written`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,19 +17,25 @@ from verl.data.messages import Message
 from verl.data.special_tokens import ALLOW, ASSISTANT, SpecialTokensAsText, random_mark, special_tokens
 from verl.data.special_tokens import MARK as MARKED
 from verl.data.watch import DeadlineExceeded, within
+from verl.data.written import CALLS, UNKNOWN, Forms, MarkedPart, call_forms, content_roles, marked, missing, shape
 from verl.errors import DataError, ModelError
+from verl.metrics import notice
 
 RENDER_SECONDS = 10.0
 """Processor time that one conversation may take."""
 RENDER_CHARACTERS = 1_000_000
 """What a template may write, beside `RENDER_GROWTH` times what it is given."""
 RENDER_GROWTH = 20
+MOST_SHAPES = 4096
+"""How many shapes of conversations are remembered, over all templates."""
 MARK = random_mark()
 """A content that marks a place: nothing that comes from outside holds it, and no template changes it."""
 REFUSALS = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError,
 )  # fmt: skip
 """What a template raises that cannot write a conversation."""
+_known: dict[Any, Any] = {}
+"""What is known of a template's text with its arguments."""
 
 
 class TemplateLimitError(DataError):
@@ -70,6 +78,7 @@ class ChatTemplate:
             TemplateLimitError: it takes too long, or writes too much.
         """
         try:
+            messages = self._fitted(messages)
             if not self._allowed:
                 messages, extra = self._as_text.messages(messages), self._as_text.defused(extra)
             return self._write(messages, {"add_generation_prompt": add_generation_prompt, **self.kwargs, **extra})
@@ -77,6 +86,93 @@ class ChatTemplate:
             raise
         except REFUSALS as failure:
             raise DataError(f"the chat template refuses the conversation: {failure}") from failure
+
+    def prompt(self, messages: Sequence[Message], **arguments: Any) -> str:
+        """`render` up to where an answer begins; notices say what the template leaves out (`check_written`)."""
+        arguments = {"add_generation_prompt": True, **arguments}
+        text = self.render(messages, **arguments)
+        self.check_written(messages, **arguments)
+        return text
+
+    def check_written(self, messages: Sequence[Message], learns: bool = False, **arguments: Any) -> None:
+        """Say which parts of a conversation, and which arguments, the template does not write.
+
+        Args:
+            learns: the assistant's messages are trained on: where a part of them is left out, it is a `DataError`.
+        """
+        written = str(self.tokenizer.chat_template)
+        for part in self.lost(messages, **arguments):
+            way = part.way_out(written)
+            if part.field == UNKNOWN:
+                notice("the chat template and marks", f"whether it writes all that is said is not known: {part.detail}")
+            elif not (learns and part.is_trained):
+                where = "only writes this in the last turn" if part.earlier else "does not write this"
+                name = replace(part, detail="" if part.role else part.detail).label  # a policy may write any tag
+                notice(f"the chat template and {name}", f"it {where}: the model does not see it. {way}")
+            elif not part.earlier:  # else the turn is taken as it was produced, or refused
+                fault = f"message {part.message}: the chat template does not write {part.label}, which would be trained"
+                raise DataError(fault, fix=way)
+        for name in sorted({*self.kwargs, *arguments} - {"add_generation_prompt", "continue_final_message", "tools"}):
+            if name not in written:
+                notice(f"the chat template and {name}", "it does not read this argument, which changes nothing")
+
+    def lost(self, messages: Sequence[Message], **arguments: Any) -> tuple[MarkedPart, ...]:
+        """The parts of a conversation that the template leaves out; tried once for conversations of one shape."""
+        tools = arguments.pop("tools", None)
+        key = (shape(messages, tools), tuple(sorted((name, repr(value)) for name, value in arguments.items())))
+        return self.once(key, lambda: tuple(self._lost(messages, tools, arguments)))
+
+    def _lost(self, messages: Sequence[Message], tools: Any, arguments: dict[str, Any]) -> list[MarkedPart]:
+        messages, tools, marks = marked(messages, tools)
+        arguments = {**arguments, **({"tools": tools} if tools else {})}
+        try:
+            lost = missing(self.render(messages, **arguments), marks)
+            arguments["add_generation_prompt"] = False
+            for part in [part for part in lost if part.role == ASSISTANT and part.message != len(messages) - 1]:
+                upto = missing(self.render(messages[: (part.message or 0) + 1], **arguments), marks)
+                never = [other for other in upto if (other.message, other.field) == (part.message, part.field)]
+                lost[lost.index(part) : lost.index(part) + 1] = never or [replace(part, earlier=True)]
+        except TemplateLimitError:
+            raise
+        except DataError as failure:
+            return [MarkedPart(None, "", UNKNOWN, str(failure))]
+        return list(dict.fromkeys(lost))
+
+    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+        """What ``find`` gives for this template's text and arguments, called once."""
+        key = (str(self.tokenizer.chat_template), repr(self.kwargs), key)
+        if key not in _known:
+            result = find()
+            if len(_known) >= MOST_SHAPES:
+                _known.clear()
+            _known[key] = result
+        return _known[key]
+
+    def forms(self) -> Forms:
+        """How the template takes contents and the arguments of calls."""
+        return self.once("forms", lambda: Forms(content_roles(self._tried), *call_forms(self._tried)))
+
+    def _fitted(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages in the forms that the template writes."""
+        try:
+            forms = self.forms()
+        except TemplateLimitError:
+            return messages  # the conversation itself says so
+        if not forms.parts and not any(message.get(name) for message in messages for name in CALLS):
+            return messages
+        if forms.parts:
+            said = "it writes contents only as lists of parts, so a text is given to it as one part of type text"
+            notice("the chat template's contents", said)
+        return [forms.fitted(message) for message in messages]
+
+    def _tried(self, messages: list[Message]) -> str | None:
+        """A small conversation as text; None where the template refuses it."""
+        try:
+            return self._write(messages, self.kwargs)
+        except REFUSALS as failure:
+            if isinstance(failure, TemplateLimitError):
+                raise
+            return None
 
     def outside(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of a tool, a user or a client with their special tokens marked, whatever the arguments allow."""

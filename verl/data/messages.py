@@ -25,34 +25,37 @@ IMAGE_NAMES = ("bytes", "image", "image_url", "url", "path")
 REFUSED_TYPES = ("video", "video_url", "audio", "input_audio", "audio_url")
 
 
-def as_messages(value: Any, where: Where, images: bool = False) -> list[Message]:
+def as_messages(value: Any, where: Where, images: bool = False, padded: bool = True) -> list[Message]:
     """A conversation from a list of messages, a numpy array of them, their JSON text, or one plain string.
 
     A plain string becomes one user message, with a notice. Contents that consist of text parts are joined; one with an
     image stays a list of parts, ``{"type": "text", "text": ...}`` and ``{"type": "image"}``, with the image, if the
-    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too).
+    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too). Arguments of calls stay the text that they are: a
+    `ChatTemplate` knows which form its template writes.
 
     Args:
         images: whether parts may be images.
+        padded: whether nulls only fill columns; in JSON text a null is its author's. The fields of a message lose them.
 
     Raises:
         DataError: null, empty, or not messages with a role and a content; a part of a type that there is not.
         NotBuiltError: a part that is a video or a sound, or an image where none is taken.
     """
     if isinstance(value, str):
-        value = _from_text(value, where)
+        value, padded = _from_text(value, where), False
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, (bytes, str)):
         raise DataError("not a conversation", key=where(), got=value, allowed="a list of {role, content}, or a string")
     if not value:
         raise DataError("the conversation is empty", key=where())
-    return [_message(message, number, where, images) for number, message in enumerate(value)]
+    return [_message(message, number, where, images, padded) for number, message in enumerate(value)]
 
 
-def as_tools(value: Any, where: Where) -> list[dict[str, Any]] | None:
-    """Tool schemas from a list of dicts or its JSON text; None where there are none."""
+def as_tools(value: Any, where: Where, padded: bool = True) -> list[dict[str, Any]] | None:
+    """Tool schemas from a list of dicts or its JSON text, whose nulls stay; None where there are none."""
     if isinstance(value, str):
+        padded = False
         try:
             value = read_json(value) if value.strip() else None
         except ValueError as failure:
@@ -63,15 +66,15 @@ def as_tools(value: Any, where: Where) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError("the tools are not a list of schemas", key=where(), got=value)
-    return prune(value)
+    return prune(value, padded)
 
 
-def prune(value: Any) -> Any:
-    """Without the keys whose value is null, at every depth; numpy arrays become lists."""
+def prune(value: Any, padded: bool = True) -> Any:
+    """Without the keys whose value is null, if these are ``padded``, at every depth; numpy arrays become lists."""
     if isinstance(value, Mapping):
-        return {key: prune(item) for key, item in value.items() if item is not None}
+        return {key: prune(item, padded) for key, item in value.items() if item is not None or not padded}
     if isinstance(value, (list, tuple, np.ndarray)):
-        return [prune(item) for item in value]
+        return [prune(item, padded) for item in value]
     return value
 
 
@@ -90,18 +93,16 @@ def _from_text(text: str, where: Where) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def _message(message: Any, number: int, where: Where, images: bool) -> Message:
+def _message(message: Any, number: int, where: Where, images: bool, padded: bool) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"message {number} is not a {{role, content}}", key=where(), got=message)
-    clean = prune(message)
+    clean = prune({name: value for name, value in message.items() if value is not None}, padded)
     role = clean.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"message {number} has no role", key=where(), got=message)
     clean["content"] = _content(clean.get("content"), role, number, where, images)
-    if "tool_calls" in clean:
-        clean["tool_calls"] = [_with_parsed_arguments(call) for call in clean["tool_calls"]]
-        if not clean["tool_calls"]:
-            del clean["tool_calls"]
+    if not clean.get("tool_calls", True):
+        del clean["tool_calls"]
     return clean
 
 
@@ -121,35 +122,21 @@ def _content(content: Any, role: str, number: int, where: Where, images: bool) -
 def _parts(content: Sequence[Mapping[str, Any]], number: int, where: Where) -> str | list[dict[str, Any]]:
     """A content that is a list of parts, in one form; a text where no part is an image."""
     parts: list[dict[str, Any]] = []
-    for part in content:
+    for given in content:
+        part = {name: value for name, value in given.items() if value is not None}
         written = str(part.get("type") or ("text" if "text" in part else "image" if "image" in part else ""))
         if written in REFUSED_TYPES:
             raise NotBuiltError(f"message {number} has parts of type {written}, which are not built yet", key=where())
         if written not in PART_TYPES:
             fault = f"message {number} has a part of a type that there is not"
             fix = suggest(written, PART_TYPES)
-            raise DataError(fault, key=where(), got=written or dict(part), allowed=list(PART_TYPES), fix=fix)
+            raise DataError(fault, key=where(), got=written or part, allowed=list(PART_TYPES), fix=fix)
         if PART_TYPES[written] == "text":
             parts.append({"type": "text", "text": str(part.get("text", ""))})
         else:
-            kept = {name: value for name, value in part.items() if name != "type" and value is not None}
+            kept = {name: value for name, value in part.items() if name != "type"}
             own = any(name in kept for name in IMAGE_NAMES)
             parts.append({"type": "image", **({"image": kept} if own else kept)})
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    """Arguments as an object: chat templates print an object as JSON, and a string with quotes around it."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_parsed_arguments(call["function"])}
-    if not isinstance(call.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = read_json(call["arguments"])
-    except ValueError:
-        return dict(call)
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)

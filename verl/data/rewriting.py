@@ -47,7 +47,7 @@ class Rewriter:
 
     def __init__(self, source: Any, target: Any, max_length: int | None = None):
         self.source, self.target, self.max_length = source, target, max_length
-        self._turns = TurnFinder(ChatTemplate(target), keep_produced=True)
+        self._turns = TurnFinder(ChatTemplate(target), keep_produced=True, learns=False)
 
     def rewrite(self, data: DataProto) -> Rewritten:
         """The rows anew.
@@ -84,7 +84,7 @@ class Rewriter:
         return self.source.batch_decode(ids, skip_special_tokens=True)
 
     def _ids(self, prompt: Any, text: str) -> list[int]:
-        before: list[Message] = as_messages(prompt, lambda: "raw_prompt")
+        before: list[Message] = as_messages(prompt, lambda: "raw_prompt", padded=False)
         ids, answer = self._turns.encode([*before, {"role": "assistant", "content": text}])
         while answer and not answer[-1]:  # what the template writes behind the turn is none of the answer
             ids.pop()

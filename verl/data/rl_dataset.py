@@ -263,7 +263,7 @@ class RLHFDataset(Dataset):
 
     def _render(self, messages: list[Message], item: int, **arguments: Any) -> str:
         try:
-            return self._template.render(messages, add_generation_prompt=True, **arguments)
+            return self._template.prompt(messages, **arguments)
         except DataError as failure:
             raise DataError(failure.message, key=self.describe(item)) from failure
 
@@ -271,7 +271,11 @@ class RLHFDataset(Dataset):
         place = self.describe(item)
         extra = as_object(row.get("extra_info"), f"{place}, column 'extra_info'")
         inside = f"{place}, extra_info"
-        tools = prune(as_object(extra.get("tools_kwargs"), f"{inside}.tools_kwargs"))
+        padded = not isinstance(row.get("extra_info"), str)
+        tools, interaction = (
+            prune(as_object(extra.get(name), f"{inside}.{name}"), padded and not isinstance(extra.get(name), str))
+            for name in ("tools_kwargs", "interaction_kwargs")
+        )
         needed = extra.get("need_tools_kwargs")
         needs_tools = self.need_tools_kwargs if needed is None else as_flag(needed, f"{inside}.need_tools_kwargs")
         if needs_tools and not tools:
@@ -284,7 +288,7 @@ class RLHFDataset(Dataset):
             "extra_info": extra,
             "index": number if index is None else index,
             "tools_kwargs": tools,
-            "interaction_kwargs": prune(as_object(extra.get("interaction_kwargs"), f"{inside}.interaction_kwargs")),
+            "interaction_kwargs": interaction,
             "need_tools_kwargs": needs_tools,
             "__row__": number,
         }

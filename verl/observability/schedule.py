@@ -39,9 +39,7 @@ _GROUPS = {"groups": list}
 READ: dict[str, dict[str, type]] = {
     "weights": {"version": int},
     "lend": {"until": int},
-    "admit": _GROUPS,
-    "again": _GROUPS,
-    "ended": _GROUPS,
+    **dict.fromkeys(("admit", "again", "ended"), _GROUPS),
 }
 """What a replay reads of a decision without comparing it."""
 SHOWN = 300

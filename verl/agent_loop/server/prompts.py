@@ -14,7 +14,7 @@ from verl.agent_loop.extend import Extender, assistant_message
 from verl.agent_loop.server.protocol import CompletionRequest
 from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
-from verl.json_text import read_json
+from verl.json_text import object_of
 
 
 class Prompts:
@@ -52,7 +52,7 @@ class Prompts:
     def message(self, tokens: Sequence[int], said: str, calls: Sequence[tuple[str, str, str]]) -> Message:
         """An answer as the extender understands it; ``calls`` are (id, name, arguments)."""
         made = [
-            {"id": name_of, "type": "function", "function": {"name": name, "arguments": _parsed(arguments)}}
+            {"id": name_of, "type": "function", "function": {"name": name, "arguments": arguments}}
             for name_of, name, arguments in calls
         ]
         return assistant_message(self._extender({}).text(tokens), said, made)
@@ -121,15 +121,4 @@ def _message_key(message: Message) -> Hashable:
 
 def _canonical(value: Any) -> str:
     """JSON text that is the same for equal values; a text that is JSON stands for its value."""
-    return json.dumps(_parsed(value), sort_keys=True, default=str)
-
-
-def _parsed(value: Any) -> Any:
-    """The object that a text holds as JSON, else the value itself."""
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = read_json(value)
-    except ValueError:
-        return value
-    return parsed if isinstance(parsed, dict) else value
+    return json.dumps(object_of(value), sort_keys=True, default=str)

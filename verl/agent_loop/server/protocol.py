@@ -197,7 +197,7 @@ def _messages(given: Any) -> list[Message]:
     if len(given) > MOST_MESSAGES:
         raise bad("messages", f"{len(given)} messages are more than the {MOST_MESSAGES} that are allowed.")
     try:
-        messages = as_messages(given, where=lambda: "messages")
+        messages = as_messages(given, where=lambda: "messages", padded=False)
     except (DataError, NotBuiltError, TypeError) as error:
         raise bad("messages", str(error)) from error
     for number, message in enumerate(messages):
@@ -208,7 +208,7 @@ def _messages(given: Any) -> list[Message]:
 
 def _tools(given: Any) -> tuple[dict[str, Any], ...]:
     try:
-        tools = as_tools(given if isinstance(given, list) else None, where=lambda: "tools")
+        tools = as_tools(given if isinstance(given, list) else None, where=lambda: "tools", padded=False)
     except DataError as error:
         raise bad("tools", str(error)) from error
     if given is not None and not isinstance(given, list):
