@@ -35,7 +35,7 @@ from verl.observability.places import file_of_run, newest_file, set_aside
 
 KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
 RUN, NOT_COMPARED = "run", ("t", "answers")
-_GROUPS = {"groups": list}
+_GROUPS: dict[str, type] = {"groups": list}
 READ: dict[str, dict[str, type]] = {
     "weights": {"version": int},
     "lend": {"until": int},
