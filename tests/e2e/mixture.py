@@ -19,7 +19,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.06,
     "tie_word_embeddings": True,
     "bos_token_id": None,

@@ -54,7 +54,7 @@ def tiny_model_dir(
     layers: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
-    max_positions: int = 512,
+    max_positions: int = 1024,
     seed: int = 0,
     **config: Any,
 ) -> Path:

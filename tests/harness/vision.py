@@ -152,7 +152,7 @@ def vision_dir(folder: Path, family: str) -> Path:
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "intermediate_size": 64, "image_size": 112}
         text, marks = {}, {"image_start_token_id": start, "image_end_token_id": end}
     text |= {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = AutoConfig.for_model(
         family,
