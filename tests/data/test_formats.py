@@ -130,7 +130,7 @@ def test_a_name_of_the_hub_names_the_line_that_saves_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refused("openai/gsm8k", "data sets of the hub are saved before a run reads them")
     assert "load_dataset('openai/gsm8k', split='train').to_parquet('train.parquet')" in said
-    assert "needs the name of one behind its own: load_dataset('openai/gsm8k', 'main', ...)" in said
+    assert "needs the name of one, too: load_dataset('openai/gsm8k', 'main', ...)" in said
     refused("data/train.parquet", "no such file or folder")
 
 

@@ -20,7 +20,7 @@ from verl.storage.formats import CONVERT, SUFFIXES, check_folder, check_suffix, 
 SAVE_FROM_HUB = (
     'Save it first: python -c "from datasets import load_dataset; '
     "load_dataset({name!r}, split='train').to_parquet('train.parquet')\", then name train.parquet (docs/data.md). "
-    "A data set with several configurations needs the name of one behind its own: load_dataset({name!r}, 'main', ...)."
+    "A data set with several configurations needs the name of one, too: load_dataset({name!r}, 'main', ...)."
 )
 ALIKE = (
     ("prompt", "prompts", "question", "problem", "instruction", "query", "input"),

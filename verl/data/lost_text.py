@@ -35,7 +35,7 @@ def check_kept(
     """Compare the texts of the first of ``count`` rows with what their tokens say.
 
     Args:
-        messages_of: the conversation of a row; one that is refused is passed over, and refused where it is asked for.
+        messages_of: the conversation of a row; one that is refused is passed over: its reader refuses it.
 
     Raises:
         DataError: no character of a row has a token. A notice names those that some rows lose.

@@ -122,7 +122,7 @@ def test_an_adapter_that_is_not_the_sampler_s_is_refused(qwen2, engine, spoil, s
 def test_a_sampler_that_lacks_a_weight_of_the_adapter_says_which(qwen2):
     model = load_causal_lm(str(qwen2), torch.float32)
     model.model.layers[1].mlp.up_proj = torch.nn.Identity()
-    with pytest.raises(ModelError, match=r"changes model\.layers\.1\.mlp\.up_proj\.weight.*Set it to true"):
+    with pytest.raises(ModelError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight, which.*Set it to true"):
         AdapterBuffer(model, lora.LoraSettings(rank=4))
 
 
