@@ -47,6 +47,12 @@ def test_ctrl_c_before_training_is_one_sentence_and_its_status(run, monkeypatch)
     assert said == ["SIGINT: the program ends outside of a training step; what is saved is untouched"]
 
 
+def test_few_rows_under_fully_async_name_the_settings_that_decide(run):
+    status, error = run("trainer.v1.trainer_mode=fully_async", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    assert status == 2 and "fewer than one batch of" in error
+    assert "Set async_training.require_batches x actor_rollout_ref.actor.ppo_mini_batch_size=" in error
+
+
 def test_a_run_whose_every_update_was_not_finite_has_trained_nothing_and_says_so(run, monkeypatch):
     monkeypatch.syspath_prepend(".")
     Path("losses.py").write_text(

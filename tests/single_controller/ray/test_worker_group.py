@@ -402,9 +402,9 @@ def test_pools_are_merged_and_their_placement_groups_found_again(pool):
 
 
 def test_a_pool_larger_than_the_cluster_is_refused_with_both_sizes():
-    with pytest.raises(ConfigError, match=r"smaller than the run.*\[3\].*found on 1 node.*: 2"):
+    with pytest.raises(ConfigError, match=r"needs 1 node with 3 CPUs.*1 node \(.*: 2\)"):
         RayResourcePool([3]).get_placement_groups()
-    with pytest.raises(ConfigError, match=r"trainer.nnodes.*on 2 node"):
+    with pytest.raises(ConfigError, match=r"trainer.nnodes.*needs 2 nodes with 1, 1 CPUs"):
         RayResourcePool([1, 1]).get_placement_groups()
 
 

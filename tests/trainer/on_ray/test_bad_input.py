@@ -52,7 +52,7 @@ def test_a_cluster_that_is_smaller_than_the_run_is_described_with_its_sizes(said
         "critic.ppo_mini_batch_size=4",
     )
     assert "trainer.nnodes: the Ray cluster is smaller than the run" in message
-    assert "asked for CPU on 4 node(s): [2, 2, 2, 2]" in message and "found on 2 node(s)" in message
+    assert "which needs 4 nodes with 2, 2, 2, 2 CPUs. Allowed: what the cluster has: 2 nodes (" in message
 
 
 def test_pools_that_do_not_fit_beside_each_other_are_refused_with_the_devices_of_each_node(said, two_nodes):

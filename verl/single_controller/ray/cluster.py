@@ -62,12 +62,13 @@ def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0
 def too_small(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> ConfigError:
     """The error that lists sizes: asked for, and found on each node."""
     sizes = ", ".join(f"{node}: {node.amount(resource)}" for node in nodes)
+    wanted, there = len(processes_on_nodes), f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    needed = f"{wanted} node{'s' if wanted > 1 else ''} with {', '.join(map(str, processes_on_nodes))} {resource}s"
     many = len(processes_on_nodes) > 1
     return ConfigError(
-        "the Ray cluster is smaller than the run",
+        f"the Ray cluster is smaller than the run, which needs {needed}",
         key="trainer.nnodes" if many else "trainer.n_gpus_per_node",
-        got=f"asked for {resource} on {len(processes_on_nodes)} node(s): {list(processes_on_nodes)}",
-        allowed=f"{resource} found on {len(nodes)} node(s): {sizes}",
+        allowed=f"what the cluster has: {there} ({sizes})",
         fix="Make a cluster with `ray start --head` on one machine and `ray start --address=...` on the others, give "
         "its nodes more with --num-cpus or --num-gpus, or lower trainer.nnodes and trainer.n_gpus_per_node.",
     )

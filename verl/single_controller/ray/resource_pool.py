@@ -257,7 +257,7 @@ def _occupied(counts: Sequence[int], bundle: dict[str, float]) -> ConfigError:
     return ConfigError(
         f"the cluster has enough for the run, but did not free it within {PLACEMENT_SECONDS:g} s",
         key=error.key,
-        got=error.got,
+        got=f"processes on nodes: {list(counts)}",
         allowed=error.allowed,
         fix="Another run, or another pool of this one, holds the rest; `ray status` shows who uses what.",
     )

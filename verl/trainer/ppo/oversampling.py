@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl.config import DataConfig
+from verl.config import DataConfig, PPOTrainerConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo import group_filter
 from verl.trainer.ppo.context import StepContext
@@ -22,6 +22,13 @@ CUT_OFF = "length"
 def prompts_at_once(data: DataConfig) -> int:
     """Prompts that are sampled together."""
     return data.gen_batch_size or int(data.train_batch_size * data.oversample_factor)
+
+
+def key_of_prompts_at_once(config: PPOTrainerConfig) -> str:
+    """The setting that says how many, for messages."""
+    if config.trainer.v1.trainer_mode == "fully_async":  # where the number of prompts follows from these
+        return "async_training.require_batches x actor_rollout_ref.actor.ppo_mini_batch_size"
+    return "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
 
 
 def accuracies(samples: DataProto, returned: dict) -> np.ndarray:

@@ -50,7 +50,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
-from verl.trainer.ppo.oversampling import prompts_at_once
+from verl.trainer.ppo.oversampling import key_of_prompts_at_once, prompts_at_once
 from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.replicas.keeper import ReplicaKeeper
@@ -139,7 +139,7 @@ class RayPPOTrainer:
             drop_last=True,
             collate_fn=collate,
             sampler=sampler,
-            key="data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size",
+            key=key_of_prompts_at_once(self.config),
         )
         self.source = stages.PromptSource(loader)
         self.steps_per_epoch = self.schedule.steps_of(self.config, len(loader))
