@@ -112,7 +112,7 @@ def test_importing_the_package_loads_neither_ray_nor_torch(project_root):
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [([3], r"asked for CPU on 1 node\(s\): \[3\].*this machine: 2"), ([1, 1], r"trainer.nnodes.*ray start --head")],
+    [([3], r"needs 1 node with 3 CPUs.*this machine: 2"), ([1, 1], r"trainer.nnodes.*ray start --head")],
 )
 def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(asked, message):
     from verl.single_controller.ray import runtime

@@ -8,16 +8,17 @@ comparable; ``lenient=True`` compares values instead.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from verl.errors import RewardError
 from verl.rewards.scorers.text import join_thousands, text_of
 
-LONGEST_TRUTH = 300
+LONGEST_TRUTH, TAIL = 300, 4096
 NUMBER = r"-?[0-9.,]+"
 AFTER_HASHES = re.compile("#### (" + NUMBER + ")")
-ANYWHERE = re.compile(NUMBER)
+ANYWHERE = re.compile("[0-9.,]+")  # without its sign: a pattern that may begin with one is searched at half the speed
 HAS_DIGIT = re.compile("[0-9]")
 
 Method = Literal["strict", "flexible"]
@@ -34,13 +35,35 @@ def extract_solution(solution_str: str, method: Method = "strict", lenient: bool
             "unknown way to read a GSM8K answer", key="method", got=method, allowed=["strict", "flexible"]
         )
     if method == "strict":
-        number = next(reversed(AFTER_HASHES.findall(solution_str)), "")
+        number = _last(AFTER_HASHES, solution_str, lambda match: match[1])
     else:
-        is_number = HAS_DIGIT.search if lenient else lambda text: text != "."
-        number = next(filter(is_number, reversed(ANYWHERE.findall(solution_str))), "")
+        number = _last(ANYWHERE, solution_str, lambda match: _signed(match, lenient))
     if method == "strict" or lenient:
         number = join_thousands(number).strip(",")
     return (number.rstrip(".") if lenient else number) or None
+
+
+def _last(pattern: re.Pattern[str], text: str, number_of: Callable[[re.Match[str]], str]) -> str:
+    """The last match that holds a number, empty where none does, looked for in longer and longer tails of a text.
+
+    What begins a tail may be the rest of a longer match, which the next tail shows.
+    """
+    width = TAIL
+    while True:
+        start = max(0, len(text) - width)
+        for match in reversed(list(pattern.finditer(text, start))):
+            if (match.start() > start or not start) and (number := number_of(match)):
+                return number
+        if not start:
+            return ""
+        width *= 8
+
+
+def _signed(match: re.Match[str], lenient: bool) -> str:
+    """A number with its sign; empty for a full stop, or where digits are needed and there are none."""
+    at = match.start()
+    number = f"-{match[0]}" if at and match.string[at - 1] == "-" else match[0]
+    return number if (HAS_DIGIT.search(number) if lenient else number != ".") else ""
 
 
 def compute_score(
