@@ -124,6 +124,33 @@ def test_a_call_that_has_each_of_its_processes_killed_fails(make, tmp_path):
     assert ask(child, "a") == ["a"]
 
 
+KILLED_WHILE_IT_STARTS = """
+    import os, pathlib
+
+    starts = pathlib.Path(__file__).with_name("starts")
+    with starts.open("a") as file:
+        file.write("x")
+    if starts.stat().st_size <= {kills}:
+        os.kill(os.getpid(), 9)
+
+    def compute_score(solution_str):
+        return {{"score": 1.0, "said": solution_str}}
+"""
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_process_that_is_killed_while_it_starts_is_started_again_twice(tmp_path, kills):
+    function = load_reward_function(reward_file(tmp_path, KILLED_WHILE_IT_STARTS.format(kills=0)))
+    (tmp_path / "starts").unlink()  # of this process
+    reward_file(tmp_path, KILLED_WHILE_IT_STARTS.format(kills=kills))
+    start = {"origin": function.origin, "name": function.name, "timeout": WAIT, "reward_kwargs": {}}
+    child = Child({**start, "memory_mb": None, "cpu_seconds": None}, WAIT, [])
+    (said,) = ask(child, "a")
+    child.close()
+    assert said == ("a" if kills == 2 else "its process did not start: ended its process (signal 9, SIGKILL)")
+    assert (tmp_path / "starts").read_text() == "xxx"
+
+
 def test_the_time_limit_of_a_call_begins_with_the_answer_before(make):
     child = make(timeout=2.0)
     ask(child, "start")
@@ -203,6 +230,17 @@ def test_a_scorer_runs_every_call_once_though_some_end_their_process(function, t
     assert [i for i, result in enumerate(results) if result.failure] == [30, 31, 77]
     assert {results[i].failure.kind for i in (30, 31, 77)} == {"died"}
     assert sorted(began(tmp_path)) == sorted(quick + texts)
+
+
+def test_calls_that_wait_behind_16_ended_processes_in_a_row_fail_with_them(function, tmp_path):
+    scorer = Scorer(function, ScoringLimits(timeout=WAIT, num_workers=1))
+    results = scorer.score(samples(*(f"die {i}" for i in range(64))))
+    assert began(tmp_path) == [f"die {i}" for i in range(16)]
+    assert {result.failure.kind for result in results} == {"died"}
+    assert "was not tried: the 16 calls before it all ended their process" in results[16].failure.message
+    results = scorer.score(samples("good", *(f"die {i}" for i in range(15)), "better"))
+    scorer.close()
+    assert [i for i in (0, 16) if results[i].failure is None] == [0, 16], "an answer begins the count again"
 
 
 def test_calls_run_two_at_a_time_even_if_calls_before_were_quick(function):

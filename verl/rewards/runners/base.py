@@ -20,7 +20,10 @@ from verl.rewards.samples import RewardFailure, RewardResult, all_failed
 PATIENCE = 1.0
 """Seconds that a call behind one that ran out of its time may run before those that wait get threads of their own."""
 MOST_HANGING = 16
-"""Threads of a pool whose calls run out of their time one after the other, and after how many in a row it gives up."""
+"""Threads of a pool whose calls run out of their time one after the other, and after how many in a row it gives up.
+
+It also gives up after as many in a row that ended their process: a new one each costs a start each.
+"""
 
 Results = list[RewardResult]
 Call = tuple[Sequence[Any], Future[Results]]
@@ -99,7 +102,8 @@ class RunnerPool:
 
     Calls of a function that hangs run out of their time together, not one after the other: once one did and the next
     one is not quick either, those that wait get threads beyond the limit; a call that hangs there blocks its thread.
-    When `MOST_HANGING` in a row ran out of their time, those that wait fail with them. An answer ends all that.
+    When `MOST_HANGING` in a row ran out of their time, or ended their process, those that wait fail with them. An
+    answer ends all that.
 
     Args:
         limit: most threads.
@@ -113,7 +117,7 @@ class RunnerPool:
     ):
         self._make_executor, self._limit, self._usual_limit = make_executor, limit, limit
         self._gives_up = gives_up
-        self._patience, self._hung, self._relieved = min(PATIENCE, timeout / 4), 0, False
+        self._patience, self._hung, self._died, self._relieved = min(PATIENCE, timeout / 4), 0, 0, False
         self._waiting: deque[Call] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
         self._threads: set[PoolThread] = set()
@@ -233,15 +237,19 @@ class RunnerPool:
             worker.started = time.monotonic()
             self._unanswered -= 1
             self._idle += not worker.calls
-            given_up = self._note(answered)
+            given_up, not_tried = self._note(answered), _not_tried(self._hung, self._died)
         answer(future, all_failed(samples, answered) if isinstance(answered, RewardFailure) else answered)
         for samples, future in given_up:
-            answer(future, all_failed(samples, _not_tried(self._hung)))
+            answer(future, all_failed(samples, not_tried))
 
     def _note(self, answered: Results | RewardFailure) -> list[Call]:
-        """Count calls in a row that ran out of their time; the calls that are given up with them. The lock is held."""
-        if isinstance(answered, RewardFailure) and answered.kind == "timeout":
+        """Count calls in a row that failed their thread; the calls that are given up with them. The lock is held."""
+        kind = answered.kind if isinstance(answered, RewardFailure) else None
+        self._died = self._died + 1 if kind == "died" and self._gives_up else 0
+        if kind == "timeout":
             return self._note_hanging()
+        if self._died >= MOST_HANGING:
+            return self._give_up_waiting()
         self._hung, self._relieved, self._limit = 0, False, self._usual_limit
         for _ in range(len(self._threads) - self._limit):
             self._bell.put(None)  # each of those beyond the limit wakes and ends
@@ -253,8 +261,9 @@ class RunnerPool:
             return []
         self._hung += 1
         self._limit = max(self._usual_limit, self._limit - 1)
-        if self._hung < MOST_HANGING:
-            return []
+        return self._give_up_waiting() if self._hung >= MOST_HANGING else []
+
+    def _give_up_waiting(self) -> list[Call]:
         calls = list(self._waiting)
         self._waiting.clear()
         self._unanswered -= len(calls)
@@ -274,8 +283,10 @@ def answer(future: Future[Results], results: Results) -> None:
         future.set_result(results)
 
 
-def _not_tried(before: int) -> RewardFailure:
-    return RewardFailure("timeout", f"was not tried: the {before} calls before it all ran out of their time")
+def _not_tried(hung: int, died: int) -> RewardFailure:
+    if died:
+        return RewardFailure("died", f"was not tried: the {died} calls before it all ended their process")
+    return RewardFailure("timeout", f"was not tried: the {hung} calls before it all ran out of their time")
 
 
 def too_slow(timeout: float, what: str) -> RewardFailure:

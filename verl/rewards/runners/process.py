@@ -175,6 +175,20 @@ class Child:
         self._end()
 
     def _launch(self) -> None:
+        """Start a process, and another one where it is killed from outside before it has loaded the function."""
+        for attempt in range(MOST_KILLS):
+            if attempt:
+                notice("the process of a reward function", "it was killed from outside (SIGKILL); another one starts")
+            answer = self._start_process()
+            if not self._killed:
+                break
+        if isinstance(answer, RewardFailure):
+            self._broken.append(RewardFailure("start", f"its process did not start: {answer.message}", answer.trace))
+        elif answer["failure"] is not None:
+            self._broken.append(replace(wire.unpack_failure(answer["failure"]), kind="start"))
+
+    def _start_process(self) -> Any:
+        """What a new process answers to the message that has it load the function."""
         self._process = subprocess.Popen(
             lifeline.guarded([sys.executable, "-c", BOOT, json.dumps([entry or os.getcwd() for entry in sys.path])]),
             stdin=subprocess.PIPE,
@@ -185,10 +199,7 @@ class Child:
         if self._stopped:
             _kill_group(self._process)
         (answer,) = self._ask([self._start], START_TIMEOUT)
-        if isinstance(answer, RewardFailure):
-            self._broken.append(RewardFailure("start", f"its process did not start: {answer.message}", answer.trace))
-        elif answer["failure"] is not None:
-            self._broken.append(replace(wire.unpack_failure(answer["failure"]), kind="start"))
+        return answer
 
     def _ask(self, messages: Sequence[Any], timeout: float) -> Iterator[Any]:
         """Send messages; the answer to each as soon as it is there, at last a `RewardFailure` if one gets none.
