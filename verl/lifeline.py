@@ -7,7 +7,9 @@ that this process starts in a moment.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 GRACE_SECONDS = 3.0
@@ -101,11 +103,60 @@ def _end_children() -> None:
         time.sleep(0.01)
 
 
-def _children() -> list[int]:
+@functools.cache
+def end_leftovers_at_exit(say: Callable[[str], object]) -> None:
+    """When this process ends, end what its code starts from now on and leaves behind, and say what that was."""
+    atexit.register(_end_leftovers, frozenset(_children()), say)
+
+
+def _end_leftovers(earlier: Collection[int], say: Callable[[str], object]) -> None:
+    import multiprocessing  # here, since a guard needs none
+
+    daemons = {process.pid for process in multiprocessing.active_children() if process.daemon}  # Python ends them
+    others = (child for child in _children() if child not in earlier and child not in daemons)
+    left = {number: name for child in others for number, name in _below(child).items()}
+    if left:
+        names = ", ".join(f"{number} ({name[:60]})" for number, name in left.items())
+        say(f"processes that the run's code has started are ended with it: {names}")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(map(_runs, left)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _below(process: int) -> dict[int, str]:
+    """A process and those below it, by number, with their commands; nothing for one that ends by itself.
+
+    That is what `guarded` has started, and the tracker of multiprocessing.
+    """
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return {}
+    if not command or os.path.abspath(__file__) in command or "multiprocessing.resource_tracker" in command:
+        return {}
+    listed = {process: command}
+    for child in _children(process):
+        listed |= _below(child)
+    return listed
+
+
+def _runs(process: int) -> bool:
+    with suppress(OSError), open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] != b"Z"
+    return False
+
+
+def _children(process: int | str = "self") -> list[int]:
     listed: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
-            listed += [int(number) for number in file.read().split()]
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{process}/task"):
+            with suppress(OSError), open(f"/proc/{process}/task/{task}/children") as file:
+                listed += [int(number) for number in file.read().split()]
     return listed
 
 

@@ -156,3 +156,13 @@ def sample():
     from verl.rewards.samples import RewardSample
 
     return RewardSample("letters", "abc", "b", {})
+
+
+def test_a_process_that_ends_itself_at_once_says_where(tmp_path):
+    code = "import os\nfrom verl.terminal import say_exits\nsay_exits()\nsay_exits()\n"
+    code += "os.fork() or os._exit(0)\nos.wait()\nos._exit(7)\n"
+    (tmp_path / "run.py").write_text(code)
+    done = subprocess.run([sys.executable, tmp_path / "run.py"], text=True, capture_output=True, check=False)
+    assert done.returncode == 7
+    said = f"os._exit(7) was called ({tmp_path / 'run.py'}, line 7): the run ends here, and saves nothing\n"
+    assert done.stderr == said

@@ -66,3 +66,33 @@ def test_an_orphan_that_ends_before_the_program_is_gone_and_no_zombie():
         assert guard.poll() is None
         guard.terminate()
         assert guard.wait(60) == 128 + signal.SIGTERM
+
+
+LEAVES_PROCESSES = """
+import multiprocessing, subprocess, sys, time
+from verl import lifeline, terminal
+
+def start(*more):
+    program = "import sys; sys.path.pop(); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-S", "-c", program, *more], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+    return child.pid
+
+if __name__ == "__main__":
+    earlier = start("earlier")
+    lifeline.end_leftovers_at_exit(terminal.tell)
+    daemon = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    daemon.start()
+    print(earlier, start("the server of an environment"), daemon.pid, flush=True)
+    sys.exit(3)
+"""
+
+
+def test_a_run_ends_what_its_code_has_started_and_names_it(tmp_path):
+    (tmp_path / "run.py").write_text(LEAVES_PROCESSES)
+    done = subprocess.run([sys.executable, tmp_path / "run.py"], text=True, capture_output=True, check=False)
+    earlier, server, daemon = map(int, done.stdout.split())
+    assert done.returncode == 3 and ends([server, daemon])
+    assert done.stderr.startswith("processes that the run's code has started are ended with it: ")
+    assert f" {server} (" in done.stderr and str(daemon) not in done.stderr and str(earlier) not in done.stderr

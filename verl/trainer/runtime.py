@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl import device, env, terminal
+from verl import device, env, lifeline, terminal
 from verl.checkpoint import RemoteCheckpoints, RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading import writable
@@ -36,6 +36,8 @@ def start(seed: int, folder: str | None = None) -> None:
         folder: of the run, for ``output.txt``: what the run prints once its terminal is gone.
     """
     refuse_while_loading()
+    terminal.say_exits()
+    lifeline.end_leftovers_at_exit(terminal.tell)
     terminal.outlive(os.devnull if folder is None else Path(folder, "output.txt"))
     start_logging()
     env.set_default("TOKENIZERS_PARALLELISM", "true")
