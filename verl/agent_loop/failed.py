@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.tool_calls import shortened
 from verl.errors import ConfigError, RolloutError, VerlError, suggest
 from verl.metrics import notice
 
 OnError = Literal["mask", "zero", "raise"]
 HINT = "on_error in the loop's YAML: raise stops the run instead, zero gives the score 0."
 OUR_FOLDER, PYTHON_FOLDER = str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]
+MOST_CHARACTERS = 2000
+"""Of a reason: what a user's code raises may hold everything that it has read."""
 COLUMN = "agent_error"
 """Column of a batch that says what went wrong in a row, None where nothing did."""
 
@@ -48,7 +51,7 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
         RunStops: ``on_error`` is ``raise``.
     """
     text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}{place_of(error)}"
-    text = f"{where}: {text}" if where else text
+    text = shortened(f"{where}: {text}" if where else text, MOST_CHARACTERS, "left")
     if on_error == "raise":
         raise RunStops(f"{who} failed: {text}", fix="on_error: mask leaves such rows out.") from error
     done = "gets the score 0" if on_error == "zero" else "is masked"
@@ -56,7 +59,7 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
         who,
         f"failed: {text}. The row {done} and counts as rollout/agent/failed; further failures are only counted. {HINT}",
     )
-    fields = {**output.extra_fields, COLUMN: text[:2000]}
+    fields = {**output.extra_fields, COLUMN: text}
     output.measures.add("rollout/agent/failed", 1.0, "sum")
     reason = "abort" if on_error == "mask" else "length" if output.finish_reason == "length" else "stop"
     return replace(

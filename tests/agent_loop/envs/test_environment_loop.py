@@ -133,12 +133,16 @@ def place(words: str) -> str:
         ("shape", "step returned 'x', not (observation, reward"),
         ("nan", "step returned the reward nan"),
         ("bytes", "observation of type bytes"),
+        ("digits", "step returned a number that cannot be written as text"),
+        ("novel", "step raised ValueError: " + "x" * 1000),
     ],
 )
 def test_a_broken_environment_costs_its_own_row(tmp_path, broken, said):
     extra = [{**info(digit=1), "environment_kwargs": {"broken": broken}}, info(digit=1)]
     made = play(tmp_path, "1", "1", batch=rows(2, extra_info=extra), step_timeout=2 if broken == "hang" else 20)
-    assert said in made.non_tensor_batch["agent_error"][0] and made.non_tensor_batch["agent_error"][1] is None
+    assert said in made.non_tensor_batch["agent_error"][0]
+    assert len(made.non_tensor_batch["agent_error"][0]) < 2100
+    assert made.non_tensor_batch["agent_error"][1] is None
     assert made.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
     assert made.meta_info["metrics"]["rollout/agent/failed"].value == 1
     assert made.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0]

@@ -147,7 +147,10 @@ def _text(observation: Any, where: str) -> str:
     if isinstance(observation, str):
         return observation
     if isinstance(observation, numbers.Number):
-        return str(observation)
+        try:
+            return str(observation)
+        except ValueError as error:  # Python writes no integer of more than 4,300 digits
+            raise EnvironmentFailure(f"{where} returned a number that cannot be written as text: {error}") from error
     raise EnvironmentFailure(
         f"{where} returned an observation of type {type(observation).__name__}; a text environment returns text"
     )
