@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -16,9 +17,13 @@ def file_of_run(wanted: Path, goes_on: bool = False, before: str | None = None, 
     Args:
         goes_on: the run goes on.
         before: the name of its file so far; None where that is not known.
-        private: only the user may read a new one, as the run's configuration.
+        private: only the user may read it, as the run's configuration; also one that an older version made.
     """
-    return _of_run(wanted, goes_on, before, _new_private_file if private else _new_file)
+    place = _of_run(wanted, goes_on, before, _new_private_file if private else _new_file)
+    if private and goes_on:
+        with suppress(FileNotFoundError):
+            place.chmod(0o600)
+    return place
 
 
 def folder_of_run(wanted: Path, goes_on: bool = False, before: str | None = None) -> Path:
