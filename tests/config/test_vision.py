@@ -33,6 +33,22 @@ def test_families_that_are_built_load_with_the_engines_over_torch_modules(model,
         assert kind is NotBuiltError and f"strategy={strategy}" in said and "Set strategy=fsdp2" in said
 
 
+def test_a_hub_name_whose_files_are_on_this_machine_is_judged_by_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert told("someone/sees", None) == []
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--someone--sees"
+    for place, text in (
+        ("refs/main", commit),
+        (f"snapshots/{commit}/config.json", '{"model_type": "internvl", "vision_config": {"depth": 2}}'),
+    ):
+        (repository / place).parent.mkdir(parents=True)
+        (repository / place).write_text(text)
+    [(kind, said)] = told("someone/sees", None)
+    assert kind is NotBuiltError and "'internvl'" in said and "someone/sees" in said
+    assert told("no hub/name/at all", None) == []
+
+
 def test_sequences_with_images_are_not_shared_among_processes(model):
     [(kind, said)] = told(model(model_type="qwen2_5_vl", vision_config={"depth": 2}), None, "fsdp2", 2)
     assert kind is NotBuiltError and said.startswith("ulysses_sequence_parallel_size")

@@ -21,14 +21,28 @@ NOT_SAMPLED = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 """Families whose cache is their own: transformers' cache does not give their logits."""
 
 
-def facts_of(path: str | None) -> dict[str, Any] | None:
-    """The config.json of a folder, the language model's part of it; None where it is not on this machine."""
+def config_json(path: str | None) -> dict[str, Any]:
+    """The config.json of a folder, or of a hub name whose files are on this machine; empty where there is none.
+
+    What is wrong with it is said where the model is loaded.
+    """
+    file = Path(env.expand(path or "")) / "config.json"
     try:
-        facts = read_json((Path(env.expand(path or "")) / "config.json").read_text(encoding="utf-8"))
+        if path and not file.parent.exists():
+            from huggingface_hub import try_to_load_from_cache  # here, since few settings need it
+
+            file = Path(str(try_to_load_from_cache(path, file.name)))
+        facts = read_json(file.read_bytes())
     except (OSError, ValueError):
-        return None  # a hub name, or told where the folder is looked at
-    text = facts.get("text_config", facts) if isinstance(facts, dict) else None
-    return text if isinstance(text, dict) else None
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def facts_of(path: str | None) -> dict[str, Any] | None:
+    """The language model's part of `config_json`; None where there is none."""
+    facts = config_json(path)
+    text = facts.get("text_config", facts)
+    return text if text and isinstance(text, dict) else None
 
 
 def adapter_on_experts(model: Any) -> str | None:

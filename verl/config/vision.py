@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from verl import env
 from verl.config.checks import Problems, caught
+from verl.config.config_json import config_json
 from verl.errors import ConfigError, NotBuiltError
-from verl.json_text import read_json
 from verl.metrics import notice
 
 TOWERS = {"vision_config": "images", "vision_tower": "images", "visual": "images", "audio_config": "sounds"}
@@ -27,25 +25,16 @@ SEEING_SAMPLERS = ("hf",)
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
-def facts_of(path: str | None) -> dict[str, Any]:
-    """The config.json of a local folder; empty if there is none, which is reported when the folder is checked."""
-    try:
-        facts = read_json((Path(env.expand(path or "")) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}  # a hub name, or no model
-    return facts if isinstance(facts, dict) else {}
-
-
 def problems(
     key: str, path: str | None, external_lib: str | None, strategy: str = "auto", ulysses: int = 1
 ) -> Problems:
-    """A model in a local folder that sees or hears, where that is not built.
+    """A model on this machine that sees or hears, where that is not built.
 
     Args:
         external_lib: a module of the user's own may know how to load the model as text.
         strategy, ulysses: the training backend, and how many processes share a sequence in it.
     """
-    facts = facts_of(path)
+    facts = config_json(path)
     if not facts or external_lib:
         return []
     refused = caught(refuse, facts, key, path)
@@ -58,7 +47,7 @@ def policy_problems(cfg: Any) -> Problems:
     """What a policy with images cannot be sampled or trained with, and images that a policy of text cannot take."""
     policy = cfg.actor_rollout_ref
     rollout, actor, model = policy.rollout, policy.actor, policy.model
-    facts = {} if model.external_lib else facts_of(model.path)
+    facts = {} if model.external_lib else config_json(model.path)
     sees, key = facts.get("model_type") in SEEN, "actor_rollout_ref.rollout.enable_vision"
     if rollout.enable_vision and facts and not sees:
         return [ConfigError("the policy takes no images", key=key, got=True, fix="Leave it out, or change model.path.")]
