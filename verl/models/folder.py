@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,11 @@ def resolve(path: str | Path) -> str:
     if expanded.is_dir():
         return str(expanded)
     if expanded.exists():
-        raise ModelError("this is a file, a model is a folder", got=str(path), fix=f"Try {str(expanded.parent)!r}.")
+        fix = f"Try {str(expanded.parent)!r}."
+        if expanded.suffix == ".gguf":
+            folder = shlex.quote(str(expanded.with_suffix("")))
+            fix = f"python -m verl.model_merger merge --local_dir {shlex.quote(str(expanded))} --target_dir {folder}"
+        raise ModelError("this is a file, a model is a folder", got=str(path), fix=fix)
     if _HUB_ID.match(str(path)) and not str(path).startswith("."):
         return str(path)
     raise ModelError(

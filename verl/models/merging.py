@@ -24,7 +24,7 @@ from verl import env
 from verl.errors import ModelError
 from verl.json_text import read_json
 from verl.models import folder as model_folder
-from verl.models import hf_folder, lora, nf4
+from verl.models import gguf, hf_folder, lora, nf4
 from verl.models.config import load_model_config, quiet_transformers
 from verl.models.loading import load_causal_lm
 from verl.models.slices import SlicedFolder
@@ -42,8 +42,8 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
     """Write the model of a checkpoint's role folder (``global_step_7/actor``) as a Hugging Face folder.
 
     Args:
-        source: a role folder of ours, one with ``model_world_size_*_rank_*.pt`` and ``huggingface/``, or a folder of
-            Megatron-Core's weights (`megatron_conversion`).
+        source: a role folder of ours, one with ``model_world_size_*_rank_*.pt`` and ``huggingface/``, a folder of
+            Megatron-Core's weights (`megatron_conversion`), or a GGUF file.
         target: created; an adapter is merged into its base, and upstream's also written to ``lora_adapter/``.
 
     Returns:
@@ -53,6 +53,8 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
         ModelError: no such checkpoint, shards that are missing or hold anything but tensors, or Megatron-Core's own.
     """
     folder, target = Path(env.expand(str(source))), Path(env.expand(str(target)))
+    if folder.suffix == gguf.ENDING and folder.is_file():
+        return gguf.write_folder(folder, target)
     inner = next((f for f in (folder / "huggingface", folder / "model" / "huggingface") if f.is_dir()), folder)
     if not folder.is_dir():
         raise ModelError("there is no such folder", got=str(source))

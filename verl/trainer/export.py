@@ -25,7 +25,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, text in (("merge", "write a Hugging Face folder"), ("test", "merge, then compare with a folder")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--backend", help="training backend; what it was is read off the files")
-        command.add_argument("--local_dir", required=True, help="role folder of a checkpoint: global_step_N/actor")
+        command.add_argument(
+            "--local_dir", required=True, help="role folder of a checkpoint, global_step_N/actor, or a GGUF file"
+        )
         command.add_argument("--target_dir", default="tmp", help="where the Hugging Face folder goes")
         command.add_argument("--trust-remote-code", action="store_true", help="run modelling code of the checkpoint")
         for option in ("--tie-word-embedding", "--is-value-model", "--use_cpu_initialization"):
