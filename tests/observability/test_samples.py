@@ -55,6 +55,9 @@ def test_the_panel_shows_score_and_expected_answer_and_takes_brackets_literally(
     console.print(sample_panel([Sample("12+30=", "[bold]42[/]", 1.0, "42")], "validation"))
     text = console.export_text()
     assert "12+30=  →  [bold]42[/]   score 1   expected 42" in text and "validation" in text
+    console.print(sample_panel([Sample("system\nuser\n1+1=\nassistant", "2", question="1+1=")], "validation"))
+    text = console.export_text()
+    assert "1+1=  →  2" in text and "user" not in text
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end():

@@ -27,7 +27,7 @@ def sample_panel(samples: Sequence[Sample], title: str) -> Panel:
     for i, sample in enumerate(samples):
         if i:
             text.append("\n")
-        text.append(printable(shorten(sample.prompt.strip())), style="dim")
+        text.append(printable(shorten((sample.question or sample.prompt).strip())), style="dim")
         text.append("  →  ", style="bold")
         text.append(printable(shorten(sample.response.strip())))
         if sample.score is not None:
@@ -104,9 +104,9 @@ class ValidationGenerationsLogger:
     def __init__(self, project_name: str | None = None, experiment_name: str | None = None):
         self.project_name, self.experiment_name = project_name, experiment_name
 
-    def log(self, loggers: Tracking | Iterable[str], samples: Iterable[Sequence[Any]], step: int) -> None:
-        """Send samples (input, output, score) to a `Tracking`, or to the named trackers of the one opened last."""
-        rows = [Sample(str(s[0]), str(s[1]), float(s[2])) for s in samples]
+    def log(self, loggers: Tracking | Iterable[str], samples: Iterable[Sample | Sequence[Any]], step: int) -> None:
+        """Send samples (or input, output, score) to a `Tracking`, or to the named trackers of the one opened last."""
+        rows = [s if isinstance(s, Sample) else Sample(str(s[0]), str(s[1]), float(s[2])) for s in samples]
         if isinstance(loggers, Tracking):
             loggers.log_samples("val/generations", rows, step)
             return

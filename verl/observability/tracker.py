@@ -24,6 +24,8 @@ class Sample:
     response: str
     score: float | None = None
     ground_truth: str | None = None
+    question: str | None = None
+    """The part of the prompt that a terminal has room for."""
 
 
 class Tracker(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.data import RLHFDataset, create_rl_dataset
 from verl.metrics import notice
 from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
+from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
@@ -131,7 +133,8 @@ def report_validation(
             key="trainer.validation_data_dir",
         )  # fmt: skip
     if trainer.log_val_generations > 0 and tracking is not None:
-        rows = list(zip(seen.inputs, seen.outputs, seen.scores))[: trainer.log_val_generations]
+        seen_rows = zip(seen.inputs, seen.outputs, seen.scores, seen.questions)
+        rows = [Sample(i, o, score, question=q) for i, o, score, q in islice(seen_rows, trainer.log_val_generations)]
         sample_output.ValidationGenerationsLogger().log(tracking, rows, step)
 
 

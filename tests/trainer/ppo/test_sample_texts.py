@@ -44,3 +44,26 @@ def test_an_image_is_named_once_where_it_stands(tmp_path):
     assert named[0][0] == named[0][2] != named[0][1]
     text = batch.select(non_tensor_batch_keys=[])
     assert SampleTexts(tokenizer).of(text)[1] == ["red blue", "red"] and SampleTexts(tokenizer).columns(text) == {}
+
+
+def test_of_a_prompt_a_person_is_shown_the_question_and_what_is_behind_it():
+    """The system line, roles and earlier turns of a template are not; an observation that an environment adds is."""
+    words = "system\nYou are helpful.\nuser\nearlier\nassistant\nno\nuser\n{}\nassistant\n"
+    messages = [{"role": "user", "content": "earlier"}, {"role": "assistant", "content": "no"}]
+    cases = [
+        ([*messages, {"role": "user", "content": "What is 2+2? "}], words.format("What is 2+2?"), "What is 2+2?"),
+        (
+            [{"role": "user", "content": "hi"}],
+            words.format("hi\n\nGuess a digit."),
+            "hi\n\nGuess a digit.\nassistant\n",
+        ),
+        ([{"role": "user", "content": "two  spaces"}], words.format("two spaces"), None),
+        ([{"role": "user", "content": [{"type": "text", "text": "parts"}]}], words.format("parts"), None),
+        ([{"role": "system", "content": "alone"}], words.format("alone"), None),
+    ]
+    rows = np.empty(len(cases), dtype=object)
+    rows[:] = [messages for messages, _, _ in cases]
+    batch = DataProto(non_tensor_batch={"raw_prompt": rows})
+    prompts = [prompt for _, prompt, _ in cases]
+    assert SampleTexts(None).questions(batch, prompts) == [question for _, _, question in cases]
+    assert SampleTexts(None).questions(DataProto(non_tensor_batch={}), ["a", "b"]) == [None, None]

@@ -19,6 +19,7 @@ from verl.single_controller.base import Roles
 from verl.trainer import expiry
 from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped
@@ -34,6 +35,7 @@ class Run(Protocol):
     roles: Roles
     schedule: Any
     validator: Validator | None
+    texts: SampleTexts
 
     def describe_samples(self, batch: DataProto) -> dict[str, Any]:
         """Prompt, response, score and reward details of every row as text."""
@@ -104,8 +106,10 @@ class ShowSamples(Callback):
         count = config.log_train_generations
         if count <= 0 or (step != 1 and (config.test_freq <= 0 or step % config.test_freq)):
             return
-        rows = trainer.describe_samples(batch.slice(0, count))
-        shown = [Sample(*row) for row in zip(rows["inputs"], rows["outputs"], rows["scores"], rows["gts"])]
+        first = batch.slice(0, count)
+        rows = trainer.describe_samples(first)
+        columns = [rows[name] for name in ("inputs", "outputs", "scores", "gts")]
+        shown = [Sample(*row) for row in zip(*columns, trainer.texts.questions(first, rows["inputs"]))]
         trainer.show_samples("sampled completions", shown)
 
 

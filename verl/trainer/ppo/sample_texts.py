@@ -9,6 +9,8 @@ from verl.data.vision.images import describe_image
 from verl.protocol import DataProto
 
 IMAGES = "multi_modal_data"
+OPENING_WORDS = 2
+"""Most words with which a template opens an answer: ``assistant <think>``."""
 
 
 class SampleTexts:
@@ -37,6 +39,21 @@ class SampleTexts:
             responses.append(self._text(response, left))
         return prompts, responses
 
+    def questions(self, batch: DataProto, prompts: Sequence[str]) -> list[str | None]:
+        """What a person wants to read of each prompt: its last user message, and what was put behind it.
+
+        The lines that a template writes before it (a system message, roles, earlier turns) and the opening of the
+        answer are left out.
+
+        Args:
+            prompts: the texts of `of`.
+
+        Returns:
+            None for a prompt without messages, or whose template does not write the message as it is.
+        """
+        rows = batch.non_tensor_batch.get("raw_prompt", [None] * len(prompts))
+        return [_question(messages, prompt) for messages, prompt in zip(rows, prompts)]
+
     def columns(self, batch: DataProto) -> dict[str, list[Any]]:
         """``images`` of each row, as size and digest, for a dump; nothing where no row has any."""
         shown = self._images(batch)
@@ -64,3 +81,13 @@ class SampleTexts:
             parts.append(self.tokenizer.decode(ids[at : start - before], skip_special_tokens=True))
             parts.append(f"[image {image.width}x{image.height}]")
             at = start - before + len(piece)
+
+
+def _question(messages: Any, prompt: str) -> str | None:
+    said = [one.get("content") for one in messages or () if isinstance(one, dict) and one.get("role") == "user"]
+    question = said[-1].strip() if said and isinstance(said[-1], str) else ""
+    at = prompt.rfind(question) if question else -1
+    if at < 0:
+        return None
+    behind = prompt[at + len(question) :].split()
+    return question if len(behind) <= OPENING_WORDS else prompt[at:]

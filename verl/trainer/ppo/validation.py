@@ -28,6 +28,7 @@ class ValidationSamples:
     """Everything one validation saw, one list entry per sample."""
 
     inputs: list[str] = field(default_factory=list)
+    questions: list[str | None] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     ground_truths: list[Any] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Validator:
             seen.infos[name] += list(values)
         prompts_shown, responses_shown = self.texts.of(samples)
         seen.inputs += prompts_shown
+        seen.questions += self.texts.questions(samples, prompts_shown)
         seen.outputs += responses_shown
         seen.uids += list(samples.non_tensor_batch["uid"])
         unknown = np.full(len(samples), "unknown", dtype=object)
