@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -51,6 +52,7 @@ def _run(request: dict[str, Any]) -> None:
     status = 1
     try:
         os.setsid()  # a group of its own, as a shell gives each command
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may run under nohup
         os.chdir(request["folder"])
         with open("output.txt", "w") as output:
             os.dup2(output.fileno(), 1)
