@@ -48,6 +48,8 @@ LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"0.0.0.0", "::"}
 COLUMNS = ("loopback", "every interface", "its address", "names", "sockets")
 TORCHS_OWN = "torchinductor_* 0755"
 """A folder that torch makes once one of its modules is imported, sooner or later in a run."""
+PRIVATE = {"config.yaml", "ledger.jsonl", "schedule.jsonl", "trace.jsonl"}
+"""Records of a run that nobody else may read."""
 ONE_STEP = "trainer.total_training_steps=1"
 
 
@@ -210,4 +212,5 @@ def test_a_run_opens_what_the_page_says_and_nothing_else(opened, own_ray_folder,
 def test_a_run_writes_into_its_own_folder_and_on_ray_into_that_of_the_cluster(opened, own_ray_folder):
     places = (f"{opened.run.folder}/", *([f"{private(own_ray_folder)}/ray/session_"] if "Ray" in opened.kind else []))
     for path, facts in opened.seen.writes.items():
-        assert path.startswith(places) and with_mode(path, facts).endswith(" 0644"), path
+        mode = "0600" if Path(path).name in PRIVATE else "0644"
+        assert path.startswith(places) and with_mode(path, facts).endswith(f" {mode}"), path

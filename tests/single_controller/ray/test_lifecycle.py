@@ -93,7 +93,7 @@ def test_groups_of_one_pool_share_its_devices(pool):
     assert free.get("GPU", 0) == 0 and free["CPU"] == 2  # devices are reserved, the cores next to them are not
     first.close()
     second.close()
-    with pytest.raises(ConfigError, match="asked for GPU"):
+    with pytest.raises(ConfigError, match=r"needs 1 node with 3 GPUs.*has: 1 node \(.*: 2\)"):
         RayResourcePool([3]).get_placement_groups()
 
 

@@ -102,7 +102,7 @@ def test_sizes_of_pools_are_checked_against_the_nodes(two_nodes):
         pool_class=RayResourcePool,
     )
     assert isinstance(manager.get_resource_pool("actor"), RayResourcePool)
-    with pytest.raises(ConfigError, match=r"\[2\].*found on 2 node\(s\).*: 1, .*: 1"):
+    with pytest.raises(ConfigError, match=r"needs 1 node with 2 CPUs.*has: 2 nodes \(.*: 1, .*: 1\)"):
         runtime.start([2], ray_init={"address": two_nodes.address}, join_seconds=0.1)
     assert ray.is_initialized()  # a cluster that others share is not ended
 
@@ -118,5 +118,5 @@ def test_the_loss_of_a_node_ends_the_group_and_says_where_the_worker_was(two_nod
     with pytest.raises(WorkerError, match=rf"the worker dice\[{rank}\] died") as error:
         group.wait(calls)
     assert group.node_ids[rank][:8] in str(error.value) and "its node has died" in str(error.value)
-    with pytest.raises(ConfigError, match=r"trainer.nnodes.*found on 1 node"):
+    with pytest.raises(ConfigError, match=r"trainer.nnodes.*needs 2 nodes with 1, 1 CPUs.*has: 1 node"):
         RayResourcePool([1, 1]).get_placement_groups()
