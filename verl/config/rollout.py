@@ -259,7 +259,7 @@ class RolloutConfig(ConfigNode):
     )
     free_cache_engine: bool | None = setting(
         None,
-        "free the KV cache while the policy trains; null: on an accelerator only",
+        "free the KV cache while the policy trains; null: on an accelerator, and on a CPU from 256 MB of weights on",
         upstream=True,
     )
     tensor_model_parallel_size: int = setting(

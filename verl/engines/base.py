@@ -152,6 +152,11 @@ class Engine(ABC):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under Hugging Face names, detached and whole on every rank; tied ones once, under the first."""
 
+    @property
+    def exports_itself(self) -> bool:
+        """Whether `export_weights` gives the parameters' own memory, which the next update changes."""
+        return False
+
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The factors of a LoRA adapter as peft calls them in a file, detached and whole on every rank."""
         raise AssertionError(f"{type(self).__name__} has no adapters")

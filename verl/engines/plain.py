@@ -13,7 +13,7 @@ from verl.engines.settings import tell_sharding_settings
 from verl.engines.torch_engine import TorchEngine
 from verl.errors import ModelError
 from verl.metrics import notice
-from verl.models import export_weights, load_weights
+from verl.models import export_weights, load_weights, lora
 from verl.models.compiled import wants_compiling
 from verl.models.loading import HOLLOW
 from verl.models.nf4 import is_quantized, quantize
@@ -77,6 +77,10 @@ class PlainEngine(TorchEngine):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_weights(self.model)
+
+    @property
+    def exports_itself(self) -> bool:
+        return self.device == "cpu" and not is_quantized(self.model) and not lora.has_adapter(self.model)
 
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":

@@ -76,6 +76,8 @@ def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: in
     arguments = {"config": policy, "context": context, "data": config.data}
     if lends(config):
         arguments["lends"] = True
+    if config.trainer.v1.trainer_mode == "sync":
+        arguments["shares"] = True
     return {**arguments, "scoring": config} if scores_while_sampling(config) else arguments
 
 

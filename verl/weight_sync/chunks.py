@@ -22,12 +22,14 @@ class WeightChunk:
         version: the same in every chunk of a stream.
         last: whether the stream ends here; a stream without a last chunk was interrupted.
         is_unit: whether the tensors only mean something together, so that a transport may not cut the chunk.
+        is_live: whether the tensors are the trainer's parameters themselves, which change with its next update.
     """
 
     version: int
     tensors: list[tuple[str, torch.Tensor]]
     last: bool
     is_unit: bool = False
+    is_live: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +37,7 @@ class WeightChunk:
 
 
 def chunk_weights(
-    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, version: int
+    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, version: int, is_live: bool = False
 ) -> Iterator[WeightChunk]:
     """Cut a stream of named tensors into chunks of at most ``bucket_bytes``; a larger tensor travels alone.
 
@@ -54,13 +56,13 @@ def chunk_weights(
     for name, tensor in weights:
         num_bytes = tensor.numel() * tensor.element_size()
         if bucket and size + num_bytes > bucket_bytes:
-            yield WeightChunk(version, bucket, last=False)
+            yield WeightChunk(version, bucket, last=False, is_live=is_live)
             bucket, size = [], 0
         bucket.append((name, tensor))
         size += num_bytes
     if not bucket:
         raise RolloutError("the trainer exported no weights", key=f"version {version}")
-    yield WeightChunk(version, bucket, last=True)
+    yield WeightChunk(version, bucket, last=True, is_live=is_live)
 
 
 def pieces(chunk: WeightChunk, piece_bytes: int) -> Iterator[WeightChunk]:

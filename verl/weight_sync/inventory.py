@@ -31,6 +31,8 @@ class WeightInventory:
         takers: Mapping[str, Callable[[str, torch.Tensor], None]] | None = None,
     ):
         self._targets, self._takers = dict(targets), dict(takers or {})
+        self.shared: list[tuple[torch.Tensor, int]] = []
+        self._foreign: set[int] = set()
         groups: dict[tuple[int, int], str] = {}
         # One owner per storage: whichever alias arrives first fills it, a second must hold the same values.
         self._owner = {
@@ -38,8 +40,12 @@ class WeightInventory:
             for name, t in self._targets.items()
         }
 
-    def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
+    def receive(self, chunks: Iterable[WeightChunk], version: int, share: bool = False) -> int:
         """Take a whole stream; returns the number of bytes.
+
+        Args:
+            share: parameters become the trainer's own, where a chunk holds those (``is_live``): nothing is copied, and
+                `shared` lists them with torch's count of their changes.
 
         Raises:
             RolloutError: an unknown name, another shape, a chunk of another version, missing weights, an interrupted
@@ -47,13 +53,14 @@ class WeightInventory:
         """
         arrived: set[str] = set()
         num_bytes, ended = 0, False
+        self.shared = []
         with taking(chunks) as stream:
             for chunk in stream:
                 if chunk.version != version:
                     raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
                 if ended:
                     raise RolloutError("weights arrived after the last chunk", key=f"version {version}")
-                self._receive_chunk(chunk, arrived)
+                self._receive_chunk(chunk, arrived, share and chunk.is_live)
                 num_bytes += chunk.num_bytes
                 ended = chunk.last
                 del chunk  # or the sender would hold two buckets: this one, and the one it fills next
@@ -70,7 +77,7 @@ class WeightInventory:
         return num_bytes
 
     @torch.no_grad()
-    def _receive_chunk(self, chunk: WeightChunk, arrived: set[str]) -> None:
+    def _receive_chunk(self, chunk: WeightChunk, arrived: set[str], share: bool) -> None:
         for name, value in chunk.tensors:
             target = self._targets.get(name)
             if target is None:
@@ -91,7 +98,13 @@ class WeightInventory:
                 continue
             if name in self._takers:
                 self._takers[name](name, value)
+            elif share and _can_share(target, value):
+                target.data = value
+                self.shared.append((value, value._version))
+                self._foreign.add(value.data_ptr())
             else:
+                if target.data_ptr() in self._foreign:  # the trainer's, from an earlier stream
+                    target.data = torch.empty_like(target)
                 copy_into(name, target, value)
             arrived.add(owner)
 
@@ -103,6 +116,11 @@ class WeightInventory:
                 key=name,
                 fix="Set tie_word_embeddings in the sampler's model as in the trainer's.",
             )
+
+
+def _can_share(target: torch.Tensor, value: torch.Tensor) -> bool:
+    alike = (target.dtype, target.device, target.stride()) == (value.dtype, value.device, value.stride())
+    return alike and isinstance(target, torch.nn.Parameter)  # of a view, others would keep the memory
 
 
 def copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ class ReplicaWorker(ProfiledWorker):
     def __init__(self, config: ActorRolloutRefConfig, context: WorkerContext | None = None):
         super().__init__()
         self.config, self.context = config, context or WorkerContext()
+        self.shares = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -47,7 +48,8 @@ class ReplicaWorker(ProfiledWorker):
             self.replicas = {url: self._server(url, len(servers)) for url in (servers if self.rank == 0 else fed)}
         else:
             fed = self._start_replica()
-        self.sender = WeightSender(self.config.rollout, self.model, {name: self.replicas[name] for name in fed})
+        fed_replicas = {name: self.replicas[name] for name in fed}
+        self.sender = WeightSender(self.config.rollout, self.model, fed_replicas, shares=self.shares)
 
     def _start_replica(self) -> list[str]:
         """The name of the replica that this rank leads; the others give theirs the devices that they see."""

@@ -29,6 +29,9 @@ from verl.workers.sending import SyncResult
 
 SERVED, FOLLOW = "served", "follow"
 """Keys of ``meta_info``; see `SamplingWorker.sample_beside`."""
+LARGE = 256 << 20
+"""Bytes of a sampler's weights on a CPU from which on it frees its caches and copies while the trainer works: to give
+memory back, and to take it again, costs more than a step of a small model."""
 REPORT_SECONDS = 0.25
 """Between two reports of what requests in flight have drawn, where replicas may be lost."""
 ReplicaStats = Mapping[str, Mapping[str, float]]
@@ -92,6 +95,7 @@ class SamplingWorker(ReplicaWorker):
         data: the section ``data``, for agent loops that render messages.
         scoring: the full configuration, to score samples during sampling; None: after it, by the controller.
         lends: trainers lend their devices, so that requests wait for a slot where any replica can have them.
+        shares: sampling and training take turns, so that in one process both can use the same weights.
     """
 
     def __init__(
@@ -101,8 +105,10 @@ class SamplingWorker(ReplicaWorker):
         data: DataConfig | None = None,
         scoring: PPOTrainerConfig | None = None,
         lends: bool = False,
+        shares: bool = False,
     ):
         super().__init__(config, context)
+        self.shares = shares
         self.data, self.scoring, self.lends = data, scoring, lends
         self.bytes_sent = 0.0
         self._connected: set[str] = set()
@@ -284,8 +290,8 @@ class SamplingWorker(ReplicaWorker):
         # What a replica elsewhere counts is known as of the last query.
         await asyncio.gather(*(one.sampler.confirm(version) for one in self.service.replicas if one.name in answers))
         made = probing.batch_of(requests, answers, self.tokenizer.pad_token_id or 0)
-        sizes = [stats.get("weight_bytes", 0.0) for stats in self.service.replica_stats().values()]
-        made.meta_info["metrics"] = {"rollout/weights_mb": Metric(max(sizes) / 1e6, "max")} if any(sizes) else {}
+        num_bytes = self._weight_bytes()
+        made.meta_info["metrics"] = {"rollout/weights_mb": Metric(num_bytes / 1e6, "max")} if num_bytes else {}
         return made
 
     async def _awake(self, work: Coroutine[Any, Any, DataProto]) -> DataProto:
@@ -306,4 +312,10 @@ class SamplingWorker(ReplicaWorker):
     def _frees_cache(self) -> bool:
         """Whether replicas free their caches for the trainers between rollouts."""
         asked = self.config.rollout.free_cache_engine
-        return self.is_beside and self.context.device != "cpu" if asked is None else asked
+        if asked is not None:
+            return asked
+        return self.is_beside and (self.context.device != "cpu" or self._weight_bytes() >= LARGE)
+
+    def _weight_bytes(self) -> float:
+        """Memory of the largest replica's weights; 0 where samplers do not count it."""
+        return max((stats.get("weight_bytes", 0.0) for stats in self.service.replica_stats().values()), default=0.0)

@@ -98,12 +98,21 @@ class WeightSender:
     Args:
         rollout, model: sections of the configuration.
         replicas: name -> sampler. None at all is fine: the export is collective, so this rank makes it all the same.
+        shares: the engine's parameters may become the sampler's, as no request runs while they change.
         keeps: hold a copy of the last version in the host's memory, for replicas that join between two versions, when
             the model is on its way to the next one.
     """
 
-    def __init__(self, rollout: RolloutConfig, model: Any, replicas: Mapping[str, Sampler], keeps: bool = False):
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        model: Any,
+        replicas: Mapping[str, Sampler],
+        keeps: bool = False,
+        shares: bool = False,
+    ):
         self.rollout, self.model, self.replicas, self.keeps = rollout, model, dict(replicas), keeps
+        self.shares = shares
         self._kept: list[WeightChunk] = []
         self._exported = 0.0
         self._broken: Exception | None = None
@@ -117,7 +126,8 @@ class WeightSender:
         bucket_bytes = self.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         alone = separate_adapter(self.rollout, self.model)
         weights = engine.export_weights() if alone is None else engine.export_adapter()
-        chunks = chunk_weights(self._counted(weights), bucket_bytes, version=version)
+        is_live = self.shares and alone is None and engine.exports_itself
+        chunks = chunk_weights(self._counted(weights), bucket_bytes, version, is_live)
         if self.keeps:
             chunks = self._copied(chunks)
         before = {name: sampler.stats() for name, sampler in self.replicas.items()}

@@ -145,3 +145,53 @@ def test_weights_arrive_across_dtypes():
     sampler = HFSampler(tiny_model(scale=1.0).to(torch.bfloat16))
     push(sampler, new, 1)
     assert torch.equal(sampler.model.lm_head.weight, new.lm_head.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "gemma2"])
+def test_parameters_of_a_trainer_in_the_process_become_the_samplers(family):
+    trainer = tiny_model(family, seed=1, scale=2.0)
+    sampler = HFSampler(tiny_model(family, scale=2.0), owns_model=True)
+    alone = sampler.stats()["weight_bytes"]
+
+    def share(version: int) -> None:
+        chunks = chunk_weights(export_weights(trainer), 2000, version, is_live=True)
+        asyncio.run(sampler.update_weights(chunks, version))
+
+    share(1)
+    pairs = list(zip(sampler.model.parameters(), trainer.parameters(), strict=True))
+    assert all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs)
+    assert sampler.stats()["weight_bytes"] < alone, "what is the trainer's does not count"
+    assert largest_difference(trainer, WANTED, sample(sampler, WANTED)) < 2e-5
+    with torch.no_grad():
+        trainer.get_input_embeddings().weight.mul_(1.5)
+    with pytest.raises(RolloutError, match="has changed the weights that this sampler shares"):
+        sample(sampler, WANTED)
+    share(2)
+    assert largest_difference(trainer, WANTED, sample(sampler, WANTED)) < 2e-5
+    asyncio.run(sampler.sleep(2))
+    assert all(theirs.untyped_storage().nbytes() > 0 for _, theirs in pairs), "they are not the sampler's to free"
+    asyncio.run(sampler.wake())
+    kept = trainer.get_input_embeddings().weight.clone()
+    push(sampler, tiny_model(family, seed=2, scale=2.0), 3)
+    assert trainer.get_input_embeddings().weight.equal(kept), "a copy goes into memory of the sampler's"
+    assert largest_difference(tiny_model(family, seed=2, scale=2.0), WANTED, sample(sampler, WANTED)) < 2e-5
+
+
+def test_parameters_of_another_type_are_copied():
+    trainer, sampler = tiny_model(seed=1), HFSampler(tiny_model().to(torch.bfloat16), owns_model=True)
+    asyncio.run(sampler.update_weights(chunk_weights(export_weights(trainer), 2000, 1, is_live=True), 1))
+    assert sampler.model.lm_head.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        trainer.lm_head.weight.zero_()
+    assert sampler.model.lm_head.weight.any() and sample(sampler, WANTED)
+
+
+def test_sleep_frees_the_copies_that_products_read_until_the_next_pass():
+    sampler = HFSampler(tiny_model(), owns_model=True)
+    expected = [c.token_ids for c in sample(sampler, WANTED)]
+    awake = sampler.stats()["weight_bytes"]
+    asyncio.run(sampler.sleep())
+    assert sampler.stats()["weight_bytes"] < awake
+    asyncio.run(sampler.wake())
+    assert [c.token_ids for c in sample(sampler, WANTED)] == expected
+    assert sampler.stats()["weight_bytes"] == awake

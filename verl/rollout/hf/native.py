@@ -123,6 +123,9 @@ class NativeModel:
         variants: per layer, as the family's own modules call attention.
         max_positions: length of the rotary table.
 
+    Attributes:
+        packs: products read copies of the weights.
+
     Raises:
         UnsupportedModelError: not such a model.
     """
@@ -131,9 +134,9 @@ class NativeModel:
         _check(model, max_positions)
         inner: Any = model.model
         self.model, self.max_positions = model, max_positions
-        self._packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
-        make: Callable[[LayerModules], Projections] = PackedProjections if self._packs else FusedProjections
-        if not self._packs and any(quantized_layers(model)):
+        self.packs = model.device.type == "cpu" and can_pack(model.dtype, sum(p.nbytes for p in model.parameters()))
+        make: Callable[[LayerModules], Projections] = PackedProjections if self.packs else FusedProjections
+        if not self.packs and any(quantized_layers(model)):
             make = partial(PackedProjections, lay_out=PlainLinear)
         self.layers = [
             NativeLayer(number, module, variants[number], make(_modules(module)))
@@ -181,7 +184,7 @@ class NativeModel:
     def rows_for(self, tokens: int) -> int:
         """How many tokens are best computed where these are wanted."""
         self._lay_out()
-        if not self._packs or (tokens <= GRID and self._fewest_rows == 1):
+        if not self.packs or (tokens <= GRID and self._fewest_rows == 1):
             return tokens
         return -(-tokens // GRID) * GRID
 
@@ -199,13 +202,14 @@ class NativeModel:
         self._is_stale = False
         for layer in self.layers:
             layer.projections.refresh()
-        if self._packs:
+        if self.packs:
             self._packed_head = laid_out(self._head.weight, self._head.bias)
             in_layers = (layer.projections.fewest_rows for layer in self.layers)
             self._fewest_rows = max(self._packed_head.fewest_rows, *in_layers)
 
     def release(self) -> None:
-        """Free the copies of the weights."""
+        """Free the copies of the weights, until the next pass."""
+        self._is_stale = True
         for layer in self.layers:
             layer.projections.release()
         self._packed_head = None

@@ -105,6 +105,10 @@ class PoolRunner:
         return self._pool.num_bytes
 
     @property
+    def can_share(self) -> bool:
+        return self.native is None or self.native.packs
+
+    @property
     def num_copied_bytes(self) -> int:
         return 0 if self.native is None else self.native.num_copied_bytes
 

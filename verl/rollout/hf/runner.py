@@ -79,7 +79,12 @@ class ModelRunner(Protocol):
         ...
 
     def release(self) -> None:
-        """The model's weights are about to be freed: drop everything derived from them."""
+        """Drop everything derived from the model's weights; what is needed is made again."""
+        ...
+
+    @property
+    def can_share(self) -> bool:
+        """Whether the memory of the model's parameters may be replaced."""
         ...
 
     @property

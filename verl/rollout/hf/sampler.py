@@ -155,7 +155,8 @@ class HFSampler(Sampler):
         self._runner.recorder = recorder
         self._call = _Call()
         self._runner.is_unwanted = self._call.leaves_pass
-        self._weights = rounded or SamplerWeights(model, adapter)
+        shares = owned and model.device.type == "cpu" and self._runner.can_share
+        self._weights = rounded or SamplerWeights(model, adapter, shares=shares)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -287,8 +288,8 @@ class HFSampler(Sampler):
             self._adjust = Adjustment()
             self._scheduler.forget_prompts()
             self._state.enter_sleep(level)
+            self._runner.release()
             if level == 2:
-                self._runner.release()
                 self._weights.release()
             give_memory_back(self.model.device.type)
 
@@ -314,7 +315,7 @@ class HFSampler(Sampler):
             "images_encoded": 0 if runner.features is None else runner.features.num_encoded,
             "cache_bytes": runner.num_cache_bytes,
             "weight_bytes_received": self._weights.num_bytes,
-            "weight_bytes": held_bytes(self.model) + runner.num_copied_bytes,
+            "weight_bytes": runner.num_copied_bytes + (0 if self._weights.is_shared else held_bytes(self.model)),
         }
 
     def _check_room(self, request: Request) -> None:
@@ -430,6 +431,7 @@ class HFSampler(Sampler):
             admission = self._scheduler.admit(running, only_begun=self._is_held and self._has_drawn())
         # What is computed anew under the new weights need not be finished; but a token between two updates has to be.
         self._call.may_interrupt = self._has_drawn() and not (admission.chunks or admission.joining)
+        self._weights.check()
         try:
             logits = self._runner.step(admission.chunks) if running or admission.chunks else torch.empty(0, 0)
         except PassAbandoned:

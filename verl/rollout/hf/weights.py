@@ -24,13 +24,20 @@ class SamplerWeights:
     Args:
         adapter: of which nothing but the factors arrives; the weights that are there are its base.
         quantization: the format in which the model's linear layers are kept from here on; None: as they are.
+        shares: the model's parameters may become the trainer's, where those arrive.
 
     Raises:
         ModelError: to be quantized, and a weight of its files lies in no single tensor.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: LoraSettings | None = None, quantization: str | None = None):
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: LoraSettings | None = None,
+        quantization: str | None = None,
+        shares: bool = False,
+    ):
+        self.model, self._shares = model, shares
         self.num_bytes = 0
         self._adapter = None if adapter is None else AdapterBuffer(model, adapter)
         targets = _targets(model)
@@ -46,7 +53,7 @@ class SamplerWeights:
             self.num_bytes += self._adapter.receive(chunks, version)
             return
         if self._inventory is not None:
-            self.num_bytes += self._inventory.receive(chunks, version)
+            self.num_bytes += self._inventory.receive(chunks, version, self._shares)
             return
         whole: dict[str, torch.Tensor] = {}
         ended = False
@@ -62,9 +69,22 @@ class SamplerWeights:
             raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
         load_weights(self.model, whole)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the weights are the trainer's parameters."""
+        return self._inventory is not None and bool(self._inventory.shared)
+
+    def check(self) -> None:
+        """Raise `RolloutError` where the weights are the trainer's, and it has changed them since they were sent."""
+        if self._inventory is not None and any(one._version != count for one, count in self._inventory.shared):
+            raise RolloutError(
+                "the trainer has changed the weights that this sampler shares with it, and sent no new version",
+                fix="Call update_weights after each update, or sample with a copy: trainer_mode other than sync.",
+            )
+
     def release(self) -> None:
         """Free the memory of all weights that will be sent again; their content is lost."""
-        if self._emptied:
+        if self._emptied or self.is_shared:
             return
         if self._adapter is not None:
             self._adapter.keep_base()
