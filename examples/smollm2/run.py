@@ -1,0 +1,284 @@
+"""A published model of 135 million parameters learns on this machine; each task is a few commands, which are printed.
+
+    python examples/smollm2/run.py addition             # GRPO, every weight
+    python examples/smollm2/run.py addition --lora      # GRPO, an adapter: half the memory
+    python examples/smollm2/run.py countdown            # GRPO, a harder task
+    python examples/smollm2/run.py tools                # a calculator in several turns, which it learns to call
+    python examples/smollm2/run.py sft                  # fine-tuning on worked solutions of GSM8K
+    python examples/smollm2/run.py dpo                  # preferences among the model's own answers
+    python examples/smollm2/run.py reward_model         # a reward model from the same pairs
+
+Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
+before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from verl.observability.plots import plot_run, read_metrics, series
+
+HERE = Path(__file__).resolve().parent
+Stage = tuple[str, list[str]]
+"""What a command is for, and its words."""
+console = Console()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the stages of a task need to know."""
+
+    task: str
+    out: Path
+    model: str
+    seed: int
+    lora: bool
+    gsm8k: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}{'-lora' if self.lora else ''}-{self.seed}"
+
+    @property
+    def metrics(self) -> Path:
+        return self.out / "logs" / f"{self.name}.jsonl"
+
+    def prompts(self, task: str) -> Stage:
+        words = [f"{HERE}/data.py", task, str(self.out / task)]
+        return "write prompts to train on, and others to be measured with", words
+
+    def ends(self, steps: int) -> list[str]:
+        """Settings that all trainers have."""
+        return [
+            f"trainer.total_training_steps={steps}",
+            f"trainer.save_freq={steps}",
+            "trainer.test_freq=8",
+            "trainer.project_name=smollm2",
+            f"trainer.experiment_name={self.name}",
+            "trainer.logger=[console,file]",
+            f"trainer.seed={self.seed}",
+            f"trainer.default_local_dir={self.out}/{self.name}",
+            "trainer.resume_mode=disable",
+        ]
+
+
+def by_reinforcement(run: Run, steps: int, prompt: int, response: int, rate: float) -> list[Stage]:
+    """GRPO: 16 prompts a step, 8 samples each."""
+    data = run.out / run.task
+    adapter = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=32")
+    train = [
+        "-m",
+        "verl.trainer.main_ppo",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/test.parquet",
+        "data.train_batch_size=16",
+        f"data.max_prompt_length={prompt}",
+        f"data.max_response_length={response}",
+        f"data.seed={run.seed}",
+        f"actor_rollout_ref.model.path={run.model}",
+        *(adapter if run.lora else ()),
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        f"actor_rollout_ref.actor.optim.lr={rate * (LORA_RATE if run.lora else 1):g}",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+        f"reward.custom_reward_function.path={HERE}/reward.py",
+        *run.ends(steps),
+    ]
+    return [run.prompts(run.task), ("learn from reward alone (GRPO)", train)]
+
+
+LORA_RATE = 10
+"""An adapter's learning rate, as a multiple of that of the weights."""
+
+
+def addition(run: Run) -> list[Stage]:
+    return by_reinforcement(run, steps=32, prompt=64, response=24, rate=2e-5)
+
+
+def countdown(run: Run) -> list[Stage]:
+    return by_reinforcement(run, steps=96, prompt=96, response=32, rate=2e-5)
+
+
+def sft(run: Run) -> list[Stage]:
+    data = run.out / "gsm8k"
+    script = HERE.parent / "data_preprocess" / "gsm8k.py"
+    local = ["--local_dataset_path", run.gsm8k] if run.gsm8k else []
+    train = [
+        "-m",
+        "verl.trainer.sft_trainer",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/test.parquet",
+        "data.prompt_key=extra_info",
+        "data.response_key=extra_info",
+        "data.prompt_dict_keys=[question]",
+        "data.response_dict_keys=[answer]",
+        "data.train_batch_size=16",
+        "data.val_max_samples=128",
+        "data.max_length=512",
+        f"model.path={run.model}",
+        "optim.lr=1e-5",
+        "checkpoint.save_contents=[model]",
+        *run.ends(64),
+    ]
+    made = [str(script), "--local_save_dir", str(data), *local]
+    return [("write GSM8K", made), ("imitate its worked solutions (supervised)", train)]
+
+
+WARM_UP = 24
+
+
+def tools(run: Run) -> list[Stage]:
+    """Few demonstrations use a calculator; reinforcement finds out that it pays."""
+    data, warm = run.out / "products", run.out / f"{run.name}-sft"
+    imitate = [
+        "-m",
+        "verl.trainer.sft_trainer",
+        f"data.train_files={data}/sft.parquet",
+        "data.train_batch_size=32",
+        "data.max_length=128",
+        f"model.path={run.model}",
+        "optim.lr=2e-5",
+        "checkpoint.save_contents=[model]",
+        f"trainer.total_training_steps={WARM_UP}",
+        f"trainer.save_freq={WARM_UP}",
+        "trainer.logger=[console]",
+        f"trainer.default_local_dir={warm}",
+        "trainer.resume_mode=disable",
+    ]
+    warmed = replace(run, task="products", model=f"{warm}/global_step_{WARM_UP}/model/huggingface")
+    prompts, (title, train) = by_reinforcement(warmed, steps=16, prompt=64, response=96, rate=2e-5)
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    turns = [f"{multi_turn}.enable=true", f"{multi_turn}.max_assistant_turns=3"]
+    turns.append(f"{multi_turn}.tool_config_path={HERE.parent}/calculator/tools.yaml")
+    return [
+        prompts,
+        ("imitate demonstrations, one in four of which calls the calculator", imitate),
+        (title, train + turns),
+    ]
+
+
+def own_pairs(run: Run) -> list[Stage]:
+    """A right and a wrong answer of the model itself to each prompt."""
+    data = run.out / "own"
+    sample = [
+        "-m",
+        "verl.trainer.main_generation",
+        f"data.path={data}/train.parquet",
+        f"data.output_path={data}/answers.parquet",
+        "data.n_samples=8",
+        f"model.path={run.model}",
+        "rollout.temperature=1.0",
+        "rollout.top_k=-1",
+        "rollout.top_p=1.0",
+        "rollout.prompt_length=64",
+        "rollout.response_length=24",
+        "trainer.device=cpu",
+    ]
+    script = HERE.parent / "end_to_end" / "pairs.py"
+    pair = [str(script), f"{data}/answers.parquet", *(f"{run.out}/pairs/{name}.parquet" for name in ("train", "test"))]
+    return [
+        ("write prompts", [f"{HERE}/data.py", "addition", str(data), "--train_size", "384"]),
+        ("sample eight answers to each", sample),
+        ("pair right with wrong ones", [*pair, "--scorer", f"{HERE}/reward.py"]),
+    ]
+
+
+def from_pairs(run: Run, program: str, *settings: str) -> Stage:
+    pairs = run.out / "pairs"
+    train = [
+        "-m",
+        f"verl.trainer.{program}",
+        f"data.train_files={pairs}/train.parquet",
+        f"data.val_files={pairs}/test.parquet",
+        "data.train_batch_size=16",
+        "data.max_length=128",
+        f"model.path={run.model}",
+        *settings,
+        *run.ends(48),
+    ]
+    return "train on the pairs", train
+
+
+def dpo(run: Run) -> list[Stage]:
+    return [*own_pairs(run), from_pairs(run, "dpo_trainer", "dpo.beta=0.1", "optim.lr=5e-6")]
+
+
+def reward_model(run: Run) -> list[Stage]:
+    return [*own_pairs(run), from_pairs(run, "rm_trainer", "rm.centering=0.01", "optim.lr=1e-5")]
+
+
+TASKS: dict[str, tuple[Callable[[Run], list[Stage]], str]] = {
+    "addition": (addition, "val-core/addition/reward/mean@1"),
+    "countdown": (countdown, "val-core/countdown/reward/mean@1"),
+    "tools": (tools, "val-core/products/reward/mean@1"),
+    "sft": (sft, "val/loss"),
+    "dpo": (dpo, "val/rewards/accuracies"),
+    "reward_model": (reward_model, "val/accuracy"),
+}
+"""A task's stages, and the metric by which it is measured before and after."""
+
+
+def stages(run: Run) -> list[Stage]:
+    """All commands of a task."""
+    made = [("write the model", [f"{HERE}/model.py", run.model])] if run.model == str(run.out / "model") else []
+    return made + TASKS[run.task][0](run)
+
+
+def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
+    rows = read_metrics(run.metrics)
+    key = TASKS[run.task][1]
+    values = series(rows, key).values
+    plot = plot_run(run.metrics, run.metrics.with_suffix(".png"), title=f"{run.name}, SmolLM2-135M-Instruct")
+    return {
+        "measured": key,
+        "before": round(values[0], 4),
+        "after": round(values[-1], 4),
+        "minutes": round(seconds / 60, 1),
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 1),
+        "plot": str(plot),
+        "checkpoints": str(run.out / run.name),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train SmolLM2-135M-Instruct on this machine.")
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--lora", action="store_true", help="of a GRPO task: train an adapter of rank 32")
+    parser.add_argument("--model", help="folder or hub name of another model")
+    parser.add_argument("--gsm8k", help="folder with train.jsonl and test.jsonl; without it they come from the hub")
+    parser.add_argument("--out", type=Path, default=Path("outputs/smollm2"))
+    parser.add_argument("--seed", type=int, default=0)
+    a = parser.parse_args()
+    run = Run(a.task, a.out, a.model or str(a.out / "model"), a.seed, a.lora, a.gsm8k)
+    run.metrics.unlink(missing_ok=True)
+    shutil.rmtree(run.out / run.name, ignore_errors=True)
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(run.metrics)}
+    began = time.monotonic()
+    for title, command in stages(run):
+        console.rule(f"[bold]{title}")
+        console.print("$ " + shlex.join(["python", *command]), style="cyan", soft_wrap=True, highlight=False)
+        status = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+        if status:
+            return status
+    summary = summary_of(run, time.monotonic() - began)
+    run.metrics.with_suffix(".summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    console.print_json(data=summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
