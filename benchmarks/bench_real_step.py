@@ -1,0 +1,157 @@
+"""A GRPO step of a published model of 135 million parameters: where its time goes, and TRL's beside it.
+
+    python examples/smollm2/model.py outputs/smollm2/model
+    python benchmarks/bench_real_step.py outputs/smollm2/model [--peer-python path/to/venv-with-trl/bin/python]
+
+Additions of two digits ("What is 44 plus 34?"), 16 prompts x 8 samples, float32, one update per batch, AdamW, no
+reference, no gradient checkpointing: the steps of `examples/smollm2`, with real answers that end where the model ends
+them. ``--length 256`` lets them be long: answers differ in length by an order of magnitude then. A line comes after
+each run. The table gives medians over all steps but the first, by the clock, and the peak of the resident set. The
+profile is of one step of ours: seconds in operations of each kind, and what is left of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_grpo_step import OURS, PEER, PROMPTS, SAMPLES
+from figures import ROOT, Figures, Run, add_json, run_script
+
+sys.path.insert(0, str(ROOT / "examples" / "smollm2"))
+
+STEPS, WARMUP = 4, 1
+PROFILE = """
+import os
+from torch.profiler import ProfilerActivity, profile
+
+class Profile(Callback):
+    def on_step_end(self, trainer, batch):
+        if trainer.ctx.step == 1:
+            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.profile.start()
+            self.began = time.perf_counter()
+        elif trainer.ctx.step == 2:
+            seconds = time.perf_counter() - self.began
+            self.profile.stop()
+            averages = self.profile.key_averages(group_by_input_shape=True)
+            rows = [(row.key, str(row.input_shapes), row.self_cpu_time_total / 1e6) for row in averages]
+            json.dump([seconds, rows], open(os.environ["PROFILE"], "w"))
+
+class Runner"""
+PROFILED = OURS.replace("class Runner", PROFILE).replace("append(Clock())", "extend([Clock(), Profile()])")
+KINDS = {
+    "LM head and loss": ("{vocab}",),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn", "onednn"),
+    "attention": ("attention", "flash", "sdpa"),
+    "optimizer": ("adam", "_foreach"),
+}
+"""Where the time of an operation counts: the first kind of which a part of its name, or of its shapes, is one."""
+
+
+def make_inputs(folder: Path) -> tuple[Path, Path]:
+    """Our prompts and the peer's: the same rows."""
+    import pandas as pd
+    from data import rows  # type: ignore[import-not-found]
+
+    drawn = rows("addition", PROMPTS * (STEPS + 2), seed=1)
+    pd.DataFrame(drawn).to_parquet(folder / "prompts.parquet")
+    (folder / "prompts.json").write_text(json.dumps([{"prompt": row["prompt"]} for row in drawn]))
+    return folder / "prompts.parquet", folder / "prompts.json"
+
+
+def run_ours(folder: Path, model: Path, prompts: Path, length: int, more: list[str], script: str = OURS) -> Run:
+    words = [
+        "algorithm.adv_estimator=grpo", f"data.train_files={prompts}", f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=64", f"data.max_response_length={length}", "data.shuffle=false",
+        f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}", "actor_rollout_ref.actor.optim.lr=1e-5",
+        f"reward.custom_reward_function.path={ROOT}/examples/smollm2/reward.py",
+        f"trainer.total_training_steps={STEPS}", "trainer.logger=[file]", "trainer.project_name=bench",
+        "trainer.experiment_name=ours", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
+        *more,
+    ]  # fmt: skip
+    return run_script(sys.executable, script, words, folder, ours=True)
+
+
+def run_peer(folder: Path, python: str, model: Path, prompts: Path, length: int) -> Run:
+    words = [str(model), str(prompts), str(STEPS), str(folder / "peer"), str(PROMPTS * SAMPLES), str(SAMPLES)]
+    return run_script(python, PEER, [*words, str(length), "1"], folder, ours=False)
+
+
+def profile_of(model: Path, length: int, more: list[str]) -> dict[str, float]:
+    """Seconds of one step of ours in operations of each kind, and in Python and everything else."""
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["PROFILE"] = str(folder / "profile.json")
+        run_ours(folder, model, make_inputs(folder)[0], length, more, PROFILED)
+        seconds, rows = json.loads((folder / "profile.json").read_text())
+    shares = dict.fromkeys([*KINDS, "other operations"], 0.0)
+    for name, shapes, spent in rows:
+        words = f"{name} {shapes}".lower()
+        kinds = (kind for kind, parts in KINDS.items() if any(part.format(vocab=vocab) in words for part in parts))
+        shares[next(kinds, "other operations")] += spent
+    return {**shares, "Python and the rest": seconds - sum(shares.values()), "in all": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder that examples/smollm2/model.py writes")
+    parser.add_argument("--peer-python", help="python of the environment with TRL; without it only ours is timed")
+    parser.add_argument("--length", type=int, nargs="+", default=[24], help="most tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--more", nargs="*", default=[], help="settings of ours, key=value")
+    add_json(parser)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    figures, lines = Figures(), []
+    for length in arguments.length:
+        numbers = compare(length, arguments)
+        figures.add(f"{length} tokens", numbers)
+        lines.append(f"| {length} | {' | '.join(f'{x:.2f}' for x in numbers.values())} |")
+        heads = list(numbers)
+    print(f"\n| tokens of an answer, at most | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
+    print("\n".join(lines))
+    spent = profile_of(arguments.model.resolve(), arguments.length[0], arguments.more)
+    figures.add("profile", spent)
+    print(f"\n| of one step | {' | '.join(spent)} |\n|{'---|' * (len(spent) + 1)}")
+    print(f"| s | {' | '.join(f'{seconds:.2f}' for seconds in spent.values())} |")
+    figures.write(arguments.json)
+
+
+def compare(length: int, arguments: argparse.Namespace) -> dict[str, float]:
+    model = arguments.model.resolve()
+    runs: dict[str, list[Run]] = {"ours": [], "TRL": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        ours, theirs = make_inputs(folder)
+        for _ in range(arguments.rounds):
+            runs["ours"].append(run_ours(folder, model, ours, length, arguments.more))
+            show(length, "ours", runs["ours"][-1])
+            if arguments.peer_python:
+                runs["TRL"].append(run_peer(folder, arguments.peer_python, model, theirs, length))
+                show(length, "TRL", runs["TRL"][-1])
+    numbers: dict[str, float] = {}
+    for name, made in runs.items():
+        if made:
+            numbers[f"{name}, s"] = statistics.median(run.medians(WARMUP)[0] for run in made)
+            numbers[f"{name}, peak GB"] = max(run.peak_mib for run in made) * 2**20 / 1e9
+    if arguments.peer_python:
+        numbers["TRL / ours"] = numbers["TRL, s"] / numbers["ours, s"]
+        numbers["ours / TRL, memory"] = numbers["ours, peak GB"] / numbers["TRL, peak GB"]
+    return numbers
+
+
+def show(length: int, name: str, run: Run) -> None:
+    seconds = ", ".join(f"{second:.1f}" for second in run.wall)
+    print(f"{length} tokens, {name}: {seconds} s a step, peak {run.peak_mib * 2**20 / 1e9:.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
