@@ -30,7 +30,7 @@ def countdown(draw: random.Random) -> tuple[str, str]:
     while True:
         signs = [draw.choice("+-*") for _ in range(2)]
         a, b, c = draw.sample(numbers, 3)
-        goal = eval_left_to_right(a, signs[0], b, signs[1], c)
+        goal = left_to_right(a, signs[0], b, signs[1], c)
         if 0 < goal < 100:
             break
     listed = ", ".join(map(str, numbers))
@@ -61,7 +61,7 @@ def demonstration(question: str, product: str, calls: bool, draw: random.Random)
     ]
 
 
-def eval_left_to_right(a: int, first: str, b: int, second: str, c: int) -> int:
+def left_to_right(a: int, first: str, b: int, second: str, c: int) -> int:
     for sign, number in ((first, b), (second, c)):
         a = a + number if sign == "+" else a - number if sign == "-" else a * number
     return a

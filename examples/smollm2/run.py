@@ -1,7 +1,7 @@
 """A published model of 135 million parameters learns on this machine; each task is a few commands, which are printed.
 
     python examples/smollm2/run.py addition             # GRPO, every weight
-    python examples/smollm2/run.py addition --lora      # GRPO, an adapter: half the memory
+    python examples/smollm2/run.py addition --lora      # GRPO, an adapter
     python examples/smollm2/run.py countdown            # GRPO, a harder task
     python examples/smollm2/run.py tools                # a calculator in several turns, which it learns to call
     python examples/smollm2/run.py sft                  # fine-tuning on worked solutions of GSM8K
@@ -9,7 +9,7 @@
     python examples/smollm2/run.py reward_model         # a reward model from the same pairs
 
 Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
-before and after.
+first and last: a GRPO task before its first step, the others after their eighth.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ HERE = Path(__file__).resolve().parent
 Stage = tuple[str, list[str]]
 """What a command is for, and its words."""
 console = Console()
+LORA_RATE = 10
+"""An adapter's learning rate, as a multiple of that of the weights."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,6 @@ def by_reinforcement(run: Run, steps: int, prompt: int, response: int, rate: flo
         *run.ends(steps),
     ]
     return [run.prompts(run.task), ("learn from reward alone (GRPO)", train)]
-
-
-LORA_RATE = 10
-"""An adapter's learning rate, as a multiple of that of the weights."""
 
 
 def addition(run: Run) -> list[Stage]:
@@ -173,7 +171,7 @@ def tools(run: Run) -> list[Stage]:
 
 def own_pairs(run: Run) -> list[Stage]:
     """A right and a wrong answer of the model itself to each prompt."""
-    data = run.out / "own"
+    data = run.out / "answers"
     sample = [
         "-m",
         "verl.trainer.main_generation",
@@ -229,7 +227,7 @@ TASKS: dict[str, tuple[Callable[[Run], list[Stage]], str]] = {
     "dpo": (dpo, "val/rewards/accuracies"),
     "reward_model": (reward_model, "val/accuracy"),
 }
-"""A task's stages, and the metric by which it is measured before and after."""
+"""A task's stages, and the metric by which it is measured."""
 
 
 def stages(run: Run) -> list[Stage]:
@@ -241,12 +239,13 @@ def stages(run: Run) -> list[Stage]:
 def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
     rows = read_metrics(run.metrics)
     key = TASKS[run.task][1]
-    values = series(rows, key).values
+    curve = series(rows, key)
     plot = plot_run(run.metrics, run.metrics.with_suffix(".png"), title=f"{run.name}, SmolLM2-135M-Instruct")
     return {
         "measured": key,
-        "before": round(values[0], 4),
-        "after": round(values[-1], 4),
+        "first": round(curve.values[0], 4),
+        "at_step": curve.steps[0],
+        "last": round(curve.values[-1], 4),
         "minutes": round(seconds / 60, 1),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 1),
         "plot": str(plot),

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from verl.errors import MissingDependencyError, ModelError
@@ -29,7 +29,7 @@ MOMENT = 1.25
 def write_folder(file: Path, target: Path) -> Path:
     """Write the model of a GGUF file to a folder in Hugging Face format, dequantized to float32.
 
-    The values are those of the quantized file; a model that was published in more bits too is a little better.
+    The values are those of the quantized file: what its rounding lost stays lost.
 
     Args:
         file: one file; a model that was split into several has to be joined first (``llama-gguf-split --merge``).
@@ -49,10 +49,8 @@ def write_folder(file: Path, target: Path) -> Path:
     with quiet_transformers(), readable_errors(str(file)):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    config.__dict__.pop("quantization_config", None)
-    if getattr(model.config, "tie_word_embeddings", False):
-        config.tie_word_embeddings = True
+    config = model.config
+    config.__dict__.pop("quantization_config", None)  # its weights are floats now
     return hf_folder.save(
         target,
         config=config,

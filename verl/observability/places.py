@@ -11,32 +11,32 @@ from itertools import count
 from pathlib import Path
 
 
-def file_of_run(wanted: Path, goes_on: bool = False, before: str | None = None, private: bool = True) -> Path:
-    """``wanted``, or ``<stem>-2<suffix>`` and so on where other runs have a file of that name; made empty if new.
+def file_of_run(path: Path, goes_on: bool = False, before: str | None = None, private: bool = True) -> Path:
+    """``path``, or ``<stem>-2<suffix>`` and so on where other runs have a file of that name; made empty if new.
 
     Args:
         goes_on: the run goes on.
         before: the name of its file so far; None where that is not known.
         private: only the user may read it, as the run's configuration; also one that an older version made.
     """
-    place = _of_run(wanted, goes_on, before, _new_private_file if private else _new_file)
+    place = _of_run(path, goes_on, before, _new_private_file if private else _new_file)
     if private and goes_on:
         with suppress(FileNotFoundError):
             place.chmod(0o600)
     return place
 
 
-def folder_of_run(wanted: Path, goes_on: bool = False, before: str | None = None) -> Path:
+def folder_of_run(path: Path, goes_on: bool = False, before: str | None = None) -> Path:
     """The same for a folder, which may be there already while it is empty."""
-    return _of_run(wanted, goes_on, before, _new_folder)
+    return _of_run(path, goes_on, before, _new_folder)
 
 
-def newest_file(wanted: Path) -> Path | None:
+def newest_file(path: Path) -> Path | None:
     """Of the files that `file_of_run` gave to several runs, that of the run that began last; None: there is none.
 
     The number in the name decides: a copy of a folder may have given all of its files one time.
     """
-    made = {place: _number(wanted, place.name) for place in wanted.parent.glob(f"{glob.escape(wanted.stem)}*")}
+    made = {place: _number(path, place.name) for place in path.parent.glob(f"{glob.escape(path.stem)}*")}
     return max((place for place in made if made[place]), key=made.__getitem__, default=None)
 
 
@@ -52,9 +52,9 @@ def set_aside(path: Path, kept: int) -> None:
             file.truncate(kept)
 
 
-def _number(wanted: Path, name: str) -> int:
-    """The number in a name that a run got for ``wanted``; 0: it is none."""
-    match = re.fullmatch(rf"{re.escape(wanted.stem)}(?:-(\d+))?{re.escape(wanted.suffix)}", name)
+def _number(path: Path, name: str) -> int:
+    """The number in a name that a run got for ``path``; 0: it is none."""
+    match = re.fullmatch(rf"{re.escape(path.stem)}(?:-(\d+))?{re.escape(path.suffix)}", name)
     return 0 if match is None else int(match[1] or 1)
 
 
@@ -63,12 +63,12 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _of_run(wanted: Path, goes_on: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    if goes_on and (before is None or _number(wanted, before)):
-        return wanted.with_name(before or wanted.name)
+def _of_run(path: Path, goes_on: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if goes_on and (before is None or _number(path, before)):
+        return path.with_name(before or path.name)
     for number in count(1):
-        place = wanted if number == 1 else wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
+        place = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
         if take(place):
             return place
     raise AssertionError("numbers do not end")

@@ -311,9 +311,9 @@ class SamplingWorker(ReplicaWorker):
 
     def _frees_cache(self) -> bool:
         """Whether replicas free their caches for the trainers between rollouts."""
-        asked = self.config.rollout.free_cache_engine
-        if asked is not None:
-            return asked
+        setting = self.config.rollout.free_cache_engine
+        if setting is not None:
+            return setting
         return self.is_beside and (self.context.device != "cpu" or self._weight_bytes() >= LARGE)
 
     def _weight_bytes(self) -> float:

@@ -22,7 +22,7 @@ PATIENCE = 1.0
 MOST_HANGING = 16
 """Threads of a pool whose calls run out of their time one after the other, and after how many in a row it gives up.
 
-It also gives up after as many in a row that ended their process: a new one each costs a start each.
+It also gives up after as many in a row that ended their process, since the next process has to start first.
 """
 
 Results = list[RewardResult]
