@@ -155,7 +155,9 @@ def end_often(model: Path) -> None:
     network.save_pretrained(model)
 
 
-def run_ours(folder: Path, model: Path, prompts: Path, steps: int, length: int, more: list[str]) -> Run:
+def run_ours(
+    folder: Path, model: Path, prompts: Path, steps: int, length: int, more: list[str], script: str = OURS
+) -> Run:
     words = [
         "algorithm.adv_estimator=grpo", f"data.train_files={prompts}",
         f"data.train_batch_size={PROMPTS}", "data.max_prompt_length=64", f"data.max_response_length={length}",
@@ -167,7 +169,7 @@ def run_ours(folder: Path, model: Path, prompts: Path, steps: int, length: int, 
         "trainer.experiment_name=ours", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
         *more,
     ]  # fmt: skip
-    return run_script(sys.executable, OURS, words, folder, ours=True)
+    return run_script(sys.executable, script, words, folder, ours=True)
 
 
 def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int, length: int) -> Run:

@@ -1,4 +1,4 @@
-"""A GRPO step of a published model of 135 million parameters: where its time goes, and TRL's beside it.
+"""A GRPO step of a published model of 135 million parameters: where its time goes, next to TRL.
 
     python examples/smollm2/model.py outputs/smollm2/model
     python benchmarks/bench_real_step.py outputs/smollm2/model [--peer-python path/to/venv-with-trl/bin/python]
@@ -15,15 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from bench_grpo_step import OURS, PEER, PROMPTS, SAMPLES
-from figures import ROOT, Figures, Run, add_json, run_script
+from bench_grpo_step import OURS, PROMPTS, run_ours, run_peer
+from figures import ROOT, Figures, Run, add_json
 
-sys.path.insert(0, str(ROOT / "examples" / "smollm2"))
+EXAMPLE = ROOT / "examples" / "smollm2"
+sys.path.insert(0, str(EXAMPLE))
 
 STEPS, WARMUP = 4, 1
 PROFILE = """
@@ -59,29 +61,11 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     import pandas as pd
     from data import rows  # type: ignore[import-not-found]
 
+    shutil.copy(EXAMPLE / "reward.py", folder)
     drawn = rows("addition", PROMPTS * (STEPS + 2), seed=1)
     pd.DataFrame(drawn).to_parquet(folder / "prompts.parquet")
     (folder / "prompts.json").write_text(json.dumps([{"prompt": row["prompt"]} for row in drawn]))
     return folder / "prompts.parquet", folder / "prompts.json"
-
-
-def run_ours(folder: Path, model: Path, prompts: Path, length: int, more: list[str], script: str = OURS) -> Run:
-    words = [
-        "algorithm.adv_estimator=grpo", f"data.train_files={prompts}", f"data.train_batch_size={PROMPTS}",
-        "data.max_prompt_length=64", f"data.max_response_length={length}", "data.shuffle=false",
-        f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.n={SAMPLES}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}", "actor_rollout_ref.actor.optim.lr=1e-5",
-        f"reward.custom_reward_function.path={ROOT}/examples/smollm2/reward.py",
-        f"trainer.total_training_steps={STEPS}", "trainer.logger=[file]", "trainer.project_name=bench",
-        "trainer.experiment_name=ours", f"trainer.default_local_dir={folder / 'run'}", "trainer.resume_mode=disable",
-        *more,
-    ]  # fmt: skip
-    return run_script(sys.executable, script, words, folder, ours=True)
-
-
-def run_peer(folder: Path, python: str, model: Path, prompts: Path, length: int) -> Run:
-    words = [str(model), str(prompts), str(STEPS), str(folder / "peer"), str(PROMPTS * SAMPLES), str(SAMPLES)]
-    return run_script(python, PEER, [*words, str(length), "1"], folder, ours=False)
 
 
 def profile_of(model: Path, length: int, more: list[str]) -> dict[str, float]:
@@ -90,7 +74,7 @@ def profile_of(model: Path, length: int, more: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["PROFILE"] = str(folder / "profile.json")
-        run_ours(folder, model, make_inputs(folder)[0], length, more, PROFILED)
+        run_ours(folder, model, make_inputs(folder)[0], STEPS, length, more, PROFILED)
         seconds, rows = json.loads((folder / "profile.json").read_text())
     shares = dict.fromkeys([*KINDS, "other operations"], 0.0)
     for name, shapes, spent in rows:
@@ -132,10 +116,10 @@ def compare(length: int, arguments: argparse.Namespace) -> dict[str, float]:
         folder = Path(temporary)
         ours, theirs = make_inputs(folder)
         for _ in range(arguments.rounds):
-            runs["ours"].append(run_ours(folder, model, ours, length, arguments.more))
+            runs["ours"].append(run_ours(folder, model, ours, STEPS, length, arguments.more))
             show(length, "ours", runs["ours"][-1])
             if arguments.peer_python:
-                runs["TRL"].append(run_peer(folder, arguments.peer_python, model, theirs, length))
+                runs["TRL"].append(run_peer(folder, arguments.peer_python, model, theirs, STEPS, length))
                 show(length, "TRL", runs["TRL"][-1])
     numbers: dict[str, float] = {}
     for name, made in runs.items():
