@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from verl.data.messages import Message
 from verl.data.special_tokens import ALLOW, ASSISTANT, SpecialTokensAsText, random_mark, special_tokens
 from verl.data.special_tokens import MARK as MARKED
-from verl.data.watch import DeadlineExceeded, within
+from verl.data.watch import DeadlineExceeded, headroom, within
 from verl.data.written import CALLS, UNKNOWN, Forms, MarkedPart, call_forms, content_roles, marked, missing, shape
 from verl.errors import DataError, ModelError
 from verl.metrics import notice
@@ -26,6 +26,8 @@ RENDER_SECONDS = 10.0
 RENDER_CHARACTERS = 1_000_000
 """What a template may write, beside `RENDER_GROWTH` times what it is given."""
 RENDER_GROWTH = 20
+PROBE_BYTES = 512 << 20
+"""Memory that a template may need for a conversation of a few words."""
 MOST_SHAPES = 4096
 """How many shapes of conversations are remembered, over all templates."""
 MARK = random_mark()
@@ -149,15 +151,17 @@ class ChatTemplate:
         return _known[key]
 
     def forms(self) -> Forms:
-        """How the template takes contents and the arguments of calls."""
-        return self.once("forms", lambda: Forms(content_roles(self._tried), *call_forms(self._tried)))
+        """How the template takes contents and the arguments of calls; its first rendering, with a limit of memory."""
+
+        def find() -> Forms:
+            with headroom(PROBE_BYTES):
+                return Forms(content_roles(self._tried), *call_forms(self._tried))
+
+        return self.once("forms", find)
 
     def _fitted(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages in the forms that the template writes."""
-        try:
-            forms = self.forms()
-        except TemplateLimitError:
-            return messages  # the conversation itself says so
+        forms = self.forms()
         if not forms.parts and not any(message.get(name) for message in messages for name in CALLS):
             return messages
         if forms.parts:
@@ -169,6 +173,9 @@ class ChatTemplate:
         """A small conversation as text; None where the template refuses it."""
         try:
             return self._write(messages, self.kwargs)
+        except MemoryError as failure:
+            most = PROBE_BYTES >> 20
+            raise TemplateLimitError(f"the chat template needs over {most} MB for a few words") from failure
         except REFUSALS as failure:
             if isinstance(failure, TemplateLimitError):
                 raise

@@ -1,4 +1,4 @@
-"""Ends work of a thread that takes more processor time than it may: a chat template that loops on a word of the data.
+"""Ends work that takes more than it may: a chat template that loops on a word of the data, or fills the memory.
 
 One thread per process looks at all such work. It raises an exception in the working thread, which arrives at that
 thread's next Python instruction; work that hangs inside a C function is not ended by it.
@@ -10,8 +10,10 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -101,6 +103,29 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     except _Stop:
         raise DeadlineExceeded from None
     return result
+
+
+@contextmanager
+def headroom(size: int) -> Iterator[None]:
+    """At most ``size`` bytes more of address space for this process within the block: beyond them a MemoryError.
+
+    The limit holds for all threads, so it is for moments in which no other one allocates much. Linux enforces it; where
+    the system does not say what a process has, there is no limit.
+    """
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        yield
+        return
+    import resource  # absent on Windows, which has no /proc
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    others = [limit for limit in before if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([now + size, *others]), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _now(clock: int | None) -> float:
