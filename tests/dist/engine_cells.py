@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.harness.vision import tiny_vision_dir
 from tests.harness.vision import seen_batch
-from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import gradients, make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
 from tests.engines.hybrids import DELTA
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
@@ -49,6 +49,7 @@ class Case:
         idle: ranks without rows.
         correction: of the sampler, inside the policy's loss.
         sizes: of the images of each row, of a model that sees.
+        constant: rows of advantage 0 in a batch that is on policy; the plain engine computes them.
     """
 
     family: str = "qwen2"
@@ -61,8 +62,11 @@ class Case:
     idle: tuple[int, ...] = ()
     correction: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    constant: tuple[int, ...] = ()
 
     def batch(self, path: Path) -> DataProto:
+        if self.constant:
+            return on_policy_batch(ROWS, self.constant, seed=1)
         if not self.sizes:
             return ragged_batch(rows=ROWS, seed=1)
         return seen_batch(load_model_config(str(path)), path, self.sizes, samples=1, seed=1)
@@ -116,22 +120,6 @@ def flat(weights: Any) -> Tensor:
     return torch.cat([tensor.detach().flatten().float() for _, tensor in sorted(dict(weights).items())])
 
 
-def gathered_gradient(engine: ShardedEngine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
-    """As `engines.gradients`, whole on every rank."""
-    caught: list[Tensor] = []
-
-    def step(closure: Any = None) -> None:
-        caught.append(whole_gradient(engine))
-
-    original, engine.optimizer.step = engine.optimizer.step, step
-    clip, engine.grad_clip = engine.grad_clip, None
-    try:
-        metrics = engine.train_batch(batch, loss_fn, **limits)
-    finally:
-        engine.optimizer.step, engine.grad_clip = original, clip
-    return metrics.values()["loss"], caught[0]
-
-
 @torch.no_grad()
 def whole_gradient(engine: ShardedEngine) -> Tensor:
     """Flat, in the order of the model's parameters, on every rank."""
@@ -149,7 +137,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind, case.correction)
     found = engine.infer(mine, outputs, temperature=0.9, **case.limits)
     answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
-    loss, gradient = gathered_gradient(engine, mine, loss_fn, **case.limits)
+    loss, gradient = gradients(engine, mine, loss_fn, whole_gradient, **case.limits)
     metrics = [engine.train_batch(mine, loss_fn, **case.limits).values() for _ in range(2)]
     engine.compare_copies()  # of what several ranks hold, all have the same bits
     weights = flat(engine.export_weights())
@@ -158,6 +146,7 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     if not ranks.is_first:
         return result
     reference = plain(path, case.kind, model=case.both)
+    reference.skips_constant_rows = False
     expected = reference.infer(batch, outputs, temperature=0.9)
     whole = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in outputs}
     order = order_of(ranks, batch, case.idle)
@@ -184,6 +173,12 @@ def a_rank_without_rows(ranks: Ranks, folder: Path) -> dict:
     engine = {"wrap_policy": {"min_num_params": 1_500}}
     idle = (ranks.size - 1,)
     return compare(ranks, folder, Case("qwen3", engine=engine, model=TILED, limits={"max_tokens": 24}, idle=idle))
+
+
+def rows_without_a_gradient(ranks: Ranks, folder: Path) -> dict:
+    """All rows of rank 0, and one of another's."""
+    constant = tuple({*range(0, ROWS, ranks.size), 1})
+    return compare(ranks, folder, Case(limits={"micro_batch_size": 2}, constant=constant))
 
 
 def value_model(ranks: Ranks, folder: Path) -> dict:

@@ -13,7 +13,6 @@ from tests.dist.engine_cells import (
     Case,
     compare,
     flat,
-    gathered_gradient,
     local_bytes,
     loss_of,
     order_of,
@@ -62,7 +61,7 @@ def experts_replayed(ranks: Ranks, folder: Path) -> dict:
     outputs = ("log_probs", "routed_experts")
     found = [engine.infer(rows, outputs, max_tokens=24) for rows in (mine, free)]
     answers = ranks.exchange([{name: values.tolist() for name, values in one.items()} for one in found])
-    loss, gradient = gathered_gradient(engine, mine, loss_fn, max_tokens=24)
+    loss, gradient = gradients(engine, mine, loss_fn, whole_gradient, max_tokens=24)
     differs = engine.train_batch(mine, loss_fn, max_tokens=24).values()["moe/replay_differs"]
     if not ranks.is_first:
         return {"differs": differs}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dist.engine_cells import gathered_gradient, loss_of, order_of, plain, sharded, share, shared_model
+from tests.dist.engine_cells import loss_of, order_of, plain, sharded, share, shared_model, whole_gradient
 from tests.dist.expert_cells import MIXTURE
 from tests.harness.engines import gradients, ragged_batch, relative_error
 from verl.distributed import Ranks
@@ -90,7 +90,7 @@ class Beside:
         mine = share(ranks, batch)
         found = engine.infer(mine, OUTPUTS, temperature=0.9, micro_batch_size=2)
         answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
-        loss, gradient = gathered_gradient(engine, mine, loss_of("causal_lm"), micro_batch_size=2)
+        loss, gradient = gradients(engine, mine, loss_of("causal_lm"), whole_gradient, micro_batch_size=2)
         if not ranks.is_first:
             return {}
         outputs, expected_loss, expected = reference(path, how.adapter)

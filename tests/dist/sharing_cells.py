@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.engine_cells import gathered_gradient, loss_of, sharded, share, shared_model
+from tests.dist.engine_cells import loss_of, sharded, share, shared_model, whole_gradient
 from tests.dist.expert_cells import MIXTURE
 from tests.dist.ulysses_cells import Exchanged
-from tests.harness.engines import VOCAB, grouped_batch, ragged_batch, relative_error
+from tests.harness.engines import VOCAB, gradients, grouped_batch, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.distributed import Ranks
@@ -105,7 +105,7 @@ def compiled_layers(ranks: Ranks, folder: Path) -> dict[str, Any]:
         graphs.clear()
         torch._dynamo.reset()
         mine = share(ranks, ragged_batch(rows=4))
-        return gathered_gradient(sharded(path, engine=settings), mine, loss_of("causal_lm"))[1], len(graphs)
+        return gradients(sharded(path, engine=settings), mine, loss_of("causal_lm"), whole_gradient)[1], len(graphs)
 
     with mock.patch.object(compiled, "BACKEND", backend):
         (usual, off), (found, on) = step(), step(use_torch_compile=True)

@@ -19,6 +19,7 @@ CELLS = {
     2: (
         cells.tied_and_uneven,
         cells.a_rank_without_rows,
+        cells.rows_without_a_gradient,
         cells.value_model,
         cells.mixture,
         cells.layers_with_a_state,
@@ -53,6 +54,7 @@ CELLS = {
     4: (
         cells.tied_and_uneven,
         cells.a_rank_without_rows,
+        cells.rows_without_a_gradient,
         cells.hybrid,
         cells.shards_are_real,
         cells.nan_on_one_rank,
@@ -101,7 +103,8 @@ def world(*names: str):
     return pytest.mark.parametrize("size, name", cases)
 
 
-@world("tied_and_uneven", "a_rank_without_rows", "value_model", "mixture", "layers_with_a_state", "adapter",
+@world("tied_and_uneven", "a_rank_without_rows", "rows_without_a_gradient", "value_model", "mixture",
+       "layers_with_a_state", "adapter",
        "kept_gathered_and_reduced_once", "weights_normalised_in_the_loss", "a_rank_without_images",
        "images_in_padded_rows")  # fmt: skip
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):

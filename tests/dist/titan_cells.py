@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.dist import resume_cells as resume
 from tests.dist.engine_cells import OPTIM, ROWS, flat, loss_of, order_of, plain, sharded, share, shared_model
-from tests.harness.engines import ragged_batch, relative_error
+from tests.harness.engines import on_policy_batch, ragged_batch, relative_error
 from verl.config import HFModelConfig, OptimizerConfig
 from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.distributed import Ranks
@@ -65,11 +65,12 @@ def gradient_of(engine: Any, batch: Any, **limits: Any) -> tuple[float, Tensor]:
     return metrics.values()["loss"], caught[0]
 
 
-def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle: tuple[int, ...] = (), **sizes: Any):
+def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle: tuple[int, ...] = (),
+            constant: tuple[int, ...] = (), **sizes: Any):
     """Relative errors of outputs, loss, gradient and weights, and whether weights come out as they went in."""
     engine = titan(path, model=model, **sizes)
     exported = {name: tensor.clone() for name, tensor in engine.export_weights()}
-    batch = ragged_batch(rows=ROWS, seed=1)
+    batch = on_policy_batch(ROWS, constant, seed=1) if constant else ragged_batch(rows=ROWS, seed=1)
     mine, limits, outputs = share(ranks, batch, idle), {"micro_batch_size": 2}, ("log_probs", "entropy")
     own = engine.infer(mine, outputs, temperature=0.9, **limits)
     answers = ranks.exchange({name: values.tolist() for name, values in own.items()})
@@ -79,6 +80,7 @@ def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle:
     if not ranks.is_first:
         return {}
     reference = plain(path)
+    reference.skips_constant_rows = False
     expected = reference.infer(batch, outputs, temperature=0.9)
     joined = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in outputs}
     order = order_of(ranks, batch, idle)
@@ -111,6 +113,7 @@ def parity(ranks: Ranks, folder: Path) -> dict[str, Any]:
             "llama3, tensor-parallel": compare(ranks, llama, idle=(1,), **shared),
             "qwen3, tied, tensor-parallel, recomputed": compare(ranks, tied, model=recomputed, **shared),
             "llama3, stages": compare(ranks, llama, **staged),
+            "llama3, stages, rows without a gradient": compare(ranks, llama, constant=(0, 2, 3), **staged),
             "qwen3, tied, context-parallel": compare(ranks, tied, **context),
             "mixture, expert-parallel": compare(ranks, mixture, idle=(1,), **experts),
         }

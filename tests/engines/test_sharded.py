@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.dist.engine_cells import gathered_gradient
+from tests.dist.engine_cells import whole_gradient
 from tests.harness.engines import gradients, make_engine, model_dir, policy_loss, ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
@@ -41,7 +41,7 @@ def engine_of(path, kind="causal_lm", optim=None, engine=None, trains=True, **ar
 def test_one_process_computes_what_the_plain_engine_computes(path):
     ours, plain, batch = engine_of(path), make_engine(path, seed=3), ragged_batch()
     torch.testing.assert_close(ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-6, rtol=1e-6)
-    loss, gradient = gathered_gradient(ours, batch, policy_loss())
+    loss, gradient = gradients(ours, batch, policy_loss(), whole_gradient)
     expected_loss, expected = gradients(plain, batch, policy_loss())
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert relative_error(gradient, expected) < 1e-6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,14 @@ def ragged_batch(rows: int = 6, prompt: int = 5, response: int = 7, seed: int = 
     )
 
 
+def on_policy_batch(rows: int, constant: Iterable[int], seed: int = 0, **columns: Tensor) -> DataProto:
+    """`ragged_batch` without ``old_log_probs``, with an advantage of 0 in the ``constant`` rows."""
+    batch = ragged_batch(rows=rows, seed=seed)
+    tensors = {name: tensor.clone() for name, tensor in batch.batch.items() if name != "old_log_probs"}
+    tensors["advantages"][list(constant)] *= 0
+    return DataProto.from_dict(tensors={**tensors, **columns})
+
+
 def grouped_batch(prompts: int = 3, samples: int = 4, prompt: int = 9, response: int = 12, seed: int = 0) -> DataProto:
     """``ragged_batch`` in which ``samples`` rows have the same prompt, in an order that mixes the groups."""
     batch = ragged_batch(rows=prompts * samples, prompt=prompt, response=response, seed=seed)
@@ -127,12 +135,18 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
 
 
-def gradients(engine: PlainEngine, batch: DataProto, loss_fn: Any, **limits: Any) -> tuple[float, Tensor]:
-    """Loss and flat gradient of one mini-batch, caught where the optimizer would use them."""
+def flat_gradient(engine: Any) -> Tensor:
+    return torch.cat([p.grad.flatten().clone() for p in engine.model.parameters() if p.grad is not None])
+
+
+def gradients(
+    engine: Any, batch: DataProto, loss_fn: Any, read: Callable[[Any], Tensor] = flat_gradient, **limits: Any
+) -> tuple[float, Tensor]:
+    """Loss and gradient of one mini-batch, as ``read`` finds it where the optimizer would use it."""
     caught: list[Tensor] = []
 
     def step(closure: Any = None) -> None:
-        caught.append(torch.cat([p.grad.flatten().clone() for p in engine.model.parameters() if p.grad is not None]))
+        caught.append(read(engine))
 
     original, engine.optimizer.step = engine.optimizer.step, step
     clip, engine.grad_clip = engine.grad_clip, None

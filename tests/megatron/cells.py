@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.harness.engines import make_engine, model_dir, ragged_batch, relative_error
+from tests.harness.engines import make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
 from tests.megatron.families import LATENT, LLAMA3, MIXTURE, YARN
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import read_part
@@ -88,12 +88,16 @@ def share(batch, ranks):
     return torch.arange(len(batch)).tensor_split(ranks.size)[ranks.rank].tolist()
 
 
-def compared(ranks, folder, family="qwen2", kind="causal_lm", config=None, limits=None, model=None, **sizes):
+def compared(
+    ranks, folder, family="qwen2", kind="causal_lm", config=None, limits=None, model=None, constant=(), **sizes
+):
     """Outputs, loss and gradient norm of three steps and the weights after them, beside those of the plain engine."""
-    path, batch, limits = shared_model(ranks, folder, family, **(config or {})), ragged_batch(ROWS), limits or {}
+    path, limits = shared_model(ranks, folder, family, **(config or {})), limits or {}
+    batch = on_policy_batch(ROWS, constant) if constant else ragged_batch(ROWS)
     name, mine = "values" if kind == "value" else "log_probs", share(batch, ranks)
     engine = megatron(path, kind, model=model, **sizes)
     plain = make_engine(path, kind, optim=OPTIM)
+    plain.skips_constant_rows = False
     before, theirs_before = kept(engine.export_weights()), kept(plain.export_weights())
     names = (name,) if kind == "value" else (name, "entropy")
     outputs = engine.infer(batch[mine], names, temperature=0.7, **limits)
@@ -142,6 +146,12 @@ def tensor_and_sequence_parallel(ranks, folder):
 def pipeline_parallel(ranks, folder):
     config, limits = {"rope_parameters": LLAMA3}, {"micro_batch_size": 2}
     return compared(ranks, folder, "llama", config=config, limits=limits, **{PIPELINE: 2})
+
+
+def rows_without_a_gradient(ranks, folder):
+    """Three micro-batches are left of five."""
+    limits = {"micro_batch_size": 1}
+    return compared(ranks, folder, limits=limits, constant=(0, 2), **{PIPELINE: 2})
 
 
 def pipeline_with_virtual_stages(ranks, folder):

@@ -23,6 +23,7 @@ PARITY = {
         cells.tensor_parallel,
         cells.tensor_and_sequence_parallel,
         cells.pipeline_parallel,
+        cells.rows_without_a_gradient,
         cells.pipeline_with_virtual_stages,
         cells.a_value_model,
         cells.experts_shared,

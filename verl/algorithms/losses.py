@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss_metric, token_means
+from verl.algorithms.aggregation import LossNorm, agg_loss, check_agg_mode, loss_metric, loss_norm, token_means
 from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import check_kl_kind, kl_penalty
 from verl.algorithms.masked import zero_outside
@@ -51,6 +51,18 @@ def known_slopes(loss_fn: LossFn, batch: Any, norm: LossNorm) -> Tensor | None:
     anywhere = torch.zeros_like(field(batch, "response_mask"), dtype=torch.float32).requires_grad_()
     loss, _ = loss_fn({"log_probs": anywhere}, batch, norm)
     return torch.autograd.grad(loss, anywhere)[0]
+
+
+def without_gradient(loss_fn: LossFn, batch: Any) -> list[bool]:
+    """Of each row whether none of its log-probs changes the loss or a metric, so that no pass has to find them.
+
+    On policy these are the rows of advantage 0: of a group in which all answers have one reward, all.
+    """
+    mask = field(batch, "response_mask")
+    slopes = None
+    if len(mask) and mask.any() and not getattr(loss_fn, "measures_log_probs", lambda _: False)(batch):
+        slopes = known_slopes(loss_fn, batch, loss_norm(mask))
+    return [False] * len(mask) if slopes is None else (slopes == 0).all(-1).tolist()
 
 
 def mean_weight(
@@ -150,7 +162,7 @@ class PPOPolicyLoss:
             nll = agg_loss(-log_prob * weights, mask, "token-sum", norm)
             metrics |= token_means({"positive_nll": -log_prob}, mask * (weights > 0))
             loss = loss + self.config.positive_lm_coef * nll
-        if self._is_corrected(batch):
+        if self.measures_log_probs(batch):
             metrics |= current_policy_metrics(log_prob, field(batch, "rollout_log_probs"), mask)
         return loss, metrics
 
@@ -166,7 +178,7 @@ class PPOPolicyLoss:
         log_probs = zero_outside(log_probs, mask)
         return weight_shares(log_probs, self._old_log_prob(batch, log_probs), mask, how)
 
-    def _is_corrected(self, batch: Any) -> bool:
+    def measures_log_probs(self, batch: Any) -> bool:
         """Whether weights or a rejection hold the sampler against the old policy, which this one moves away from."""
         if self.use_rollout_log_probs or optional_field(batch, "rollout_log_probs") is None:
             return False

@@ -40,6 +40,7 @@ from verl.engines.adapters import adapter_writer
 from verl.engines.base import Engine, HFWriter
 from verl.engines.blank_pictures import Blanks
 from verl.engines.forward import TokenForward
+from verl.engines.gradient_rows import GradientRows
 from verl.engines.loss_scale import LossScale
 from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
 from verl.engines.muon import build_for_model
@@ -80,6 +81,8 @@ class TorchEngine(Engine):
     """Ranks that hold the same rows as this one, itself included."""
     scales_loss: bool = True
     """Whether it trains in float16."""
+    skips_constant_rows: bool = True
+    """Whether rows without a gradient of the loss need no pass; a router's z-loss has one of every row."""
     model: Any
     architecture: str
 
@@ -260,11 +263,13 @@ class TorchEngine(Engine):
             raise EngineError("this engine is frozen: it was made without an optimizer")
         # A loss need not have the attribute: most look at one row at a time.
         together = int(getattr(loss_fn, "rows_together", 1))
-        work = self._prepare("train_batch", batch, loss_fn.outputs, temperature, micro_batch_size, max_tokens, together)
+        split = GradientRows.of(batch, loss_fn, self.ranks) if self.skips_constant_rows else GradientRows(batch)
+        limits = micro_batch_size, max_tokens, together
+        work = self._prepare("train_batch", split.trained, loss_fn.outputs, temperature, *limits, least=1)
         self.onload()
         self.model.train()
-        tensors: Any = batch.batch
-        mask, count = tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.num_peers
+        tensors: Any = split.trained.batch
+        mask, count = batch.tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.num_peers
         norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count)
         if norm.num_tokens == 0:
             lr = float(self.optimizer.param_groups[0]["lr"])
@@ -274,6 +279,9 @@ class TorchEngine(Engine):
         with self.routers.watching(), self._reference_at_hand(loss_fn.outputs), self._replaying():
             total, metrics, broken = self._accumulate(work, tensors, loss_fn, temperature, norm)
         self._after_passes()
+        rest, measured = split.rest(loss_fn, norm)
+        total, metrics = total + rest, metrics.merge(measured)
+        metrics.add("without_gradient", split.share)
         if work.rows.experts is not None and self.forward.routing is not None:
             metrics.merge(self.forward.routing.differing.metrics(self.ranks.sum))
         metrics.merge(self.routers.metrics(self.ranks.sum)).merge(work.waste(self.ranks.sum))
@@ -281,7 +289,7 @@ class TorchEngine(Engine):
             self.optimizer, self.model.parameters(), self.grad_clip, self._total_norm, self.loss_scale
         )
         if report.skipped_nonfinite or report.skipped_overflow:
-            tell_broken_rows(batch, broken)
+            tell_broken_rows(split.trained, broken)
         total, metrics = self._merged(total, metrics)
         return metrics.merge(report.metrics(total))
 
@@ -369,8 +377,13 @@ class TorchEngine(Engine):
         micro_batch_size: int | None,
         max_tokens: int | None,
         together: int = 1,
+        least: int = 0,
     ) -> RankWork:
-        """Align and cut; what is wrong with one rank's rows is an error on every rank, before anyone waits."""
+        """Align and cut; what is wrong with one rank's rows is an error on every rank, before anyone waits.
+
+        Args:
+            least: micro-batches that there are in any case; where no rank has rows, a filler gives gradients of zero.
+        """
 
         def cut() -> tuple[tuple[AlignedRows, list[list[int]]], dict[str, Any]]:
             self.forward.check(outputs, temperature)
@@ -387,6 +400,7 @@ class TorchEngine(Engine):
         (rows, plan), facts = self.ranks.together(cut)
         self.ranks.agree("what to compute", [fact["call"] for fact in facts])
         count, num_responses = (max(fact["cut"][i] for fact in facts) for i in range(2))
+        count = max(count, least)
         kinds = {kind for fact in facts for kind in fact["kinds"]} if self.ranks.size > 1 else ()
         blanks = Blanks(self.forward.family, tuple(sorted(kinds)))
         return RankWork(rows, plan + [[]] * (count - len(plan)), num_responses, self.forward.passes, blanks)

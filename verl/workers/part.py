@@ -162,7 +162,8 @@ class ModelPart:
                 )
             metrics.merge(per_step(measured))
             lengths = part.tensors["attention_mask"].sum(-1).tolist()
-            metrics.add("tflop", self.engine.train_flops(lengths) / 1e12, "sum")
+            computed = 1.0 - measured.values().get("without_gradient", 0.0)
+            metrics.add("tflop", self.engine.train_flops(lengths) * computed / 1e12, "sum")
             mini_batch_done()
         if not more_updates:
             self.engine.step_scheduler()

@@ -115,6 +115,7 @@ class MegatronEngine(TorchEngine):
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
         self.router_loss = RouterLoss(list(self.model.chunks), self.sizes, self.forward)
+        self.skips_constant_rows = not self.router_loss.coefficient
         if passes is not None and passes.router_replay and kind == "causal_lm":
             self.forward.routing = StageReplay(self.model.chunks, self.table.settings)
         self.gradients = Gradients(
