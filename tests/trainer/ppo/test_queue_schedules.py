@@ -185,7 +185,7 @@ class Slow:
     """A sampler's handle: each call ends when the test says so."""
 
     def __init__(self):
-        self.go, self.begun, self.cancelled = threading.Event(), 0, 0
+        self.go, self.begun, self.cancelled, self.failed = threading.Event(), 0, 0, 0
 
     async def call(self, method, asked):
         self.begun += 1
@@ -196,6 +196,7 @@ class Slow:
             await asyncio.sleep(0.05)  # a call of a worker is cancelled there
             self.cancelled += 1
             raise
+        self.failed += 1
         raise RolloutError("no answer")
 
 
@@ -210,6 +211,7 @@ def test_groups_in_flight_are_waited_for_amid_a_step_even_after_a_signal_and_can
     assert beside.results(ctx, wait=True) == [] and beside.in_flight == 2
     threading.Timer(0.3, slow.go.set).start()
     assert beside.results(ctx, wait=True, may_stop=False)[0].why == "failed"
+    wait_until(lambda: slow.failed == 2)  # the other call looks a moment later
     slow.go.clear()
     before = slow.begun
     beside.begin({2: prompt}, ctx)
