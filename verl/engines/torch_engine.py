@@ -421,7 +421,8 @@ class TorchEngine(Engine):
         self, rows: AlignedRows, micro_batch_size: int | None, max_tokens: int | None, together: int = 1
     ) -> int | None:
         if micro_batch_size is None and max_tokens is None:
-            return automatic_tokens(self.forward.logits_per_token, self.device, together * max(rows.lengths, default=1))
+            longest = together * max(rows.lengths, default=1)
+            return automatic_tokens(self.forward.logits_per_token, self.device, longest, self.num_parameters)
         return max_tokens
 
     def step_scheduler(self) -> None:
