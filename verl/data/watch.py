@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 T = TypeVar("T")
 TICK = 0.1
@@ -109,19 +111,11 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 def headroom(size: int) -> Iterator[None]:
     """At most ``size`` bytes more of address space for this process within the block: beyond them a MemoryError.
 
-    The limit holds for all threads, so it is for moments in which no other one allocates much. Linux enforces it; where
-    the system does not say what a process has, there is no limit.
+    The limit holds for all threads, so it is for moments in which no other one allocates much. Linux enforces it.
     """
-    try:
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        yield
-        return
-    import resource  # absent on Windows, which has no /proc
-
     before = resource.getrlimit(resource.RLIMIT_AS)
-    others = [limit for limit in before if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([now + size, *others]), before[1]))
+    limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([psutil.Process().memory_info().vms + size, *limits]), before[1]))
     try:
         yield
     finally:

@@ -111,12 +111,6 @@ class Pool:
         """`run` without blocking the event loop."""
         return await self.in_thread(self.run, program, stdin, limits)
 
-    async def run_cases_async(
-        self, program: str, cases: Sequence[StdinCase | CallCase], limits: Limits | None = None, **options: Any
-    ) -> list[CaseResult]:
-        """`run_cases` without blocking the event loop."""
-        return await self.in_thread(lambda: self.run_cases(program, cases, limits, **options))
-
     async def in_thread(self, function: Any, *arguments: Any) -> Any:
         """Call a blocking function of this pool in one of its threads."""
         with self._lock:

@@ -198,12 +198,3 @@ def test_what_cannot_be_planned_is_said_with_what_can(make, words):
         make()
     for word in words:
         assert word in str(error.value)
-
-
-@pytest.mark.parametrize("training", [Layout(2, 2, 2), Layout(2, 1, 4, expert=4, expert_tensor=2)], ids=str)
-def test_a_plan_for_one_rank_sends_it_what_it_lacks_and_the_others_nothing(training):
-    plan = make_plan(MIXTURE, training, Layout(data=8))
-    whole, only = plan.price, plan.only_for(0).price
-    assert only.received[0] == whole.received[0] > 0
-    assert only.received[1:].sum() == 0 and only.needed[1:].sum() == 0
-    assert only.sent.sum() == only.received[0] == MIXTURE.num_bytes - only.owned[0]

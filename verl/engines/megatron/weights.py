@@ -228,11 +228,6 @@ class WeightTable:
         for name, (bound, number) in self._by_name.items():
             yield name, self.dtypes.get(bound.weights[number].name, dtype)
 
-    def parameter_names(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Megatron-Core's names, as they are on every rank, and the parameters of this one."""
-        for bound in self.bound:
-            yield bound.slot.ours, bound.parameter
-
     # ---- how weights are cut -----------------------------------------------------------------------------------
 
     def _weights_of(self, slot: Slot, place: str, where: tuple[int, ...]) -> list[Weight]:

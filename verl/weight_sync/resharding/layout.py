@@ -6,7 +6,6 @@ decides how much of what a rank trains it can keep for sampling (HybridFlow, sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -109,10 +108,6 @@ class Layout:
         within = tensor + self.tensor * data
         shared, rest = within % self.expert_tensor_size, within // self.expert_tensor_size
         return Coordinates(tensor, stage, data, rest % self.expert, shared, rest // self.expert)
-
-    def as_dict(self) -> Mapping[str, int]:
-        """The sizes, for tables and messages."""
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "expert": self.expert}
 
     def __str__(self) -> str:
         experts = f"-e{self.expert}" if self.expert > 1 else ""

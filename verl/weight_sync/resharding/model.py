@@ -94,12 +94,6 @@ class ModelWeights:
         """Bytes of the whole model."""
         return sum(w.num_bytes * max(w.experts, 1) * self._copies(w) for w in self.weights)
 
-    def with_units_of(self, other: ModelWeights) -> ModelWeights:
-        """These weights, of which those that ``other`` has, too, stay whole in its units."""
-        units = {weight.name: weight.units for weight in other.weights}
-        made = (Weight(**{**vars(w), "units": units.get(w.name, w.units)}) for w in self.weights)
-        return ModelWeights(tuple(made), self.layers)
-
     def _copies(self, weight: Weight) -> int:
         if weight.place != LAYER:
             return 1

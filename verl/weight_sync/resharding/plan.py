@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -118,18 +118,6 @@ class Plan:
         """Every weight: its layer (-1: none), name and entry; what stands before and after the layers comes first."""
         named = [(layer, name, entry) for entry in self.entries for layer, name in entry.names()]
         return iter(sorted(named, key=lambda item: item[0]))
-
-    def only_for(self, *ranks: int) -> Plan:
-        """The same plan, but no other rank than ``ranks`` needs anything: weights are gathered where they are used."""
-        known: dict[int, Routes] = {}
-        entries = []
-        for entry in self.entries:
-            wanted = np.isin(np.arange(self.sampling.world), ranks)
-            target = replace(entry.target, index=np.where(wanted, entry.target.index, -1))
-            if id(entry.routes) not in known:
-                known[id(entry.routes)] = routes_between(entry.source, target)
-            entries.append(replace(entry, target=target, routes=known[id(entry.routes)]))
-        return replace(self, entries=entries)
 
     def group_of(self, rank: int) -> list[int]:
         """The ranks from which, and to which, a rank's parts travel, itself included."""
