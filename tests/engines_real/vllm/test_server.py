@@ -27,6 +27,7 @@ from verl.rollout.server.sampler import ServerSampler
 from verl.weight_sync import chunk_weights
 
 START_SECONDS = 600.0
+CONTEXT = 1024  # of the model in `folder`
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_log_probs_of_the_server_and_of_the_trainer_are_equal(server, folder, te
     wanted = requests(PROMPTS, samples=3, max_tokens=12, temperature=temperature, ignore_eos=True)
     found = sample(sampler, wanted)
     assert difference(make_engine(folder), wanted, found, temperature) < TOLERANCE
-    assert sampler._dialect.name == "vllm" and sampler.max_model_len == 512
+    assert sampler._dialect.name == "vllm" and sampler.max_model_len == CONTEXT
     assert [done.token_ids for done in sample(sampler, wanted)] == [done.token_ids for done in found]
 
 
@@ -108,7 +109,7 @@ def test_what_the_server_refuses_is_said_in_its_words(server, folder):
     sample(sampler, [Request("a", (5,), SamplingParams(max_tokens=1))])
     sampler.max_model_len = 10**6  # as if nobody had told us the context
     with pytest.raises(RolloutError, match=r"refuses the request \(400\).*max_model_len"):
-        sample(sampler, [Request("a", (5,), SamplingParams(max_tokens=600))])
+        sample(sampler, [Request("a", (5,), SamplingParams(max_tokens=CONTEXT + 1))])
 
 
 def test_sleep_and_wake_are_taken(server, folder):
