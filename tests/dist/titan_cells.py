@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.dist import resume_cells as resume
 from tests.dist.engine_cells import OPTIM, ROWS, flat, loss_of, order_of, plain, sharded, share, shared_model
-from tests.harness.engines import on_policy_batch, ragged_batch, relative_error
+from tests.harness.engines import gradients, on_policy_batch, ragged_batch, relative_error
 from verl.config import HFModelConfig, OptimizerConfig
 from verl.config.torchtitan import TorchTitanEngineConfig
 from verl.distributed import Ranks
@@ -43,26 +43,14 @@ def titan(path: Path, trains: bool = True, model: Any = None, optim: dict[str, A
 
 
 @torch.no_grad()
-def gradient_of(engine: Any, batch: Any, **limits: Any) -> tuple[float, Tensor]:
-    """Loss and the complete gradient in the order of the names, before clipping; no step is taken."""
-    caught: list[Tensor] = []
+def complete_gradient(engine: Any) -> Tensor:
+    """Flat, in the order of the names, on every rank."""
     names = engine._parameter_names()
-
-    def step(closure: Any = None) -> None:
-        grads = {names[p]: p.grad for p in engine.model.parameters()}
-        everywhere = getattr(engine, "_everywhere", None)  # the plain engine has all of them
-        if everywhere is not None:
-            grads = {name: everywhere(grads.get(name), name) for name in named_tensors(engine.blueprint)}
-        caught.append(torch.cat([grads[name].flatten().clone() for name in sorted(grads)]))
-
-    original, engine.optimizer.step = engine.optimizer.step, step
-    clip, engine.grad_clip = engine.grad_clip, None
-    try:
-        with torch.enable_grad():
-            metrics = engine.train_batch(batch, loss_of("causal_lm"), **limits)
-    finally:
-        engine.optimizer.step, engine.grad_clip = original, clip
-    return metrics.values()["loss"], caught[0]
+    grads = {names[p]: p.grad for p in engine.model.parameters()}
+    everywhere = getattr(engine, "_everywhere", None)  # the plain engine has all of them
+    if everywhere is not None:
+        grads = {name: everywhere(grads.get(name), name) for name in named_tensors(engine.blueprint)}
+    return torch.cat([grads[name].flatten().clone() for name in sorted(grads)])
 
 
 def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle: tuple[int, ...] = (),
@@ -74,7 +62,7 @@ def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle:
     mine, limits, outputs = share(ranks, batch, idle), {"micro_batch_size": 2}, ("log_probs", "entropy")
     own = engine.infer(mine, outputs, temperature=0.9, **limits)
     answers = ranks.exchange({name: values.tolist() for name, values in own.items()})
-    loss, gradient = gradient_of(engine, mine, **limits)
+    loss, gradient = gradients(engine, mine, loss_of("causal_lm"), complete_gradient, **limits)
     metrics = [engine.train_batch(mine, loss_of("causal_lm"), **limits).values() for _ in range(2)]
     weights = flat(engine.export_weights())
     if not ranks.is_first:
@@ -85,7 +73,7 @@ def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle:
     joined = {name: torch.tensor([row for answer in answers for row in answer[name]]) for name in outputs}
     order = order_of(ranks, batch, idle)
     errors = {name: relative_error(joined[name], expected[name][order]) for name in outputs}
-    expected_loss, expected_gradient = gradient_of(reference, batch)
+    expected_loss, expected_gradient = gradients(reference, batch, loss_of("causal_lm"), complete_gradient)
     errors["loss"] = abs(loss - expected_loss) / abs(expected_loss)
     errors["gradient"] = relative_error(gradient, expected_gradient)
     steps = [reference.train_batch(batch, loss_of("causal_lm")).values() for _ in range(2)]

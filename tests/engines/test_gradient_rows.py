@@ -118,6 +118,13 @@ def test_every_row_is_computed_where_a_term_or_a_metric_needs_it(settings):
     assert not any(without_gradient(policy_loss(**settings), batch.batch))
 
 
+def test_a_right_answer_of_advantage_0_is_computed_where_its_likelihood_is_in_the_loss():
+    weights = torch.zeros(8, 7)
+    weights[[0, 1]] = 0.5
+    batch = on_policy(positive_lm_weights=weights)
+    assert without_gradient(policy_loss(positive_lm_coef=0.1), batch.batch) == [n in (2, 4, 5, 7) for n in range(8)]
+
+
 def test_every_row_is_computed_off_policy_and_under_correction():
     assert not any(without_gradient(policy_loss(), on_policy(old_log_probs=torch.zeros(8, 7)).batch))
     corrected = on_policy(rollout_log_probs=torch.zeros(8, 7), rollout_is_weights=torch.ones(8, 7))

@@ -173,12 +173,12 @@ class ChatTemplate:
         """A small conversation as text; None where the template refuses it."""
         try:
             return self._write(messages, self.kwargs)
+        except TemplateLimitError:
+            raise
         except MemoryError as failure:
             most = PROBE_BYTES >> 20
             raise TemplateLimitError(f"the chat template needs over {most} MB for a few words") from failure
-        except REFUSALS as failure:
-            if isinstance(failure, TemplateLimitError):
-                raise
+        except REFUSALS:
             return None
 
     def outside(self, messages: Sequence[Message]) -> list[Message]:

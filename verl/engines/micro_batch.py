@@ -16,7 +16,7 @@ LOGITS_BYTES = 1 << 28
 CPU_TOKENS = 2048
 """On a CPU 4096 at once gain nothing, and memory that was not touched before is slow; 1024 cost 1 to 9 % more time."""
 CPU_TOKENS_OF_LARGE, LARGE = 1024, 64_000_000
-"""From so many parameters on a micro-batch of half the tokens holds enough work, and half the activations."""
+"""A model of `LARGE` parameters has work enough in half the tokens, whose activations take half the memory."""
 GPU_TOKENS = 16384
 
 
