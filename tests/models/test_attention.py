@@ -70,6 +70,21 @@ def test_the_flash_path_is_dense_attention_and_so_is_its_gradient(segments):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
+@settings(max_examples=20, deadline=None)
+@given(segments=packed())
+def test_the_gradient_in_bf16_is_that_of_float32_up_to_bf16_rounding(segments):
+    """Of the same numbers, which bf16 holds exactly; the output is rounded, and each gradient."""
+    low, how = inputs(segments, dtype=torch.bfloat16), AttentionVariant(0.35)
+    high = [tensor.detach().float().requires_grad_() for tensor in low]
+    found, expected = FlashOnCPU.apply(*low, segments, how.scaling), dense(*high, segments, how)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = torch.autograd.grad(found, low, upstream)
+    theirs = torch.autograd.grad(expected, high, upstream.float())
+    for one, other in zip(ours, theirs):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), other, atol=2e-2, rtol=1e-2)
+
+
 @settings(max_examples=30, deadline=None)
 @given(segments=packed(), window=st.sampled_from([None, 1, 5, 30]), softcap=st.sampled_from([None, 2.0]))
 def test_windows_and_soft_capping_are_dense_attention_too(segments, window, softcap):

@@ -45,19 +45,19 @@ class FlashOnCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        # Below float32 the kernel's backward pass takes several times as long as in float32.
+        query, key, value, out, lse, grad = (x.to(_at_least_float32(x)) for x in (*ctx.saved_tensors, grads[0]))
         segments: Segments = ctx.segments
-        kept = _accumulator(query, segments)
-        gradients = [torch.empty(x.shape, dtype=kept, device=x.device) for x in (query, key, value)]
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         for grid in segments.own:
-            parts = _backward(grid, grid, grads[0], query, key, value, out, lse, True, ctx.scale)
+            parts = _backward(grid, grid, grad, query, key, value, out, lse, True, ctx.scale)
             for target, part in zip(gradients, parts):
                 grid.put(target, part)
         for queries, keys in segments.to_prefix:
-            parts = _backward(queries, keys, grads[0], query, key, value, out, lse, False, ctx.scale)
+            parts = _backward(queries, keys, grad, query, key, value, out, lse, False, ctx.scale)
             for target, grid, part in zip(gradients, (queries, keys, keys), parts):
                 grid.add(target, part)
-        return *(x.to(query.dtype) for x in gradients), None, None
+        return *(x.to(grads[0].dtype) for x in gradients), None, None
 
 
 def _accumulator(query: Tensor, segments: Segments) -> torch.dtype:
