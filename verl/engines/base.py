@@ -157,6 +157,10 @@ class Engine(ABC):
         """Whether `export_weights` gives the parameters' own memory, which the next update changes."""
         return False
 
+    def export_base(self) -> dict[str, Tensor]:
+        """The weights under an adapter, which never change: this engine's memory, where one process has all of it."""
+        return {}
+
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The factors of a LoRA adapter as peft calls them in a file, detached and whole on every rank."""
         raise AssertionError(f"{type(self).__name__} has no adapters")

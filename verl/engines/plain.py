@@ -82,6 +82,9 @@ class PlainEngine(TorchEngine):
     def exports_itself(self) -> bool:
         return self.device == "cpu" and not is_quantized(self.model) and not lora.has_adapter(self.model)
 
+    def export_base(self) -> dict[str, Tensor]:
+        return {} if self.device != "cpu" or is_quantized(self.model) else lora.base_weights(self.model)
+
     def offload(self, params: bool = True, optimizer: bool = True) -> None:
         if self.device == "cpu":
             return

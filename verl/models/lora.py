@@ -162,6 +162,11 @@ def adapter_names(model: Any) -> dict[str, str]:
     return {name: disk_name(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The frozen weights under an adapter themselves, as the model without one calls them in memory."""
+    return {name.replace(".base_layer", ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
+
+
 def adapted_tensors(model: nn.Module) -> list[str]:
     """Modules whose weights peft adapts as bare tensors, because they are no linear modules: experts, routers.
 

@@ -181,10 +181,12 @@ class Sampler(ABC):
     Attributes:
         at_update: what `update_weights` does to running requests.
         logprobs_mode: which log-probs it reports, one of `LOGPROBS_MODES`.
+        shares_base: the weights under an adapter may be a trainer's, in this process; they come before the adapter.
         computes_in_loop: the event loop that it is used from does nothing else during a forward pass.
     """
 
     computes_in_loop: ClassVar[bool] = False
+    shares_base: bool = False
     at_update: AtUpdate = "wait"
     logprobs_mode = LOGPROBS_MODES[0]
 

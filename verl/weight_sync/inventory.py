@@ -98,7 +98,7 @@ class WeightInventory:
                 continue
             if name in self._takers:
                 self._takers[name](name, value)
-            elif share and _can_share(target, value):
+            elif share and can_share(target, value):
                 target.data = value
                 self.shared.append((value, value._version))
                 self._foreign.add(value.data_ptr())
@@ -118,7 +118,8 @@ class WeightInventory:
             )
 
 
-def _can_share(target: torch.Tensor, value: torch.Tensor) -> bool:
+def can_share(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a parameter may have this value's memory."""
     alike = (target.dtype, target.device, target.stride()) == (value.dtype, value.device, value.stride())
     return alike and isinstance(target, torch.nn.Parameter)  # of a view, others would keep the memory
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -128,6 +129,9 @@ class WeightSender:
         weights = engine.export_weights() if alone is None else engine.export_adapter()
         is_live = self.shares and alone is None and engine.exports_itself
         chunks = chunk_weights(self._counted(weights), bucket_bytes, version, is_live)
+        if self.shares and alone is not None and all(sampler.shares_base for sampler in self.replicas.values()):
+            base = WeightChunk(version, list(engine.export_base().items()), last=False, is_live=True)
+            chunks = chain([base], chunks)
         if self.keeps:
             chunks = self._copied(chunks)
         before = {name: sampler.stats() for name, sampler in self.replicas.items()}

@@ -25,6 +25,7 @@ from verl.rollout.hosted import HostedSampler, SamplerHost
 from verl.rollout.place import transport_of
 from verl.single_controller.local import LocalHandle
 from verl.weight_sync import chunk_weights
+from verl.workers.sending import SyncResult, WeightSender
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 WANTED = requests([prompt(5, 1), prompt(28, 2)], samples=3, max_tokens=10, ignore_eos=True)
@@ -69,6 +70,22 @@ def test_an_adapter_alone_makes_the_weights_that_the_trainer_would_have_merged(q
     maps = [t.shape for name, t in alone.model.named_parameters() if name.endswith("proj.weight")]
     assert alone.stats()["weight_bytes_received"] == 4 * 4 * sum(sum(shape) for shape in maps)
     assert whole.stats()["weight_bytes_received"] == sum(t.nbytes for t in alone.model.state_dict().values())
+
+
+def test_the_base_under_an_adapter_is_the_memory_of_a_trainer_in_the_process(qwen2, engine):
+    """Of the weights that the adapter changes the sampler has one copy, merged; of the others none."""
+    sampler, model = sampler_of(qwen2), HFModelConfig(path=str(qwen2), **LORA)
+    sender = WeightSender(ROLLOUT, model, {"here": sampler}, shares=True)
+    adapter_bytes = sum(t.nbytes for _, t in engine.export_adapter())
+    for version in (1, 2):
+        assert sender.send(engine, version) == SyncResult(adapter_bytes)
+        base = engine.export_base()
+        kept, own = sampler._weights._adapter._base, dict(sampler.model.named_parameters())
+        assert {t.data_ptr() for t in kept.values()} < {t.data_ptr() for t in base.values()}
+        for name, tensor in base.items():
+            assert (own[name].data_ptr() == tensor.data_ptr()) == (not name.endswith("proj.weight")), name
+        assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+        engine.train_batch(ragged_batch(seed=version), SFTLoss())
 
 
 def test_an_adapter_that_came_later_does_not_add_up_with_the_one_before(qwen2, engine):

@@ -1,12 +1,12 @@
 """A LoRA adapter that arrives alone, merged here into the sampler's own weights.
 
 Merged, sampling is as fast as without an adapter, and the weights are those that the trainer would have sent. The price
-is a second copy of the weights that the adapter changes: those of the base.
+is a second copy of the weights that the adapter changes: those of the base, unless the trainer's are in this process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +15,8 @@ from verl.errors import ModelError
 from verl.models import lora
 from verl.models.lora import LoraSettings
 from verl.weight_sync import WeightChunk, WeightInventory
+from verl.weight_sync.chunks import taking
+from verl.weight_sync.inventory import can_share
 
 
 class AdapterBuffer:
@@ -41,12 +43,13 @@ class AdapterBuffer:
                 key="actor_rollout_ref.model.lora.merge",
                 fix="Set it to true, so that merged weights are sent, or name other modules in target_modules.",
             )
+        self._weights, self._owners = weights, {name: owner for owner, name in changed.items()}
         self._targets = {owner: weights[name] for owner, name in changed.items()}
         self._base: dict[str, torch.Tensor] = {}
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
         """Take a full adapter and merge it; returns the number of bytes received."""
-        num_bytes = self._inventory.receive(chunks, version)
+        num_bytes = self._inventory.receive(self._after_base(chunks), version)
         self.keep_base()
         for owner, base in self._base.items():
             parts = {name: factor for name, factor in self._factors.items() if name.startswith(f"{owner}.lora_")}
@@ -56,10 +59,27 @@ class AdapterBuffer:
             self._targets[owner].detach().copy_(merged)
         return num_bytes
 
+    def _after_base(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
+        """The adapter's part of a stream; what comes before it, the trainer's own base, is used where it lies."""
+        with taking(chunks) as stream:
+            for chunk in stream:
+                if not chunk.is_live:
+                    yield chunk
+                    continue
+                for name, value in chunk.tensors:
+                    target = self._weights.get(name)
+                    if target is None or not can_share(target, value):
+                        continue
+                    if name in self._owners:
+                        self._base[self._owners[name]] = value
+                    else:
+                        target.data = value
+
     def keep_base(self) -> None:
-        """Copy what the adapter changes, before it changes for the first time."""
-        if not self._base:
-            self._base = {owner: target.detach().clone() for owner, target in self._targets.items()}
+        """Copy what the adapter changes and is not the trainer's, before it changes for the first time."""
+        for owner, target in self._targets.items():
+            if owner not in self._base:
+                self._base[owner] = target.detach().clone()
 
     def changes_all_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether the next adapter contains all of these."""

@@ -260,6 +260,10 @@ class HFSampler(Sampler):
             self._counts["weight_updates"] += 1
             self._drawn_at_update = self._counts["response_tokens"]
 
+    @property
+    def shares_base(self) -> bool:  # type: ignore[override]
+        return self._weights.shares_base
+
     def expect_call(self) -> None:
         self._call.is_waiting = True
 

@@ -70,6 +70,11 @@ class SamplerWeights:
         load_weights(self.model, whole)
 
     @property
+    def shares_base(self) -> bool:
+        """Whether the weights under an adapter may be the trainer's."""
+        return self._shares and self._adapter is not None
+
+    @property
     def is_shared(self) -> bool:
         """Whether the weights are the trainer's parameters."""
         return self._inventory is not None and bool(self._inventory.shared)
