@@ -9,7 +9,8 @@
     python examples/smollm2/run.py reward_model         # a reward model from the same pairs
 
 Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
-first and last: a GRPO task before its first step, the others after their eighth.
+first and last: a GRPO task before its first step, the others after a quarter of their steps. ``key=value`` behind a
+task overrides a setting of its last command.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from verl.observability.plots import plot_run, read_metrics, series
@@ -35,8 +37,8 @@ HERE = Path(__file__).resolve().parent
 Stage = tuple[str, list[str]]
 """What a command is for, and its words."""
 console = Console()
-LORA_RATE = 10
-"""An adapter's learning rate, as a multiple of that of the weights."""
+RATE, LORA_RATE = 4e-5, 10
+"""The learning rate of GRPO, and an adapter's as a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Run:
         return [
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={steps}",
-            "trainer.test_freq=8",
+            f"trainer.test_freq={steps // 4}",
             "trainer.project_name=smollm2",
             f"trainer.experiment_name={self.name}",
             "trainer.logger=[console,file]",
@@ -77,8 +79,13 @@ class Run:
         ]
 
 
-def by_reinforcement(run: Run, steps: int, prompt: int, response: int, rate: float) -> list[Stage]:
-    """GRPO: 16 prompts a step, 8 samples each."""
+def in_bf16(*keys: str) -> list[str]:
+    """bfloat16 of matrix products, where the processor has units for it (AMX): there a step takes half the time."""
+    return [f"{key}=bfloat16" for key in keys if torch.cpu.get_capabilities().get("amx_bf16")]
+
+
+def by_reinforcement(run: Run, steps: int, prompt: int, response: int, prompts: int = 16) -> list[Stage]:
+    """GRPO: ``prompts`` a step, 8 samples each."""
     data = run.out / run.task
     adapter = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=32")
     train = [
@@ -87,15 +94,17 @@ def by_reinforcement(run: Run, steps: int, prompt: int, response: int, rate: flo
         "algorithm.adv_estimator=grpo",
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/test.parquet",
-        "data.train_batch_size=16",
+        f"data.train_batch_size={prompts}",
         f"data.max_prompt_length={prompt}",
         f"data.max_response_length={response}",
         f"data.seed={run.seed}",
         f"actor_rollout_ref.model.path={run.model}",
         *(adapter if run.lora else ()),
         "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        f"actor_rollout_ref.actor.optim.lr={rate * (LORA_RATE if run.lora else 1):g}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        f"actor_rollout_ref.actor.optim.lr={RATE * (LORA_RATE if run.lora else 1):g}",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        *in_bf16("actor_rollout_ref.actor.fsdp_config.dtype", "actor_rollout_ref.rollout.dtype"),
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         f"reward.custom_reward_function.path={HERE}/reward.py",
         *run.ends(steps),
@@ -104,11 +113,11 @@ def by_reinforcement(run: Run, steps: int, prompt: int, response: int, rate: flo
 
 
 def addition(run: Run) -> list[Stage]:
-    return by_reinforcement(run, steps=32, prompt=64, response=24, rate=2e-5)
+    return by_reinforcement(run, steps=56, prompt=64, response=24, prompts=32)
 
 
 def countdown(run: Run) -> list[Stage]:
-    return by_reinforcement(run, steps=96, prompt=96, response=32, rate=2e-5)
+    return by_reinforcement(run, steps=96, prompt=96, response=32)
 
 
 def sft(run: Run) -> list[Stage]:
@@ -158,7 +167,7 @@ def tools(run: Run) -> list[Stage]:
         "trainer.resume_mode=disable",
     ]
     warmed = replace(run, task="products", model=f"{warm}/global_step_{WARM_UP}/model/huggingface")
-    prompts, (title, train) = by_reinforcement(warmed, steps=16, prompt=64, response=96, rate=2e-5)
+    prompts, (title, train) = by_reinforcement(warmed, steps=16, prompt=64, response=96)
     multi_turn = "actor_rollout_ref.rollout.multi_turn"
     turns = [f"{multi_turn}.enable=true", f"{multi_turn}.max_assistant_turns=3"]
     turns.append(f"{multi_turn}.tool_config_path={HERE.parent}/calculator/tools.yaml")
@@ -245,6 +254,7 @@ def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
         "measured": key,
         "first": round(curve.values[0], 4),
         "at_step": curve.steps[0],
+        "steps": curve.steps[-1],
         "last": round(curve.values[-1], 4),
         "minutes": round(seconds / 60, 1),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 1),
@@ -256,18 +266,21 @@ def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train SmolLM2-135M-Instruct on this machine.")
     parser.add_argument("task", choices=TASKS)
+    parser.add_argument("settings", nargs="*", help="key=value of the last command, which override those here")
     parser.add_argument("--lora", action="store_true", help="of a GRPO task: train an adapter of rank 32")
     parser.add_argument("--model", help="folder or hub name of another model")
     parser.add_argument("--gsm8k", help="folder with train.jsonl and test.jsonl; without it they come from the hub")
     parser.add_argument("--out", type=Path, default=Path("outputs/smollm2"))
     parser.add_argument("--seed", type=int, default=0)
-    a = parser.parse_args()
+    a = parser.parse_intermixed_args()
     run = Run(a.task, a.out, a.model or str(a.out / "model"), a.seed, a.lora, a.gsm8k)
     run.metrics.unlink(missing_ok=True)
     shutil.rmtree(run.out / run.name, ignore_errors=True)
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(run.metrics)}
     began = time.monotonic()
-    for title, command in stages(run):
+    commands = stages(run)
+    commands[-1][1].extend(a.settings)
+    for title, command in commands:
         console.rule(f"[bold]{title}")
         console.print("$ " + shlex.join(["python", *command]), style="cyan", soft_wrap=True, highlight=False)
         status = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
