@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,8 +40,8 @@ Every estimator and policy loss on one small task: [algorithm_curves.md](algorit
 ![Reward on training prompts and accuracy on held-out ones](images/quickstart.png)
 
 Every run of the test suite that learns is checked against a curve: `tests/e2e/test_learning.py` (GRPO and PPO with a
-critic), `tests/e2e/test_real_model.py` (a small real Llama). Results on GSM8K, MATH or AIME with published models need
-GPUs and are not there.
+critic), `tests/e2e/test_real_model.py` (a small real Llama), `tests/e2e/test_published_model.py` (the model of 135
+million parameters on every engine). Results on GSM8K, MATH or AIME with models of billions need GPUs and are not there.
 """
 
 
@@ -52,16 +53,33 @@ class Measure:
         words: after the interpreter; ``{out}`` is a folder that is made for it.
         patterns: name of a result -> what it looks like in the output, the value in the first group; or, with ``file``,
             its key in that JSON file.
+        picture: a plot in the folder, and what it is called in ``docs/images``.
     """
 
     what: str
     words: tuple[str, ...]
     patterns: Mapping[str, str]
     file: str | None = None
+    picture: tuple[str, str] | None = None
 
     def command(self) -> str:
-        return "python " + " ".join(word for word in self.words if "{out}" not in word and word != "--out")
+        """As a reader calls it: without the options that name a folder of this measurement."""
+        pairs = zip(self.words, (*self.words[1:], ""), strict=True)
+        return "python " + " ".join(word for word, after in pairs if "{" not in word + after)
 
+
+def published(what: str, *words: str, name: str, picture: tuple[str, str] | None = None) -> Measure:
+    """A task of `examples/smollm2`; ``name`` is that of its files."""
+    return Measure(
+        f"SmolLM2-135M-Instruct: {what}",
+        ("examples/smollm2/run.py", *words, "--out", "{out}"),
+        {"before": "first", "after": "last", "steps": "steps", "minutes": "minutes", "peak GB": "peak_gb"},
+        file=f"logs/{name}.summary.json",
+        picture=picture,
+    )
+
+
+ADDITION = "GRPO on two-digit additions, held-out greedy accuracy"
 
 MEASURES = {
     "quickstart": Measure(
@@ -85,6 +103,38 @@ MEASURES = {
         ("benchmarks/bench_balancing.py",),
         {"equal counts": r"^\| 8192, 128 \| equal counts \| ([0-9.%]+ \| [0-9.]+) \|"},
     ),
+    **{
+        f"smollm2_addition_{seed}": published(
+            ADDITION,
+            *("addition", "--seed", str(seed)),
+            name=f"addition-{seed}",
+            picture=("logs/addition-0.png", "smollm2.png") if seed == 0 else None,
+        )
+        for seed in range(3)
+    },
+    **{
+        f"smollm2_addition_lora_{seed}": published(
+            f"{ADDITION}, an adapter of rank 32",
+            *("addition", "--lora", "--seed", str(seed)),
+            name=f"addition-lora-{seed}",
+        )
+        for seed in range(3)
+    },
+    "smollm2_countdown": published(
+        "GRPO on Countdown with three numbers, mean reward of held-out greedy answers", "countdown", name="countdown-0"
+    ),
+    "smollm2_tools": published(
+        "GRPO on products, with a calculator in several turns, held-out greedy accuracy", "tools", name="tools-0"
+    ),
+    "smollm2_sft": published(
+        "fine-tuning on GSM8K's worked solutions, held-out loss per token",
+        *("sft", "--gsm8k", "{shared}/data/gsm8k"),
+        name="sft-0",
+    ),
+    "smollm2_dpo": published("DPO on pairs of its answers, held-out preference accuracy", "dpo", name="dpo-0"),
+    "smollm2_reward_model": published(
+        "a reward model on pairs of its answers, held-out accuracy", "reward_model", name="reward_model-0"
+    ),
 }
 
 
@@ -92,12 +142,15 @@ def measure(name: str) -> dict[str, Any]:
     """Run a command; returns its results. Raises SystemExit where it fails or a result is missing."""
     one = MEASURES[name]
     with tempfile.TemporaryDirectory() as out:
-        words = [sys.executable, *(word.format(out=out) if word == "{out}" else word for word in one.words)]
+        shared = os.environ.get("VERL_SHARED", ROOT.parent / "shared")
+        words = [sys.executable, *(word.format(out=out, shared=shared) if "{" in word else word for word in one.words)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
         written = json.loads((Path(out) / one.file).read_text(encoding="utf-8")) if one.file else {}
+        if one.picture:
+            shutil.copy(Path(out) / one.picture[0], ROOT / "docs" / "images" / one.picture[1])
     results = {}
     for result, pattern in one.patterns.items():
         if one.file:

@@ -52,7 +52,7 @@ WAITING = (
 # What one worker runs from its first to its last test: runs of several processes, which would be too many at once, and
 # those on the model of tests/harness/arithmetic.py, which takes a minute to make.
 ONE_WORKER = {
-    "several processes": ("dist/", "distributed/", "faults/", "megatron/"),
+    "several processes": ("dist/", "distributed/", "e2e/test_published_model.py", "faults/", "megatron/"),
     "arithmetic": (
         "e2e/test_extending.py",
         "e2e/test_learning",

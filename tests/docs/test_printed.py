@@ -18,7 +18,10 @@ from tests.sanity.source_tree import ROOT
 from verl.data.filtering import filter_of
 
 RUN = {
-    "README.md": ("make_data.py", "my_reward.py", "GRPO on your own data"),
+    "README.md": (
+        *("make_data.py", "my_reward.py", "GRPO on your own data"),
+        "additions of a published model",  # by tests/e2e/test_published_model.py
+    ),
     "docs/data.md": ("two columns", "prepared data", "my_filter.py"),
     "docs/environments.md": ("game.py", "learning"),  # by tests/e2e/test_environment.py
     "docs/evaluation.md": ("answers.parquet", "--compare"),  # by test_printed_parts, as those of the next two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,10 +45,11 @@ def reference(published, batch):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_log_probs_and_the_first_loss_are_those_of_transformers(published, batch, reference, tmp_path, engine):
     step = FirstStep(engine, published, dict(batch.batch.items()))
-    told = run_cells(ENGINES[engine], [step], tmp_path)[engine]
-    for rank, one in enumerate(told):
-        log_probs = torch.tensor(one["log_probs"])
-        assert (log_probs - reference["log_probs"][rank :: len(told)]).abs().max() < 1e-4
+    by_rank = run_cells(ENGINES[engine], [step], tmp_path)[engine]
+    for rank, one in enumerate(by_rank):
+        gap = float((torch.tensor(one["log_probs"]) - reference["log_probs"][rank :: len(by_rank)]).abs().max())
+        print(f"{engine}, rank {rank}: log-probs {gap:.1e}, loss {abs(one['loss'] / reference['loss'] - 1):.1e}")
+        assert gap < 1e-4
         assert one["loss"] == pytest.approx(reference["loss"], rel=1e-5, abs=1e-6)
         assert one["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
         assert one["next_loss"] < one["loss"]
@@ -80,7 +82,7 @@ PLACES = {
                     "async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=1",
                     "algorithm.rollout_correction.bypass_mode=true"),
 }  # fmt: skip
-"""Engines, and schedules with a sampler of their own on Ray."""
+"""Engines, and schedules with separate samplers on Ray."""
 RESUMED = ("plain", "megatron")
 """Each takes a minute more; every engine's checkpoints are tested on small models."""
 
@@ -127,6 +129,18 @@ def test_the_reward_rises_and_what_is_saved_can_be_used(published, task, place):
         assert resumed["actor/grad_norm"] == pytest.approx(steps[-1]["actor/grad_norm"], rel=1e-4)
     for folder in task.glob(f"{place}*"):
         shutil.rmtree(folder)
+
+
+def test_the_printed_command_says_what_it_measured_first_and_last(published, tmp_path):
+    """A few prompts, answers and steps; everything else as it stands in the README."""
+    small = ("trainer.total_training_steps=2", "trainer.save_freq=2", "data.val_max_samples=8",
+             "data.train_batch_size=4", f"{A}.ppo_mini_batch_size=4", f"{R}.n=2")  # fmt: skip
+    example = f"{PROJECT}/examples/smollm2/run.py"
+    python(example, "addition", "--model", f"{published}", "--out", f"{tmp_path}", *small)
+    summary = json.loads((tmp_path / "logs/addition-0.summary.json").read_text())
+    assert summary["measured"] == "val-core/addition/reward/mean@1" and summary["steps"] == 2
+    assert 0 <= summary["first"] <= 1 and summary["at_step"] == 0 and Path(summary["plot"]).is_file()
+    assert (tmp_path / "addition-0/global_step_2/actor/huggingface/model.safetensors").is_file()
 
 
 def digits(folder: Path) -> float:

@@ -76,9 +76,9 @@ def test_the_gradient_in_bf16_is_that_of_float32_up_to_bf16_rounding(segments):
     """Of the same numbers, which bf16 holds exactly; the output is rounded, and each gradient."""
     low, how = inputs(segments, dtype=torch.bfloat16), AttentionVariant(0.35)
     high = [tensor.detach().float().requires_grad_() for tensor in low]
-    found, expected = FlashOnCPU.apply(*low, segments, how.scaling), dense(*high, segments, how)
-    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    ours = torch.autograd.grad(found, low, upstream)
+    output, expected = FlashOnCPU.apply(*low, segments, how.scaling), dense(*high, segments, how)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = torch.autograd.grad(output, low, upstream)
     theirs = torch.autograd.grad(expected, high, upstream.float())
     for one, other in zip(ours, theirs):
         assert one.dtype == torch.bfloat16

@@ -80,10 +80,10 @@ def test_the_base_under_an_adapter_is_the_memory_of_a_trainer_in_the_process(qwe
     for version in (1, 2):
         assert sender.send(engine, version) == SyncResult(adapter_bytes)
         base = engine.export_base()
-        kept, own = sampler._weights._adapter._base, dict(sampler.model.named_parameters())
+        kept, weights = sampler._weights._adapter._base, dict(sampler.model.named_parameters())
         assert {t.data_ptr() for t in kept.values()} < {t.data_ptr() for t in base.values()}
         for name, tensor in base.items():
-            assert (own[name].data_ptr() == tensor.data_ptr()) == (not name.endswith("proj.weight")), name
+            assert (weights[name].data_ptr() == tensor.data_ptr()) == (not name.endswith("proj.weight")), name
         assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
         engine.train_batch(ragged_batch(seed=version), SFTLoss())
 
