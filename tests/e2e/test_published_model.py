@@ -97,7 +97,7 @@ def task(published, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_reward_rises_and_what_is_saved_can_be_used(published, task, place):
-    """Answers become numbers, the sampler's probabilities are the trainer's, and transformers loads what is saved."""
+    """Answers become numbers; in every engine the sampler's probabilities are the trainer's; transformers loads it."""
     words = (
         *PLACES[place],
         "algorithm.adv_estimator=grpo",
@@ -119,7 +119,9 @@ def test_the_reward_rises_and_what_is_saved_can_be_used(published, task, place):
     rewards = curve(steps, "critic/score/mean")
     print(place, [round(reward, 3) for reward in rewards])
     assert len(rewards) == STEPS and rewards[-1] > rewards[0] + 0.1
-    assert all(gap < 1e-4 for gap in curve(steps, "training/rollout_probs_diff_max"))
+    gaps = curve(steps, "training/rollout_probs_diff_max")  # none where the schedule trains on the sampler's
+    assert len(gaps) == STEPS or place not in ENGINES
+    assert all(gap < 1e-4 for gap in gaps)
     saved = task / place / f"global_step_{STEPS - 1}"
     assert digits(saved / "actor" / "huggingface") > digits(published) + 0.05
     if place in RESUMED:
