@@ -3,10 +3,12 @@
     python examples/smollm2/run.py addition             # GRPO, every weight
     python examples/smollm2/run.py addition --lora      # GRPO, an adapter
     python examples/smollm2/run.py countdown            # GRPO, a harder task
-    python examples/smollm2/run.py tools                # a calculator in several turns, which it learns to call
+    python examples/smollm2/run.py tools                # GRPO with a calculator in several turns
     python examples/smollm2/run.py sft                  # fine-tuning on worked solutions of GSM8K
     python examples/smollm2/run.py dpo                  # preferences among the model's own answers
     python examples/smollm2/run.py reward_model         # a reward model from the same pairs
+
+Of these only the first was run as it stands; of the others the configurations are tested.
 
 Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
 first and last: a GRPO task before its first step, the others after a quarter of their steps. ``key=value`` behind a
