@@ -11,8 +11,7 @@
 Of these only the first was run as it stands; of the others the configurations are tested.
 
 Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
-first and last: a GRPO task before its first step, the others after a quarter of their steps. ``key=value`` behind a
-task overrides a setting of its last command.
+before the first step and after the last. ``key=value`` behind a task overrides a setting of its last command.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ class Run:
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={steps}",
             f"trainer.test_freq={steps // 4}",
+            "trainer.val_before_train=true",
             "trainer.project_name=smollm2",
             f"trainer.experiment_name={self.name}",
             "trainer.logger=[console,file]",

@@ -54,6 +54,18 @@ def test_each_epoch_ends_with_a_validation_and_a_checkpoint(here):
     assert sorted(path.name for path in Path("sft").glob("global_step_*")) == ["global_step_6", "global_step_8"]
 
 
+def test_validation_before_the_first_step_is_step_0_and_changes_nothing(here):
+    words = [
+        "data.train_files=train.jsonl", "data.val_files=val.jsonl", "data.train_batch_size=16", "data.max_length=64",
+        "model.path=model", "trainer.total_training_steps=2", "trainer.logger=[file]", "trainer.resume_mode=disable",
+    ]  # fmt: skip
+    for name, first in (("without", "false"), ("with", "true")):
+        assert sft_trainer.main([*words, f"trainer.experiment_name={name}", f"trainer.val_before_train={first}"]) == 0
+    without, (before, *after) = logged("logs", "without"), logged("logs", "with")
+    assert list(before) == ["val/loss"] and before["val/loss"] > 5  # log 259 = 5.6
+    assert [step["train/loss"] for step in after] == [step["train/loss"] for step in without]
+
+
 def test_upstreams_program_starts_the_processes_that_its_sizes_name(here, monkeypatch, capsys):
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, words: started.append(words))

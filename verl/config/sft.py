@@ -139,6 +139,7 @@ class SFTRunConfig(ConfigNode):
     seed: int = setting(1, "seed of the run")
     save_freq: int | str = setting(-1, "steps between checkpoints, the last step included; after_each_epoch; -1: never")
     test_freq: int | str = setting(-1, "steps between validations, the last step included; after_each_epoch; -1: never")
+    val_before_train: bool = setting(False, "validate before the first step", upstream=ABSENT)
     copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT)
     max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all")
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")

@@ -150,6 +150,8 @@ class SupervisedTrainer:
             config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
             with Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
                 self.places |= tracking.start(self.total_steps, self.step, self.places)
+                if trainer.val_before_train and self.val_loader is not None and self.step == 0:
+                    tracking.log(self.validate(), 0)
                 with StopSignals(drop_at_once=False) as stop:
                     self._run_steps(tracking, stop)
         finally:
