@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,6 +132,24 @@ def give_memory_back(device: str) -> None:
 def _glibc(name: str) -> Callable[..., int] | None:
     """A function that glibc alone has; None where another allocator serves this process."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+def free_host_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that this process can still take: the machine's, or less where its control group is limited.
+
+    Args:
+        root: folder of the control group (version 2); the page cache in it counts as free.
+    """
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((root / name).read_text()) for name in ("memory.max", "memory.current"))
+        sizes = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        cached = sum(int(sizes[name]) for name in ("active_file", "inactive_file"))
+    except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
+        return free
+    return min(free, limit - used + cached)
 
 
 def memory_now(device: str) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
 from tests.harness.engines import ragged_batch
+from verl import device
 from verl.engines import memory
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.errors import EngineError
@@ -32,6 +34,16 @@ def test_the_message_has_the_sizes_and_what_to_lower(error):
 def test_a_real_allocation_that_cannot_be_is_recognised():
     with pytest.raises(EngineError, match="out of memory"), memory.explained(MicroBatch.filler("cpu")):
         torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("limit, free", [("3000000", 2_500_000), ("max", None)])
+def test_a_control_groups_limit_is_the_memory_there_is(tmp_path, limit, free):
+    """Of 3 MB 1 MB is in use, half of which is page cache, which the kernel drops where memory is needed."""
+    machine = psutil.virtual_memory().total
+    for name, text in (("max", limit), ("current", "1000000"), ("stat", "anon 5\nactive_file 4\ninactive_file 499996")):
+        (tmp_path / f"memory.{name}").write_text(text + "\n")
+    measured = device.free_host_memory(tmp_path)
+    assert measured == free if free else 3_000_000 < measured < machine
 
 
 def test_other_errors_pass_as_they_are():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
 from tests.harness.configs import changed
 from tests.harness.rows import addition_rows, write_prompts
@@ -45,6 +46,18 @@ def test_ctrl_c_before_training_is_one_sentence_and_its_status(run, monkeypatch)
     monkeypatch.setattr("verl.trainer.command.tell", said.append)
     assert run() == (130, "")
     assert said == ["SIGINT: the program ends outside of a training step; what is saved is untouched"]
+
+
+@pytest.mark.parametrize("changes, values", [((), 4), (("actor_rollout_ref.model.lora_rank=4",), 1)])
+def test_a_model_that_memory_does_not_hold_is_refused_with_its_size(run, monkeypatch, changes, values):
+    """Of each weight AdamW holds four values: itself, its gradient, two moments; of a frozen one there is one."""
+    weights = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
+    monkeypatch.setattr("verl.engines.memory.free_host_memory", lambda: 4 * values * weights - 1)
+    status, error = run(*changes)
+    assert status == 2 and f"take {4 * values * weights / 1e9:.1f} GB of memory" in error and "Got 'model'" in error
+    assert ("the optimizer's moments" in error) == (values == 4)
+    monkeypatch.setattr("verl.engines.memory.free_host_memory", lambda: 4 * values * weights)
+    assert run(*changes) == (0, "")
 
 
 def test_few_rows_under_fully_async_name_the_settings_that_decide(run):

@@ -4,14 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from verl.config import HFModelConfig, OptimizerConfig
+from verl.device import free_host_memory
 from verl.engines.rows import MicroBatch
-from verl.errors import EngineError
+from verl.errors import EngineError, ModelError
+from verl.models import folder
+from verl.models.lora import LoraSettings
 
 HOST_MESSAGE = "can't allocate memory"
 """How torch's host allocator says it, in a plain RuntimeError."""
+
+
+def check_host(model: HFModelConfig, optim: OptimizerConfig | None, value_bytes: int, ranks: int) -> None:
+    """Refuse a model whose weights and training state alone exceed the free memory of the host.
+
+    Args:
+        optim: None for a frozen model.
+        value_bytes: of one weight, as of its gradient and of each moment.
+        ranks: processes that share the model.
+
+    Raises:
+        ModelError: with the sizes. Without it the kernel kills the process, which says nothing.
+    """
+    if model.lora_base_quantization or not Path(model.path).is_dir():
+        return
+    weights = folder.num_weights(model.path) * value_bytes / ranks
+    trains = optim is not None and LoraSettings.of(model) is None
+    moments = 2 if trains and optim is not None and optim.optimizer.startswith("Adam") else 0
+    needed, free = weights * (1 + trains + moments), free_host_memory()
+    if needed <= free:
+        return
+    parts = ["its weights"] + ["their gradients"] * trains + ["the optimizer's moments"] * bool(moments)
+    adapter = f"train an adapter (lora_rank=32: {weights / 1e9:.1f} GB), " if trains else ""
+    raise ModelError(
+        f"{', '.join(parts)} take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free",
+        got=model.path,
+        fix=f"Close other programs, {adapter}take a smaller model, or more machines.",
+    )
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from verl.config.megatron import MegatronEngineConfig
 from verl.config.node import full_keys
 from verl.config.topology import backend_of
 from verl.config.torchtitan import TorchTitanEngineConfig
-from verl.device import memory_now
+from verl.device import memory_now, torch_dtype
 from verl.engines.adapters import AdapterBaseEngine
 from verl.engines.base import DataRank, Engine
+from verl.engines.memory import check_host
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
@@ -290,7 +291,11 @@ def make_engine(
     """
     if place is not None and place.world_size > 1:
         _join(strategy, place, timeout, arguments["device"], trains=arguments.get("optim") is not None)
-    with full_keys(*(arguments.get(name) for name in ("engine", "model", "optim"))):
+    engine, model, optim = (arguments.get(name) for name in ("engine", "model", "optim"))
+    if model is not None and arguments.get("device") == "cpu":
+        bytes_of_weight = torch_dtype(getattr(engine, "model_dtype", "float32")).itemsize
+        check_host(model, optim, bytes_of_weight, 1 if place is None else place.world_size)
+    with full_keys(engine, model, optim):
         return ENGINES.get(strategy)(**arguments)
 
 
