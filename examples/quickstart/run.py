@@ -96,7 +96,9 @@ def run_keys(experiment: str, seed: int) -> list[str]:
 def run(number: int, title: str, arguments: list[str], environment: dict[str, str]) -> None:
     """Run one command with its output on this terminal; a failure ends the quickstart with its status."""
     console.rule(f"[bold]{number}. {title}")
-    console.print("$ " + shlex.join(["python", *arguments]), style="cyan", soft_wrap=True, highlight=False)
+    console.print(
+        "$ " + shlex.join(["python", *arguments]), style="cyan", soft_wrap=True, highlight=False, markup=False
+    )
     status = subprocess.run([sys.executable, *arguments], env=environment, check=False).returncode
     if status:
         how = f"ended with status {status}" if status > 0 else f"was stopped by signal {-status}"

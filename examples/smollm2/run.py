@@ -11,7 +11,7 @@
 Of these only the first was run as it stands; of the others the configurations are tested.
 
 Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
-before the first step and after the last. ``key=value`` behind a task overrides a setting of its last command.
+before the first step and after the last. ``key=value`` behind a task overrides a setting of its training.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Run:
     @property
     def metrics(self) -> Path:
         return self.out / "logs" / f"{self.name}.jsonl"
+
+    def report(self, when: str) -> Path:
+        """The evaluation ``before`` or ``after`` training, where a task has one."""
+        return self.metrics.with_suffix(f".{when}.json")
 
     def prompts(self, task: str) -> Stage:
         words = [f"{HERE}/data.py", task, str(self.out / task)]
@@ -137,7 +141,7 @@ def sft(run: Run) -> list[Stage]:
         "data.response_dict_keys=[answer]",
         "data.train_batch_size=16",
         "data.val_max_samples=128",
-        "data.max_length=512",
+        "data.max_length=640",
         f"model.path={run.model}",
         "optim.lr=1e-5",
         "checkpoint.save_contents=[model]",
@@ -180,30 +184,42 @@ def tools(run: Run) -> list[Stage]:
     ]
 
 
-def own_pairs(run: Run) -> list[Stage]:
-    """A right and a wrong answer of the model itself to each prompt."""
-    data = run.out / "answers"
-    sample = [
+SAMPLES = 8
+
+
+def sampled(run: Run, model: str, split: str, output: Path) -> list[str]:
+    """Eight answers of a model to each prompt of a split."""
+    return [
         "-m",
         "verl.trainer.main_generation",
-        f"data.path={data}/train.parquet",
-        f"data.output_path={data}/answers.parquet",
-        "data.n_samples=8",
-        f"model.path={run.model}",
+        f"data.path={run.out}/answers/{split}.parquet",
+        f"data.output_path={output}",
+        f"data.n_samples={SAMPLES}",
+        f"model.path={model}",
         "rollout.temperature=1.0",
         "rollout.top_k=-1",
         "rollout.top_p=1.0",
         "rollout.prompt_length=64",
         "rollout.response_length=24",
+        *in_bf16("rollout.dtype"),
         "trainer.device=cpu",
     ]
+
+
+def own_pairs(run: Run) -> list[Stage]:
+    """A right and a wrong answer of the model itself to each prompt."""
+    data = run.out / "answers"
+    answers = data / "answers.parquet"
     script = HERE.parent / "end_to_end" / "pairs.py"
-    pair = [str(script), f"{data}/answers.parquet", *(f"{run.out}/pairs/{name}.parquet" for name in ("train", "test"))]
+    pair = [str(script), str(answers), *(f"{run.out}/pairs/{name}.parquet" for name in ("train", "test"))]
     return [
         ("write prompts", [f"{HERE}/data.py", "addition", str(data), "--train_size", "384"]),
-        ("sample eight answers to each", sample),
+        ("sample eight answers to each", sampled(run, run.model, "train", answers)),
         ("pair right with wrong ones", [*pair, "--scorer", f"{HERE}/reward.py"]),
     ]
+
+
+PAIR_STEPS = 48
 
 
 def from_pairs(run: Run, program: str, *settings: str) -> Stage:
@@ -217,13 +233,28 @@ def from_pairs(run: Run, program: str, *settings: str) -> Stage:
         "data.max_length=128",
         f"model.path={run.model}",
         *settings,
-        *run.ends(48),
+        *run.ends(PAIR_STEPS),
     ]
     return "train on the pairs", train
 
 
 def dpo(run: Run) -> list[Stage]:
-    return [*own_pairs(run), from_pairs(run, "dpo_trainer", "dpo.beta=0.1", "optim.lr=5e-6")]
+    """Trains on pairs, then compares answers to held-out prompts of the model before and after."""
+    made = [*own_pairs(run), from_pairs(run, "dpo_trainer", "dpo.beta=0.1", "optim.lr=5e-6")]
+    trained = f"{run.out}/{run.name}/global_step_{PAIR_STEPS}/model/huggingface"
+    for when, model in (("before", run.model), ("after", trained)):
+        answers = run.out / "answers" / f"{when}.parquet"
+        score = [
+            "-m",
+            "verl.trainer.main_eval",
+            f"data.path={answers}",
+            f"custom_reward_function.path={HERE}/reward.py",
+            f"report.json={run.report(when)}",
+            f"report.markdown={run.report(when).with_suffix('.md')}",
+        ]
+        made += [(f"sample held-out answers, {when}", sampled(run, model, "test", answers)), (f"score {when}", score)]
+    made[-1][1].append(f"report.compare={run.out}/answers/before.parquet")
+    return made
 
 
 def reward_model(run: Run) -> list[Stage]:
@@ -235,10 +266,10 @@ TASKS: dict[str, tuple[Callable[[Run], list[Stage]], str]] = {
     "countdown": (countdown, "val-core/countdown/reward/mean@1"),
     "tools": (tools, "val-core/products/reward/mean@1"),
     "sft": (sft, "val/loss"),
-    "dpo": (dpo, "val/rewards/accuracies"),
+    "dpo": (dpo, f"mean score of {SAMPLES} samples"),
     "reward_model": (reward_model, "val/accuracy"),
 }
-"""A task's stages, and the metric by which it is measured."""
+"""A task's stages, and by what it is measured: a metric of its training, or for DPO the evaluation after it."""
 
 
 def stages(run: Run) -> list[Stage]:
@@ -250,14 +281,16 @@ def stages(run: Run) -> list[Stage]:
 def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
     rows = read_metrics(run.metrics)
     key = TASKS[run.task][1]
-    curve = series(rows, key)
     plot = plot_run(run.metrics, run.metrics.with_suffix(".png"), title=f"{run.name}, SmolLM2-135M-Instruct")
+    if run.task == "dpo":
+        first, last = (json.loads(run.report(when).read_text())["test_score/addition"] for when in ("before", "after"))
+    else:
+        first, *_, last = series(rows, key).values
     return {
         "measured": key,
-        "first": round(curve.values[0], 4),
-        "at_step": curve.steps[0],
-        "steps": curve.steps[-1],
-        "last": round(curve.values[-1], 4),
+        "first": round(first, 4),
+        "last": round(last, 4),
+        "steps": rows[-1][0],
         "minutes": round(seconds / 60, 1),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 1),
         "plot": str(plot),
@@ -268,7 +301,7 @@ def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train SmolLM2-135M-Instruct on this machine.")
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("settings", nargs="*", help="key=value of the last command, which override those here")
+    parser.add_argument("settings", nargs="*", help="key=value of the training, which override those here")
     parser.add_argument("--lora", action="store_true", help="of a GRPO task: train an adapter of rank 32")
     parser.add_argument("--model", help="folder or hub name of another model")
     parser.add_argument("--gsm8k", help="folder with train.jsonl and test.jsonl; without it they come from the hub")
@@ -281,10 +314,12 @@ def main() -> int:
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(run.metrics)}
     began = time.monotonic()
     commands = stages(run)
-    commands[-1][1].extend(a.settings)
+    trains = [words for _, words in commands if f"trainer.experiment_name={run.name}" in words]
+    trains[-1].extend(a.settings)
     for title, command in commands:
         console.rule(f"[bold]{title}")
-        console.print("$ " + shlex.join(["python", *command]), style="cyan", soft_wrap=True, highlight=False)
+        line = "$ " + shlex.join(["python", *command])
+        console.print(line, style="cyan", soft_wrap=True, highlight=False, markup=False)  # [a,b] is a list, no style
         status = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
         if status:
             return status

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -120,7 +122,11 @@ def test_every_countdown_prompt_can_be_solved(part):
         ("countdown", False, {"main_ppo": "ppo_trainer"}),
         ("tools", False, {"sft_trainer": "sft_trainer", "main_ppo": "ppo_trainer"}),
         ("sft", False, {"sft_trainer": "sft_trainer"}),
-        ("dpo", False, {"main_generation": "generation", "dpo_trainer": "dpo_trainer"}),
+        (
+            "dpo",
+            False,
+            {"main_generation": "generation", "dpo_trainer": "dpo_trainer", "main_eval": "evaluation"},
+        ),
         ("reward_model", False, {"main_generation": "generation", "rm_trainer": "rm_trainer"}),
     ],
 )
@@ -128,7 +134,8 @@ def test_the_commands_that_are_printed_are_accepted(part, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     run = part("run")
     model = str(tiny_model_dir(tmp_path / "out/model"))
-    tiny_model_dir(tmp_path / "out/tools-5-sft/global_step_24/model/huggingface")
+    for trained in ("tools-5-sft/global_step_24", "dpo-5/global_step_48"):
+        tiny_model_dir(tmp_path / "out" / trained / "model/huggingface")
     made = run.stages(run.Run(task, tmp_path / "out", model, 5, lora, None))
     assert Path(made[0][1][0]).name == "model.py"
     started = {words[1].rpartition(".")[2]: words[2:] for _, words in made if words[0] == "-m"}
@@ -142,12 +149,29 @@ def test_the_commands_that_are_printed_are_accepted(part, tmp_path, monkeypatch,
         Path(files[0]).parent.mkdir(parents=True, exist_ok=True)
         for row in rows:
             row["messages"] = [*row["prompt"], {"role": "assistant", "content": "a"}]
-        for name in ("train", "test", "sft"):
+        (tmp_path / "out/logs").mkdir(exist_ok=True)  # where a training before it has written its metrics
+        for name in ("train", "test", "sft", "before", "after"):
             pd.DataFrame(rows).to_parquet(Path(files[0]).with_name(f"{name}.parquet"))
         config = load_config(programs[program], words)
         if program == "main_ppo":
             assert config.trainer.seed == config.data.seed == 5
             assert config.actor_rollout_ref.model.lora_rank == (32 if lora else 0)
+
+
+def test_a_printed_command_is_the_one_that_runs(part, tmp_path, monkeypatch, capsys):
+    """The console must not take the brackets of a list for its markup."""
+    run, started = part("run"), []
+
+    def start(words, **_):
+        started.append(words)
+        return subprocess.CompletedProcess(words, 3 if "verl.trainer.main_ppo" in words else 0)
+
+    monkeypatch.setattr(run.subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["run.py", "addition", "--out", str(tmp_path), "trainer.total_training_steps=2"])
+    assert run.main() == 3
+    printed = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("$ ")]
+    assert [shlex.split(line)[1:] for line in printed] == [words[1:] for words in started]
+    assert "trainer.logger=[console,file]" in started[-1] and started[-1][-1] == "trainer.total_training_steps=2"
 
 
 def test_without_the_package_index_the_message_says_what_else_there_is(part, tmp_path, monkeypatch):
