@@ -39,14 +39,15 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 model, rows, steps, out = sys.argv[1], json.load(open(sys.argv[2])), int(sys.argv[3]), sys.argv[4]
-batch, group, length, shortest = map(int, sys.argv[5:])
+batch, passes, group, length, shortest = map(int, sys.argv[5:])
 
 def reward(completions, **kwargs):
     return [float(len(str(c)) % 7) for c in completions]
 
 config = GRPOConfig(
-    output_dir=out, per_device_train_batch_size=batch, num_generations=group, max_completion_length=length,
-    max_steps=steps, gradient_checkpointing=False, num_iterations=1, beta=0.0, temperature=1.0, learning_rate=1e-5,
+    output_dir=out, per_device_train_batch_size=batch, gradient_accumulation_steps=passes, num_generations=group,
+    max_completion_length=length, max_steps=steps, gradient_checkpointing=False, num_iterations=1, beta=0.0,
+    temperature=1.0, learning_rate=1e-5,
     logging_steps=1000000, save_strategy="no", report_to=[], bf16=False, use_cpu=True, disable_tqdm=True,
     shuffle_dataset=False, generation_kwargs={"min_new_tokens": shortest}, seed=1,
     model_init_kwargs={"dtype": "float32"},
@@ -172,9 +173,10 @@ def run_ours(
     return run_script(sys.executable, script, words, folder, ours=True)
 
 
-def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int, length: int) -> Run:
+def run_peer(folder: Path, python: str, model: Path, prompts: Path, steps: int, length: int, passes: int = 1) -> Run:
+    """``passes``: of the backward pass, whose gradients add up to a step's."""
     shortest = length if length == NEW_TOKENS else 1
-    sizes = map(str, (PROMPTS * SAMPLES, SAMPLES, length, shortest))
+    sizes = map(str, (PROMPTS * SAMPLES // passes, passes, SAMPLES, length, shortest))
     words = [str(model), str(prompts), str(steps), str(folder / "peer-out"), *sizes]
     return run_script(python, PEER, words, folder, ours=False)
 

@@ -1,6 +1,7 @@
-"""Sampling speed of the `hf` engine against ``transformers.generate``, interleaved in one run, one thread.
+"""Sampling speed of the `hf` engine against ``transformers.generate``, interleaved in one run.
 
-Three jobs on a Qwen2 model of about 10M parameters with random weights: distinct prompts of equal length, the same as
+Jobs on a Qwen2 model of about 10M parameters with random weights, or on ``--model FOLDER``, with ``OMP_NUM_THREADS``
+threads, or one: distinct prompts of equal length, the same as
 groups of 8 samples per prompt, and response lengths with a long tail (log-normal, sigma 1, 8 to 256 tokens). Both sides
 draw with temperature 1, ignore end-of-sequence tokens and run in the same dtype; `generate` runs a batch to its longest
 response, as it must, and only the wanted tokens are counted. Prints tokens per wall and per CPU second, the ratio, and
@@ -11,7 +12,7 @@ more and tells how much memory each side adds to the model's. Every side has a p
 for as they are in training.
 
     python benchmarks/bench_sampling.py [--dtype float32] [--rounds 3] [--jobs distinct shared tail] \\
-        [--vllm-python .venv-vllm/bin/python]
+        [--model FOLDER] [--vllm-python .venv-vllm/bin/python]
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def run(prompts, lengths):
 """
 
 GENERATE = """
-import json, sys, time, torch
+import json, os, sys, time, torch
 from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=sys.argv[2]).eval()
 
 @torch.inference_mode()
@@ -142,7 +143,10 @@ def jobs(vocab: int) -> list[Job]:
     ]
 
 
-def model_of(dtype: torch.dtype, hidden: int, layers: int, vocab: int) -> PreTrainedModel:
+def model_of(dtype: torch.dtype, folder: str | None, hidden: int, layers: int, vocab: int) -> PreTrainedModel:
+    """The folder's model, or one with random weights."""
+    if folder:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=hidden,
@@ -254,6 +258,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", nargs="*")
+    parser.add_argument("--model", help="folder of a model to take")
     parser.add_argument("--hidden", type=int, default=320)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocab", type=int, default=4096)
@@ -263,14 +268,17 @@ def main() -> None:
     parser.add_argument("--peak-of", choices=("hf", "generate"), help="used by the script itself")
     add_json(parser)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    model = model_of(getattr(torch, args.dtype), args.hidden, args.layers, args.vocab)
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(threads)
+    model = model_of(getattr(torch, args.dtype), args.model, args.hidden, args.layers, args.vocab)
+    args.vocab = model.config.vocab_size
     chosen = [job for job in jobs(args.vocab) if not args.jobs or job.name in args.jobs]
     if args.peak_of:
         print_peak(model, chosen[0], args.peak_of)
         return
     figures = Figures()
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {args.dtype}, 1 thread, {ROWS} rows")
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{millions:.2f}M parameters, {args.dtype}, {threads} threads, {ROWS} rows")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         peers = {"generate": Peer(sys.executable, GENERATE, folder, args.dtype)}

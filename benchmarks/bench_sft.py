@@ -1,6 +1,6 @@
 """Supervised fine-tuning, ours beside TRL's `SFTTrainer`, in turn, on the same model folder and the same tokens.
 
-    python benchmarks/bench_sft.py --peer-python path/to/venv-with-trl/bin/python [--size 10M] [--rounds 3]
+    python benchmarks/bench_sft.py --peer-python path/to/venv-with-trl/bin/python [--size 10M | --model FOLDER]
 
 The peer lives in an environment of its own (``pip install torch==2.13.0 trl==1.16.0 transformers==5.23.0``). Both
 sides: float32, no gradient checkpointing, 32 rows per optimizer step with log-normal lengths, loss on the answers,
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -101,6 +102,16 @@ tell()
 )
 
 
+def copied(model: Path, folder: Path) -> Path:
+    """A model with the benchmark's chat template, whose turns end with the model's token for that."""
+    from transformers import AutoTokenizer
+
+    copy = shutil.copytree(model, folder / f"model-{model.name}", ignore=shutil.ignore_patterns("chat_template*"))
+    end = AutoTokenizer.from_pretrained(copy).eos_token
+    (copy / "chat_template.jinja").write_text(TEMPLATE.replace("<|end|>", end))
+    return copy
+
+
 def lengths(count: int, draw: random.Random, median: float, spread: float = 0.8) -> list[int]:
     """Log-normal lengths in tokens, those of chat data: many short rows and a long tail."""
     return [max(4, min(LONGEST // 2 - 8, round(draw.lognormvariate(0, spread) * median))) for _ in range(count)]
@@ -131,7 +142,8 @@ def make_rows(folder: Path, steps: int) -> tuple[Path, Path, list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("model-*")))
     ready = []
     for question, answer in rows:
-        asked, said = (tokenizer.encode(part + "<|end|>", add_special_tokens=False) for part in (question, answer))
+        turns_of_row = (part + tokenizer.eos_token for part in (question, answer))
+        asked, said = (tokenizer.encode(turn, add_special_tokens=False) for turn in turns_of_row)
         ready.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
     theirs.write_text(json.dumps(ready))
     mixed = [row for i in range(0, len(ready), ROWS) for row in draw.sample(ready[i : i + ROWS], ROWS)]
@@ -178,17 +190,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="python of the environment with TRL; without it only ours is timed")
     parser.add_argument("--size", default="10M", choices=SIZES)
+    parser.add_argument("--model", type=Path, help="folder of a model to take instead, on two threads")
     parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-setting", choices=PEER_SETTINGS, help="take this one instead of trying all")
     add_json(parser)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "2" if arguments.model else "1")
+    threads, size = os.environ["OMP_NUM_THREADS"], "published model" if arguments.model else arguments.size
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = make_model(folder, arguments.size, TEMPLATE, LONGEST)
+        model = copied(arguments.model, folder) if arguments.model else make_model(folder, size, TEMPLATE, LONGEST)
         ours, theirs, tokens = make_rows(folder, arguments.steps)
-        print(f"{ROWS} rows per step, {statistics.mean(tokens):.0f} tokens on average, one thread, float32", flush=True)
+        mean = statistics.mean(tokens)
+        print(f"{ROWS} rows per step, {mean:.0f} tokens on average, {threads} threads, float32", flush=True)
         tried = {}
         for name, settings in PEER_SETTINGS.items() if arguments.peer_python and not arguments.peer_setting else ():
             rows = folder / AS_THEY_COME if name.endswith("as they come") else theirs
@@ -210,9 +225,9 @@ def main() -> None:
     ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(mine, peer))
     theirs_speed = f"{statistics.median(peer):.0f} ({best})" if peer else "-"
     ours_speed, differ = f"{statistics.median(mine):.0f}", f"{max(apart, default=0):.1e}"
-    print(f"| {arguments.size} | {ours_speed} | {theirs_speed} | {ratios} | {differ} |")
+    print(f"| {size} | {ours_speed} | {theirs_speed} | {ratios} | {differ} |")
     figures = Figures()
-    figures.add(arguments.size, compared(mine, peer) | {"the peer's setting": best or "absent"})
+    figures.add(size, compared(mine, peer) | {"the peer's setting": best or "absent"})
     figures.write(arguments.json)
 
 

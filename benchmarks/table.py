@@ -1,12 +1,13 @@
 """Measures sampling, training and weight transfer against peers, goals and limits, and writes `docs/benchmarks.md`.
 
     python benchmarks/table.py --peer-python path/to/venv-with-trl/bin/python [--vllm-python .venv-vllm/bin/python] \\
-        [--quick] [--only grpo_step packing ...]
+        [--model outputs/smollm2/model] [--quick] [--only grpo_step packing ...]
 
 Every benchmark is a script of this folder that runs by itself, too. Figures are kept in `docs/benchmarks.json`, so that
 ``--only`` measures a part again; a row that misses its goal stays in the table. TRL's environment is the one that
-`bench_grpo_step.py` names, ``make test-vllm`` makes vLLM's; without one its rows are said to be missing. ``--quick``
-takes fewer rounds and jobs.
+`bench_grpo_step.py` names, ``make test-vllm`` makes vLLM's; without one its rows are said to be missing. ``--model``
+is the folder that ``examples/smollm2/model.py`` writes: ``real_step``, ``real_sampling_*`` and ``real_sft`` measure it.
+``--quick`` takes fewer rounds and jobs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from figures import ROOT, machine_limits
 
 HERE, DOCS = Path(__file__).resolve().parent, ROOT / "docs"
-TRL, VLLM = "--peer-python", "--vllm-python"
+TRL, VLLM, MODEL = "--peer-python", "--vllm-python", "--model"
 Rows = list[tuple[str, dict[str, float | str]]]
 
 
@@ -55,7 +56,7 @@ class Benchmark:
     Args:
         title: what it compares, as a heading.
         script: in this folder, with its ``words``; ``quick`` ones are added for a quick run.
-        peers: options of this program that are handed on where they are given.
+        options: of this program that are handed on where they are given; with `MODEL` nothing runs without it.
         ranks: processes that torchrun starts; 0 is a script of one process.
     """
 
@@ -64,7 +65,7 @@ class Benchmark:
     words: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     goals: tuple[Goal, ...] = ()
-    peers: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     ranks: int = 0
 
 
@@ -126,6 +127,38 @@ BENCHMARKS = {
         ("--rounds", "1", "--steps", "5"),
         (Goal("10M", "ours / TRL", 1.0),),
         (TRL,),
+    ),
+    "real_step": Benchmark(
+        "GRPO step of a published model of 135M parameters, 16 prompts x 8 samples, two threads, against TRL",
+        "bench_real_step.py",
+        ("--length", "24", "256", "--lora"),
+        (),
+        (
+            Goal("24 tokens", "TRL / ours", 5.0),
+            Goal("256 tokens", "TRL / ours", 4.0),
+            Goal("24 tokens", "ours / TRL, memory", most=0.5),
+            Goal("24 tokens", "LoRA / TRL, memory", most=0.25),
+        ),
+        (TRL, MODEL),
+    ),
+    **{
+        f"real_sampling_{dtype}": Benchmark(
+            f"Sampling of a published model of 135M parameters in {dtype}, 128 rows, two threads",
+            "bench_sampling.py",
+            ("--dtype", dtype, "--rounds", "1", "--jobs", "shared", "tail, shared"),
+            (),
+            (Goal("shared", "hf / vllm", least), Goal("tail, shared", "hf / vllm", least)),
+            (VLLM, MODEL),
+        )
+        for dtype, least in (("float32", 1.3), ("bfloat16", 1.0))
+    },
+    "real_sft": Benchmark(
+        "Fine-tuning step of a published model of 135M parameters, 32 rows, float32, two threads, against TRL",
+        "bench_sft.py",
+        ("--rounds", "1", "--steps", "3"),
+        (),
+        (Goal("published model", "ours / TRL", 1.3),),
+        (TRL, MODEL),
     ),
     "lm_head": Benchmark(
         "Fused LM head with the entropy, vocabulary 152,064, hidden 1,024, 4,096 tokens (quick: 512)",
@@ -217,13 +250,14 @@ def measure(name: str, options: argparse.Namespace) -> Found:
     """Run a benchmark; what it says goes to the screen, too."""
     benchmark = BENCHMARKS[name]
     words = [*benchmark.words, *(benchmark.quick if options.quick else ())]
-    for peer in benchmark.peers:
-        python = vars(options)[peer.lstrip("-").replace("-", "_")]
-        words += [peer, os.path.abspath(python)] if python else []
+    for option in benchmark.options:
+        place = vars(options)[option.lstrip("-").replace("-", "_")]
+        words += [option, os.path.abspath(place)] if place else []
     command = [sys.executable, str(HERE / benchmark.script), *words]
     if benchmark.ranks:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={benchmark.ranks}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    threads = "2" if MODEL in benchmark.options else "1"
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": str(ROOT)}
     found = Found(quick=options.quick, load=os.getloadavg()[0])
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -302,8 +336,8 @@ def page(state: Mapping[str, Any]) -> str:
         "# Benchmarks",
         "",
         "Made by `python benchmarks/table.py` from its measurements (`benchmarks.json`). Peers and ours alternated, on",
-        "one thread each. Other load on the machine slows both sides, so compare ratios, preferably by CPU time. Rows",
-        "that miss their goal are included.",
+        "one thread each where no other number is given. Other load on the machine slows both sides, so compare",
+        "ratios, preferably by CPU time. Rows that miss their goal are included.",
         "",
         f"Machine: {machine['cores']} cores, torch {machine['torch']}; one thread reaches {limits}.",
         "",
@@ -323,9 +357,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(TRL, help="python of the environment with TRL")
     parser.add_argument(VLLM, help="python of the environment with vLLM")
+    parser.add_argument(MODEL, help="folder of a published model, for the benchmarks real_*")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS)
     options = parser.parse_args()
+    of_model = [name for name, benchmark in BENCHMARKS.items() if MODEL in benchmark.options]
+    options.only = options.only or [name for name in BENCHMARKS if options.model or name not in of_model]
+    if not options.model and set(of_model) & set(options.only):
+        parser.error(f"{', '.join(of_model)} need {MODEL} (examples/smollm2/model.py writes one)")
     import torch
 
     kept = DOCS / "benchmarks.json"
