@@ -88,6 +88,17 @@ def test_the_base_under_an_adapter_is_the_memory_of_a_trainer_in_the_process(qwe
         engine.train_batch(ragged_batch(seed=version), SFTLoss())
 
 
+def test_a_base_of_another_dtype_is_rounded_where_it_is_merged_as_if_it_was_sent(qwen2, engine):
+    rollout, model = dataclasses.replace(ROLLOUT, dtype="bfloat16"), HFModelConfig(path=str(qwen2), **LORA)
+    shared, separate = (HFSampler.from_config(rollout, model) for _ in range(2))
+    WeightSender(rollout, model, {"here": shared}, shares=True).send(engine, 1)
+    push(separate, engine.export_adapter())
+    base = {tensor.data_ptr() for tensor in engine.export_base().values()}
+    assert {tensor.data_ptr() for tensor in shared._weights._adapter._base.values()} < base
+    for name, tensor in separate.model.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(shared.model.state_dict()[name], tensor), name
+
+
 def test_an_adapter_that_came_later_does_not_add_up_with_the_one_before(qwen2, engine):
     sampler = sampler_of(qwen2)
     for version, factor in enumerate((3.0, 0.5, 1.0)):

@@ -53,10 +53,13 @@ class AdapterBuffer:
         self.keep_base()
         for owner, base in self._base.items():
             parts = {name: factor for name, factor in self._factors.items() if name.startswith(f"{owner}.lora_")}
+            target = self._targets[owner]
+            # A live base may be wider; what is sent is rounded before it is merged, and so is this.
+            base = base.to(target.dtype)
             (merged,) = lora.merged(
                 self._blueprint, {lora.adapted_weight(self._blueprint, owner): base, **parts}
             ).values()
-            self._targets[owner].detach().copy_(merged)
+            target.detach().copy_(merged)
         return num_bytes
 
     def _after_base(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
@@ -68,11 +71,11 @@ class AdapterBuffer:
                     continue
                 for name, value in chunk.tensors:
                     target = self._weights.get(name)
-                    if target is None or not can_share(target, value):
+                    if target is None or (target.shape, target.device) != (value.shape, value.device):
                         continue
                     if name in self._owners:
                         self._base[self._owners[name]] = value
-                    else:
+                    elif can_share(target, value):
                         target.data = value
 
     def keep_base(self) -> None:
