@@ -131,9 +131,11 @@ MEASURES = {
         *("sft", "--gsm8k", "{shared}/data/gsm8k"),
         name="sft-0",
     ),
-    "smollm2_dpo": published("DPO on pairs of its answers, held-out preference accuracy", "dpo", name="dpo-0"),
+    "smollm2_dpo": published(
+        "DPO on pairs of its answers to additions, mean score of eight held-out samples", "dpo", name="dpo-0"
+    ),
     "smollm2_reward_model": published(
-        "a reward model on pairs of its answers, held-out accuracy", "reward_model", name="reward_model-0"
+        "a reward model on pairs of its answers to additions, held-out accuracy", "reward_model", name="reward_model-0"
     ),
 }
 

@@ -144,6 +144,7 @@ def sft(run: Run) -> list[Stage]:
         "data.max_length=640",
         f"model.path={run.model}",
         "optim.lr=1e-5",
+        *in_bf16("engine.dtype"),
         "checkpoint.save_contents=[model]",
         *run.ends(64),
     ]
@@ -165,6 +166,7 @@ def tools(run: Run) -> list[Stage]:
         "data.max_length=128",
         f"model.path={run.model}",
         "optim.lr=2e-5",
+        *in_bf16("engine.dtype"),
         "checkpoint.save_contents=[model]",
         f"trainer.total_training_steps={WARM_UP}",
         f"trainer.save_freq={WARM_UP}",
@@ -196,7 +198,7 @@ def sampled(run: Run, model: str, split: str, output: Path) -> list[str]:
         f"data.output_path={output}",
         f"data.n_samples={SAMPLES}",
         f"model.path={model}",
-        "rollout.temperature=1.0",
+        "rollout.temperature=0.7",
         "rollout.top_k=-1",
         "rollout.top_p=1.0",
         "rollout.prompt_length=64",
@@ -207,7 +209,7 @@ def sampled(run: Run, model: str, split: str, output: Path) -> list[str]:
 
 
 def own_pairs(run: Run) -> list[Stage]:
-    """A right and a wrong answer of the model itself to each prompt."""
+    """A right and a wrong answer of the model itself to each prompt; the sum where it has no right one."""
     data = run.out / "answers"
     answers = data / "answers.parquet"
     script = HERE.parent / "end_to_end" / "pairs.py"
@@ -233,6 +235,7 @@ def from_pairs(run: Run, program: str, *settings: str) -> Stage:
         "data.max_length=128",
         f"model.path={run.model}",
         *settings,
+        *in_bf16("engine.dtype"),
         *run.ends(PAIR_STEPS),
     ]
     return "train on the pairs", train
