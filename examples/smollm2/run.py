@@ -90,9 +90,12 @@ def in_bf16(*keys: str) -> list[str]:
     return [f"{key}=bfloat16" for key in keys if torch.cpu.get_capabilities().get("amx_bf16")]
 
 
-def by_reinforcement(run: Run, steps: int, prompt: int, response: int, prompts: int = 16) -> list[Stage]:
-    """GRPO: ``prompts`` a step, 8 samples each."""
-    data = run.out / run.task
+def by_reinforcement(
+    run: Run, steps: int, prompt: int, response: int, prompts: int = 16, kind: str | None = None
+) -> list[Stage]:
+    """GRPO: ``prompts`` a step, 8 samples each; ``kind`` of prompts, by default those of the task's name."""
+    kind = kind or run.task
+    data = run.out / kind
     adapter = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=32")
     train = [
         "-m",
@@ -115,7 +118,7 @@ def by_reinforcement(run: Run, steps: int, prompt: int, response: int, prompts: 
         f"reward.custom_reward_function.path={HERE}/reward.py",
         *run.ends(steps),
     ]
-    return [run.prompts(run.task), ("learn from reward alone (GRPO)", train)]
+    return [run.prompts(kind), ("learn from reward alone (GRPO)", train)]
 
 
 def addition(run: Run) -> list[Stage]:
@@ -174,8 +177,8 @@ def tools(run: Run) -> list[Stage]:
         f"trainer.default_local_dir={warm}",
         "trainer.resume_mode=disable",
     ]
-    warmed = replace(run, task="products", model=f"{warm}/global_step_{WARM_UP}/model/huggingface")
-    prompts, (title, train) = by_reinforcement(warmed, steps=16, prompt=64, response=96)
+    warmed = replace(run, model=f"{warm}/global_step_{WARM_UP}/model/huggingface")
+    prompts, (title, train) = by_reinforcement(warmed, steps=16, prompt=64, response=96, kind="products")
     multi_turn = "actor_rollout_ref.rollout.multi_turn"
     turns = [f"{multi_turn}.enable=true", f"{multi_turn}.max_assistant_turns=3"]
     turns.append(f"{multi_turn}.tool_config_path={HERE.parent}/calculator/tools.yaml")

@@ -140,6 +140,9 @@ def test_the_commands_that_are_printed_are_accepted(part, tmp_path, monkeypatch,
     assert Path(made[0][1][0]).name == "model.py"
     started = {words[1].rpartition(".")[2]: words[2:] for _, words in made if words[0] == "-m"}
     assert list(started) == list(programs)
+    name = f"{task}{'-lora' if lora else ''}-5"  # by which the summary finds its metrics and checkpoints
+    (trained,) = [words for _, words in made if f"trainer.experiment_name={name}" in words]
+    assert f"trainer.default_local_dir={tmp_path}/out/{name}" in trained
     for program, words in started.items():
         files = [word.partition("=")[2] for word in words if word.startswith(("data.train_files=", "data.path="))]
         rows = part("data").rows("addition", 32, 0)
