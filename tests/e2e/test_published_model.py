@@ -141,7 +141,7 @@ def test_the_printed_command_says_what_it_measured_first_and_last(published, tmp
     python(example, "addition", "--model", f"{published}", "--out", f"{tmp_path}", *small)
     summary = json.loads((tmp_path / "logs/addition-0.summary.json").read_text())
     assert summary["measured"] == "val-core/addition/reward/mean@1" and summary["steps"] == 2
-    assert 0 <= summary["first"] <= 1 and summary["at_step"] == 0 and Path(summary["plot"]).is_file()
+    assert 0 <= summary["first"] <= 1 and 0 <= summary["last"] <= 1 and Path(summary["plot"]).is_file()
     assert (tmp_path / "addition-0/global_step_2/actor/huggingface/model.safetensors").is_file()
 
 
