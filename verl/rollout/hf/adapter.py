@@ -44,21 +44,18 @@ class AdapterBuffer:
                 fix="Set it to true, so that merged weights are sent, or name other modules in target_modules.",
             )
         self._weights, self._owners = weights, {name: owner for owner, name in changed.items()}
-        self._targets = {owner: weights[name] for owner, name in changed.items()}
         self._base: dict[str, torch.Tensor] = {}
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
         """Take a full adapter and merge it; returns the number of bytes received."""
         num_bytes = self._inventory.receive(self._after_base(chunks), version)
         self.keep_base()
-        for owner, base in self._base.items():
-            parts = {name: factor for name, factor in self._factors.items() if name.startswith(f"{owner}.lora_")}
-            target = self._targets[owner]
+        for name, owner in self._owners.items():
+            parts = {part: factor for part, factor in self._factors.items() if part.startswith(f"{owner}.lora_")}
+            target = self._weights[name]
             # A live base may be wider; what is sent is rounded before it is merged, and so is this.
-            base = base.to(target.dtype)
-            (merged,) = lora.merged(
-                self._blueprint, {lora.adapted_weight(self._blueprint, owner): base, **parts}
-            ).values()
+            base = self._base[name].to(target.dtype)
+            (merged,) = lora.merged(self._blueprint, {name: base, **parts}).values()
             target.detach().copy_(merged)
         return num_bytes
 
@@ -74,17 +71,17 @@ class AdapterBuffer:
                     if target is None or (target.shape, target.device) != (value.shape, value.device):
                         continue
                     if name in self._owners:
-                        self._base[self._owners[name]] = value
+                        self._base[name] = value
                     elif can_share(target, value):
                         target.data = value
 
     def keep_base(self) -> None:
         """Copy what the adapter changes and is not the trainer's, before it changes for the first time."""
-        for owner, target in self._targets.items():
-            if owner not in self._base:
-                self._base[owner] = target.detach().clone()
+        for name in self._owners:
+            if name not in self._base:
+                self._base[name] = self._weights[name].detach().clone()
 
     def changes_all_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether the next adapter contains all of these."""
-        ours = {id(target) for target in self._targets.values()}
+        ours = {id(self._weights[name]) for name in self._owners}
         return all(id(tensor) in ours for tensor in tensors)
