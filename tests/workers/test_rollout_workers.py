@@ -23,6 +23,7 @@ from verl.single_controller.base import ClassWithInitArgs, ResourcePool
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.local.handle import LocalHandle
 from verl.workers.loops import RemoteRunner, RolloutWorker
+from verl.workers.replica import frees_cache
 from verl.workers.sampling import SamplingWorker
 
 pytestmark = pytest.mark.slow
@@ -204,3 +205,17 @@ def test_what_an_external_library_registers_is_known_where_agent_loops_run(confi
 def test_a_run_of_one_process_has_no_other_processes_to_start(here):
     with pytest.raises(WorkerError, match=r"trainer.runtime=ray"):
         here.start_beside(ClassWithInitArgs(dict), 2, "agent_loop")
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "weight_bytes", "frees"),
+    [
+        (None, "cuda", 1, True),
+        (None, "cpu", 255 << 20, False),
+        (None, "cpu", 256 << 20, True),
+        (True, "cpu", 1, True),
+        (False, "cuda", 1 << 30, False),
+    ],
+)
+def test_a_sampler_frees_its_caches_for_a_trainer_where_they_are_large(setting, device, weight_bytes, frees):
+    assert frees_cache(setting, device, weight_bytes) == frees

@@ -6,7 +6,7 @@ from verl.config import ActorRolloutRefConfig, replace
 from verl.rollout.from_sync import run_now
 from verl.single_controller.base import Dispatch, register
 from verl.workers.part import WorkerContext
-from verl.workers.replica import ReplicaWorker
+from verl.workers.replica import ReplicaWorker, frees_cache
 
 LENT = "lent"
 """The role."""
@@ -40,6 +40,8 @@ class LentWorker(ReplicaWorker):
 
     async def rest(self) -> None:
         """Free the caches for the trainer, where they are on its device."""
-        asked = self.config.rollout.free_cache_engine
-        if self.replicas and (self.context.device != "cpu" if asked is None else asked):
+        if not self.replicas:
+            return
+        weight_bytes = (await self.host.status())["stats"].get("weight_bytes", 0.0)
+        if frees_cache(self.config.rollout.free_cache_engine, self.context.device, weight_bytes):
             await self.host.sleep(level=1)

@@ -17,6 +17,15 @@ from verl.workers.part import WorkerContext, local_model
 from verl.workers.profiling import ProfiledWorker
 from verl.workers.sending import WeightSender
 
+LARGE = 256 << 20
+"""Bytes of a sampler's weights on a CPU from which on it frees its caches and copies while the trainer works: to give
+memory back, and to take it again, costs more than a step of a small model."""
+
+
+def frees_cache(setting: bool | None, device: str, weight_bytes: float) -> bool:
+    """Whether a sampler that takes turns with a trainer frees its caches for it; ``setting``: ``free_cache_engine``."""
+    return (device != "cpu" or weight_bytes >= LARGE) if setting is None else setting
+
 
 class ReplicaWorker(ProfiledWorker):
     """One process of the pool with the replicas, and the replica that it holds.

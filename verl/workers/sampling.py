@@ -23,15 +23,12 @@ from verl.workers import probing
 from verl.workers.loops import RemoteRunner
 from verl.workers.part import WorkerContext, local_model, memory_of
 from verl.workers.profiling import profiled
-from verl.workers.replica import ReplicaWorker
+from verl.workers.replica import ReplicaWorker, frees_cache
 from verl.workers.scoring import early_scorer
 from verl.workers.sending import SyncResult
 
 SERVED, FOLLOW = "served", "follow"
 """Keys of ``meta_info``; see `SamplingWorker.sample_beside`."""
-LARGE = 256 << 20
-"""Bytes of a sampler's weights on a CPU from which on it frees its caches and copies while the trainer works: to give
-memory back, and to take it again, costs more than a step of a small model."""
 REPORT_SECONDS = 0.25
 """Between two reports of what requests in flight have drawn, where replicas may be lost."""
 ReplicaStats = Mapping[str, Mapping[str, float]]
@@ -312,9 +309,9 @@ class SamplingWorker(ReplicaWorker):
     def _frees_cache(self) -> bool:
         """Whether replicas free their caches for the trainers between rollouts."""
         setting = self.config.rollout.free_cache_engine
-        if setting is not None:
-            return setting
-        return self.is_beside and (self.context.device != "cpu" or self._weight_bytes() >= LARGE)
+        if setting is None and not self.is_beside:
+            return False
+        return frees_cache(setting, self.context.device, self._weight_bytes())
 
     def _weight_bytes(self) -> float:
         """Memory of the largest replica's weights; 0 where samplers do not count it."""
