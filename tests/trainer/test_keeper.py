@@ -19,7 +19,7 @@ from verl import stacks
 from verl.errors import WorkerError
 from verl.metrics import notices, reset_notices
 from verl.trainer.replicas import files
-from verl.trainer.replicas.keeper import ReplicaKeeper
+from verl.trainer.replicas.keeper import UNKNOWN, Placed, ReplicaKeeper
 from verl.workers.sampling import ReplicaState, ServiceState
 from verl.workers.sending import SyncResult
 
@@ -235,6 +235,17 @@ def test_one_that_an_update_holds_because_another_one_is_stopped_is_not_taken_fo
             time.sleep(0.01)
         run.until(lambda: set(run.service.names) == {"replica 0", "replica 2"})
         assert run.service.discarded == ["replica 1"] and run.keeper.replaced == 1
+
+
+def test_one_that_is_held_gets_its_time_back_before_it_is_up(in_run):
+    """The stopped one may be ended first, and then nothing holds the other one any more."""
+    keeper, now = in_run(1).keeper, time.monotonic()
+    keeper._limit = 600.0
+    held, stopped = (Placed(f"replica {number}", None, (), number, seen=now - 590) for number in (0, 1))
+    held.heard, stopped.heard = now, now - 590
+    keeper._replicas = [held, stopped]
+    assert asyncio.run(keeper._why_hung(held, UNKNOWN)) == ""
+    assert held.seen >= now - 300 and stopped.seen == now - 590
 
 
 def test_close_waits_for_a_replacement_that_is_being_started(in_run):

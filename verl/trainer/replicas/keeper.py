@@ -279,8 +279,10 @@ class ReplicaKeeper:
 
     async def _why_hung(self, one: Placed, known: ReplicaState) -> str:
         """What is known of a replica that made no progress for too long; empty for others."""
+        if self._limit is None or self._waits_for_another(one, self._limit / 2):
+            return ""
         late = time.monotonic() - one.seen
-        if self._limit is None or late <= self._limit or self._waits_for_another(one, self._limit / 2):
+        if late <= self._limit:
             return ""
         processes = await asyncio.to_thread(one.unit.look_at)
         node = one.unit.members[0].address  # also of a process that this node looked at itself
@@ -291,11 +293,14 @@ class ReplicaKeeper:
         return f"hangs: {who} made no progress for {late:.1f} seconds. {serves}{more}. {where}"
 
     def _waits_for_another(self, one: Placed, half: float) -> bool:
-        """Whether it answers and another one does not: an update that both take holds it until the other is ended."""
+        """Whether it answers and another one does not: an update that both take holds it until the other is ended.
+
+        Every look at it moves its clock, not only the one at which its time is up: the other one may be ended first.
+        """
         now = time.monotonic()
         waits = now - one.heard <= half and any(now - other.heard > half for other in self._placed)
         if waits:
-            one.seen = now - half  # so long it has to go on, once the other one is gone
+            one.seen = max(one.seen, now - half)  # that long it has to go on, once the other one is gone
         return waits
 
     def _write_stacks(self, one: Placed, processes: Sequence[Process]) -> str:
