@@ -137,19 +137,21 @@ def _glibc(name: str) -> Callable[..., int] | None:
 def free_host_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of host memory that this process can still take: the machine's, or less where its control group is limited.
 
+    Swap space counts: who uses it is slow, and not killed.
+
     Args:
         root: folder of the control group (version 2); the page cache in it counts as free.
     """
     import psutil
 
-    free = int(psutil.virtual_memory().available)
+    free, swap = int(psutil.virtual_memory().available), int(psutil.swap_memory().free)
     try:
         limit, used = (int((root / name).read_text()) for name in ("memory.max", "memory.current"))
         sizes = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
         cached = sum(int(sizes[name]) for name in ("active_file", "inactive_file"))
     except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
-        return free
-    return min(free, limit - used + cached)
+        return free + swap
+    return min(free, limit - used + cached) + swap
 
 
 def memory_now(device: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from verl.config import HFModelConfig, OptimizerConfig
+from verl.config.optimizers import TORCH
 from verl.device import free_host_memory
 from verl.engines.rows import MicroBatch
 from verl.errors import EngineError, ModelError
@@ -19,13 +20,18 @@ HOST_MESSAGE = "can't allocate memory"
 """How torch's host allocator says it, in a plain RuntimeError."""
 
 
-def check_host(model: HFModelConfig, optim: OptimizerConfig | None, value_bytes: int, ranks: int) -> None:
+def check_host(
+    model: HFModelConfig, optim: OptimizerConfig | None, value_bytes: int, ranks: int, freezes_tower: bool = False
+) -> None:
     """Refuse a model whose weights and training state alone exceed the free memory of the host.
+
+    Only what is certain counts: the gradients of a model that trains all of its weights, and Adam's two moments.
 
     Args:
         optim: None for a frozen model.
         value_bytes: of one weight, as of its gradient and of each moment.
         ranks: processes that share the model.
+        freezes_tower: its vision tower, of unknown size, has no gradient.
 
     Raises:
         ModelError: with the sizes. Without it the kernel kills the process, which says nothing.
@@ -33,8 +39,9 @@ def check_host(model: HFModelConfig, optim: OptimizerConfig | None, value_bytes:
     if model.lora_base_quantization or not Path(model.path).is_dir():
         return
     weights = folder.num_weights(model.path) * value_bytes / ranks
-    trains = optim is not None and LoraSettings.of(model) is None
-    moments = 2 if trains and optim is not None and optim.optimizer.startswith("Adam") else 0
+    trains = optim is not None and not freezes_tower and LoraSettings.of(model) is None
+    is_adam = optim is not None and optim.optimizer_impl == TORCH and optim.optimizer in ("Adam", "AdamW")
+    moments = 2 * (trains and is_adam)
     needed, free = weights * (1 + trains + moments), free_host_memory()
     if needed <= free:
         return

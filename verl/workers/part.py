@@ -294,7 +294,8 @@ def make_engine(
     engine, model, optim = (arguments.get(name) for name in ("engine", "model", "optim"))
     if model is not None and arguments.get("device") == "cpu":
         bytes_of_weight = torch_dtype(getattr(engine, "model_dtype", "float32")).itemsize
-        check_host(model, optim, bytes_of_weight, 1 if place is None else place.world_size)
+        ranks = 1 if place is None else place.world_size
+        check_host(model, optim, bytes_of_weight, ranks, arguments.get("freeze_vision_tower", False))
     with full_keys(engine, model, optim):
         return ENGINES.get(strategy)(**arguments)
 
