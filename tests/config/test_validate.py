@@ -548,9 +548,10 @@ def test_a_token_budget_has_to_hold_the_longest_sample(read_ppo, key):
 
 
 def test_a_token_budget_of_a_supervised_run_has_to_hold_the_longest_row(sft):
-    said = refused(sft, "data.max_length=9000")
+    said = refused(sft, "data.max_length=9000", "data.max_token_len_per_gpu=8192")
     assert said.startswith("data.max_token_len_per_gpu: ") and "data.max_length = 9000 tokens" in said
-    sft("data.max_length=9000", "data.use_dynamic_bsz=false")
+    sft("data.max_length=9000", "data.max_token_len_per_gpu=8192", "data.use_dynamic_bsz=false")
+    sft("data.max_length=9000")
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/../../x", "/tmp/x", "~/x", ".."])

@@ -10,8 +10,11 @@ import pytest
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import logged, records
+from verl.config import SFTTrainerConfig
+from verl.config.sft import SFTDataConfig
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer, sft_trainer_ray
+from verl.trainer.supervised import SupervisedTrainer
 
 
 @pytest.fixture
@@ -64,6 +67,27 @@ def test_validation_before_the_first_step_is_step_0_and_changes_nothing(here):
     without, (before, *after) = logged("logs", "without"), logged("logs", "with")
     assert list(before) == ["val/loss"] and before["val/loss"] > 5  # log 259 = 5.6
     assert [step["train/loss"] for step in after] == [step["train/loss"] for step in without]
+
+
+@pytest.mark.parametrize(
+    "device, given, length, together, tokens",
+    [
+        ("cpu", None, 9000, 1, None),  # the engine chooses
+        ("cpu", 700, 600, 1, 700),
+        ("cuda", None, 1024, 1, 8192),
+        ("cuda", None, 9000, 1, 9000),
+        ("cuda", None, 9000, 2, 18000),
+        ("cuda", 20000, 9000, 1, 20000),
+    ],
+)
+def test_without_a_token_budget_a_pass_is_small_on_a_cpu_and_large_on_a_gpu(
+    monkeypatch, device, given, length, together, tokens
+):
+    monkeypatch.setattr("verl.device.resolve_device", lambda name: device)
+    config = SFTTrainerConfig(data=SFTDataConfig(max_length=length, max_token_len_per_gpu=given))
+    trainer = SupervisedTrainer.__new__(SupervisedTrainer)
+    trainer.config, trainer.together = config, together
+    assert trainer.limits.max_tokens == tokens and trainer.limits.micro_batch_size is None
 
 
 def test_upstreams_program_starts_the_processes_that_its_sizes_name(here, monkeypatch, capsys):

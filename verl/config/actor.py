@@ -67,9 +67,8 @@ class RouterReplayConfig(ConfigNode):
 
     mode: str = setting(
         "disabled",
-        "replay of a mixture's choice of experts in updates: R3 takes the sampler's (with "
-        "rollout.enable_rollout_routing_replay=true; also in the pass over old log-probs), R2 those of the pass over old "
-        "log-probs; disabled: each pass chooses its own",
+        "replay of a mixture's experts in updates: R3 takes the sampler's (rollout.enable_rollout_routing_replay=true; also "
+        "in the pass over old log-probs), R2 those of the pass over old log-probs; disabled: no replay",
         choices=("disabled", "R2", "R3"),
     )
 

@@ -8,8 +8,8 @@ from verl.config.node import ConfigNode, setting
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 COPY_CHECK = (
-    "steps between two comparisons, bit by bit, of the weights and optimizer states that several ranks hold alike (data-"
-    "parallel replicas, norms under tensor parallelism); a checkpoint compares them before it is written; -1: only then"
+    "steps between bitwise comparisons of weights and optimizer states that several ranks hold alike (data-parallel "
+    "replicas, norms under tensor parallelism); every checkpoint compares them, too; -1: only then"
 )
 
 

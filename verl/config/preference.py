@@ -19,9 +19,9 @@ class PreferenceDataConfig(SFTDataConfig):
     micro_batch_size_per_gpu: int = setting(
         4, "rows per pass of one process, two for each pair, with use_dynamic_bsz=false", upstream=ABSENT
     )
-    max_token_len_per_gpu: int = setting(
-        8192,
-        "tokens per pass of one process with use_dynamic_bsz; at least a pair of the longest rows",
+    max_token_len_per_gpu: int | None = setting(
+        None,
+        "tokens per pass of one process with use_dynamic_bsz; at least a pair; null: 8192, on CPU fewer",
         upstream=ABSENT,
     )
     train_files: str | list = setting(

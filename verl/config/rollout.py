@@ -78,9 +78,8 @@ class AgentLoopConfig(ConfigNode):
 
     num_workers: int = setting(
         1,
-        "processes that run agent loops; 1: the first process that samples runs them. More are processes of their own "
-        "on Ray, without a device; they pay where tools, templates or parsers keep a core busy. A run of one process has "
-        "no others",
+        "processes that run agent loops; 1: the first process that samples. More are processes on Ray without a device; "
+        "they pay where tools, templates or parsers keep a core busy. A run of one process has no others",
         upstream=8,
     )
     default_agent_loop: str = setting(
@@ -205,9 +204,9 @@ class RolloutConfig(ConfigNode):
     )
     max_replacements: int = setting(
         0,
-        "how many replicas of the samplers' own pool may be replaced in a run after they died or hung (hang_seconds of the "
-        "section trainer); one more ends the run. The service then has a process of its own, and the first trainer keeps "
-        "a copy of the weights that were sent last in memory; 0: a lost replica ends the run",
+        "replicas of the samplers' pool that may be replaced in a run after they died or hung (trainer.hang_seconds); "
+        "one more ends the run. The service then has its own process, and the first trainer keeps the weights sent last "
+        "in memory; 0: a lost replica ends the run",
         upstream=ABSENT,
     )
     enable_vision: bool = setting(

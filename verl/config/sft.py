@@ -34,8 +34,10 @@ class SFTDataConfig(ImageDataConfig):
 
     train_batch_size: int = setting(256, "rows per optimizer step, over all processes")
     micro_batch_size_per_gpu: int = setting(4, "rows per pass of one process, with use_dynamic_bsz=false")
-    max_token_len_per_gpu: int = setting(
-        8192, "tokens per pass of one process with use_dynamic_bsz; at least the longest row"
+    max_token_len_per_gpu: int | None = setting(
+        None,
+        "tokens per pass of one process with use_dynamic_bsz; at least the longest row; null: 8192, on CPU fewer",
+        upstream=8192,
     )
     use_dynamic_bsz: bool = setting(True, "build micro-batches by token count, not by row count")
     train_files: str | list = setting(

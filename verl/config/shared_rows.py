@@ -143,9 +143,9 @@ def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Prob
     return problems
 
 
-def _fits(key: str, budget: int, needed: int, what: str, factor: int) -> Problems:
-    """A row has the budgets of all processes that share it."""
-    if budget * factor >= needed:
+def _fits(key: str, budget: int | None, needed: int, what: str, factor: int) -> Problems:
+    """A row has the budgets of all processes that share it; without one it always fits."""
+    if budget is None or budget * factor >= needed:
         return []
     least, shared = -(-needed // factor), f" of {factor} processes that share it" if factor > 1 else ""
     message = f"one row may have {what} = {needed} tokens, which do not fit into a micro-batch{shared}"

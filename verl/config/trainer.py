@@ -157,8 +157,8 @@ class TrainerConfig(ConfigNode):
     hang_seconds: float | None = setting(
         None,
         "end the run with an error after so many seconds in which no stage began or ended, no mini-batch was trained on, "
-        "and no token that is waited for was drawn; it names the process that hangs, and hang.txt has all stacks; set it "
-        "above the longest stage besides sampling; null: never",
+        "and no token was drawn; it names the process that hangs (stacks: hang.txt); set it above the longest stage "
+        "besides sampling; null: never",
         upstream=ABSENT,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never")

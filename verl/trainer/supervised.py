@@ -39,6 +39,9 @@ from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Updates, Watch, signs_of_supervised
 from verl.workers.part import ModelPart, PassLimits, layout, load_part, local_model, make_engine, save_part
 
+GPU_TOKENS = 8192
+"""Of one pass on a GPU, where the settings name no number."""
+
 
 class SupervisedTrainer:
     """Epochs over a dataset with one optimizer step per batch, validation loss, checkpoints and trackers.
@@ -136,8 +139,10 @@ class SupervisedTrainer:
     @property
     def limits(self) -> PassLimits:
         """Rows or tokens of one forward pass."""
-        data = self.config.data
-        return PassLimits.of(data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu, 1)
+        data, tokens = self.config.data, self.config.data.max_token_len_per_gpu
+        if tokens is None and devices.resolve_device(self.config.trainer.device) != "cpu":
+            tokens = max(GPU_TOKENS, self.together * data.max_length)
+        return PassLimits.of(data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, tokens, 1)
 
     def fit(self) -> None:
         """Train to the end; the last step is validated and saved where these are switched on."""
