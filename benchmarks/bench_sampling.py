@@ -291,7 +291,8 @@ def main() -> None:
         figures.add("prefill", prefill(model, args.vocab, args.rounds))
         print(figures.rows[-1])
     if args.peak:
-        words = [f"--{name}={vars(args)[name]}" for name in ("dtype", "hidden", "layers", "vocab")]
+        named = {name: vars(args)[name] for name in ("dtype", "hidden", "layers", "vocab", "model")}
+        words = [f"--{name}={value}" for name, value in named.items() if value is not None]
         figures.add("peak memory", peaks(words, chosen[0].name))
         print(figures.rows[-1])
     figures.write(args.json)

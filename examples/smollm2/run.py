@@ -52,6 +52,8 @@ class Run:
     seed: int
     lora: bool
     gsm8k: str | None
+    settings: tuple[str, ...] = ()
+    """``key=value``, which override those of the training."""
 
     @property
     def name(self) -> str:
@@ -247,7 +249,8 @@ def from_pairs(run: Run, program: str, *settings: str) -> Stage:
 def dpo(run: Run) -> list[Stage]:
     """Trains on pairs, then compares answers to held-out prompts of the model before and after."""
     made = [*own_pairs(run), from_pairs(run, "dpo_trainer", "dpo.beta=0.1", "optim.lr=5e-6")]
-    trained = f"{run.out}/{run.name}/global_step_{PAIR_STEPS}/model/huggingface"
+    steps = dict(word.split("=", 1) for word in run.settings).get("trainer.total_training_steps", PAIR_STEPS)
+    trained = f"{run.out}/{run.name}/global_step_{steps}/model/huggingface"
     for when, model in (("before", run.model), ("after", trained)):
         answers = run.out / "answers" / f"{when}.parquet"
         score = [
@@ -291,7 +294,8 @@ def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
     if run.task == "dpo":
         first, last = (json.loads(run.report(when).read_text())["test_score/addition"] for when in ("before", "after"))
     else:
-        first, *_, last = series(rows, key).values
+        values = series(rows, key).values
+        first, last = values[0], values[-1]
     return {
         "measured": key,
         "first": round(first, 4),
@@ -314,14 +318,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/smollm2"))
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_intermixed_args()
-    run = Run(a.task, a.out, a.model or str(a.out / "model"), a.seed, a.lora, a.gsm8k)
+    run = Run(a.task, a.out, a.model or str(a.out / "model"), a.seed, a.lora, a.gsm8k, tuple(a.settings))
     run.metrics.unlink(missing_ok=True)
     shutil.rmtree(run.out / run.name, ignore_errors=True)
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(run.metrics)}
     began = time.monotonic()
     commands = stages(run)
     trains = [words for _, words in commands if f"trainer.experiment_name={run.name}" in words]
-    trains[-1].extend(a.settings)
+    trains[-1].extend(run.settings)
     for title, command in commands:
         console.rule(f"[bold]{title}")
         line = "$ " + shlex.join(["python", *command])
