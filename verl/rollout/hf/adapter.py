@@ -25,9 +25,11 @@ class AdapterBuffer:
     Args:
         model: with the weights of the base.
         settings: of the adapter, as the trainer has them.
+        shares: the model's parameters that the adapter leaves alone may become the trainer's.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LoraSettings):
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings, shares: bool = False):
+        self._shares = shares
         with torch.device("meta"):
             self._blueprint = type(model)(model.config)
         lora.add_adapter(self._blueprint, settings, seed=0)
@@ -72,7 +74,7 @@ class AdapterBuffer:
                         continue
                     if name in self._owners:
                         self._base[name] = value
-                    elif can_share(target, value):
+                    elif self._shares and can_share(target, value):
                         target.data = value
 
     def keep_base(self) -> None:

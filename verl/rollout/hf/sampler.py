@@ -155,8 +155,9 @@ class HFSampler(Sampler):
         self._runner.recorder = recorder
         self._call = _Call()
         self._runner.is_unwanted = self._call.leaves_pass
-        shares = owned and model.device.type == "cpu" and self._runner.can_share
-        self._weights = rounded or SamplerWeights(model, adapter, shares=shares)
+        in_memory = owned and model.device.type == "cpu"
+        shares = in_memory and self._runner.can_share
+        self._weights = rounded or SamplerWeights(model, adapter, shares=shares, shares_base=in_memory)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,

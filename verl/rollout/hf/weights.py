@@ -25,6 +25,7 @@ class SamplerWeights:
         adapter: of which nothing but the factors arrives; the weights that are there are its base.
         quantization: the format in which the model's linear layers are kept from here on; None: as they are.
         shares: the model's parameters may become the trainer's, where those arrive.
+        shares_base: what an adapter is merged with may be the trainer's; it needs no place in the model.
 
     Raises:
         ModelError: to be quantized, and a weight of its files lies in no single tensor.
@@ -36,10 +37,12 @@ class SamplerWeights:
         adapter: LoraSettings | None = None,
         quantization: str | None = None,
         shares: bool = False,
+        shares_base: bool = False,
     ):
         self.model, self._shares = model, shares
         self.num_bytes = 0
-        self._adapter = None if adapter is None else AdapterBuffer(model, adapter)
+        self._adapter = None if adapter is None else AdapterBuffer(model, adapter, shares)
+        self.shares_base = shares_base and adapter is not None
         targets = _targets(model)
         # A family may keep weights in another form than files do: those are collected, then converted.
         self._inventory = None if targets is None else WeightInventory(targets)
@@ -68,11 +71,6 @@ class SamplerWeights:
         if not ended:
             raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
         load_weights(self.model, whole)
-
-    @property
-    def shares_base(self) -> bool:
-        """Whether the weights under an adapter may be the trainer's."""
-        return self._shares and self._adapter is not None
 
     @property
     def is_shared(self) -> bool:
