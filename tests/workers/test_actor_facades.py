@@ -15,7 +15,8 @@ from verl.workers.actor import BasePPOActor
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.actor.megatron_actor import MegatronPPOActor
 
-LR, CLIP = 1e-2, 0.5
+LR, CLIP, EPS = 1e-2, 0.5, 1e-4
+"""A large epsilon of Adam: rounding of the smallest gradients, which depends on the processor, stays small."""
 SETTINGS = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size_per_gpu": 2, "grad_clip": CLIP, "entropy_coeff": 0.01}
 
 
@@ -35,7 +36,7 @@ def batch():
 
 def built(folder, **settings) -> DataParallelPPOActor:
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=(0.9, 0.999), eps=EPS, weight_decay=0.01)
     return DataParallelPPOActor(ActorConfig(**{**SETTINGS, **settings}), module, optimizer)
 
 
@@ -56,7 +57,8 @@ def test_log_probs_and_entropies_are_those_of_the_module(folder, batch):
 
 @pytest.mark.parametrize("form", [BasePPOActor, MegatronPPOActor])
 def test_a_given_module_learns_what_the_same_model_learns_in_an_engine_of_its_own(folder, batch, form):
-    engine = make_engine(folder, optim={"lr": LR}, grad_clip=CLIP)
+    optim = {"lr": LR, "override_optimizer_config": {"eps": EPS}}
+    engine = make_engine(folder, optim=optim, grad_clip=CLIP)
     other = form(ActorConfig(**SETTINGS, ppo_epochs=2), engine)
     actor = built(folder, ppo_epochs=2)
     assert actor.update_policy(batch) == pytest.approx(other.update_policy(batch), rel=1e-4, abs=1e-6)
