@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from tests.harness.ranks import run_cells
+from tests.dist import titan_cells
 from tests.dist.parity_cells import FAMILIES, SIZES, Beside, Layout, layouts
+from tests.harness.ranks import run_cells
+from tests.megatron.layouts import ADAPTERS, ERRORS, PARITY
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 HEAD = """# Which layouts over processes there are
@@ -20,6 +23,17 @@ largest error of each.
 
 `dense` is a Qwen3, `mixture` a Qwen3-MoE of four experts; LoRA is on the attention's linear layers. sp, ep: processes
 that share sequences (Ulysses), experts.
+"""
+OTHERS = """## Megatron-Core and TorchTitan
+
+The same of two other engines, in layouts that were chosen to meet every family and every axis at least once, most of
+them with another. Log-probs and entropies, loss, gradient (norm) and the weights after the last of three steps
+(TorchTitan: two), routers' metrics, and with LoRA factors and merged weights agree with the plain engine to 1e-5
+(`tests/megatron/test_engine.py`, `tests/dist/test_titan.py`).
+
+tp, pp, cp, ep: ranks that share layers' matrices (tensor), the layers (pipeline), tokens (context), experts. sp: with
+sequence parallel; vpp: layers of a virtual stage; etp: ranks that share one expert's matrices; dp, fsdp: every rank has
+other rows; replicas: of hybrid sharding; recomputed: activations are computed again in the backward pass.
 """
 COLUMNS = [(packed, adapter) for packed in (True, False) for adapter in (False, True)]
 
@@ -34,15 +48,17 @@ def main(write: bool) -> None:
             cells = [Beside(layout) for layout in layouts() if layout.absence is None and layout.ranks == size]
             found = run_cells(size, cells, Path(folder))
             errors |= {name: max(answers[0].values()) for name, answers in found.items()}
-    print("\n".join(table(errors)))
-    print(f"{len(errors)} cells, largest error {max(errors.values()):.1e}")
+    others = largest_errors()
+    print("\n".join([*table(errors), "", *table_of_others(others)]))
+    everything = [*errors.values(), *others.values()]
+    print(f"{len(everything)} cells, largest error {max(everything):.1e}")
 
 
 def page() -> str:
     """The whole document."""
     reasons = _reasons()
     told = [f"{number}. {reason[0].upper()}{reason[1:]}." for reason, number in reasons.items()]
-    return "\n".join([HEAD, *table(None), "", *told]) + "\n"
+    return "\n".join([HEAD, *table(None), "", *told, "", OTHERS, *table_of_others(None)]) + "\n"
 
 
 def table(errors: dict[str, float] | None) -> list[str]:
@@ -58,6 +74,46 @@ def table(errors: dict[str, float] | None) -> list[str]:
         shared = " ".join(f"{name} 2" for name, size in zip(("sp", "ep"), row[2:4]) if size == 2)
         shown = [_shown(layout, errors) for layout in own]
         lines.append(f"| {row[0]} | {row[1]} | {shared} | {' | '.join(shown)} |")
+    return lines
+
+
+Key = tuple[str, int, int]
+"""An engine, the number of ranks, and the number of the cell among those."""
+
+
+def others() -> dict[Key, Any]:
+    """The cells of Megatron-Core and TorchTitan."""
+    adapted = {size: [*PARITY[size], *ADAPTERS[size]] for size in PARITY}
+    engines = {"Megatron-Core": adapted, "TorchTitan": titan_cells.PARITY}
+    sizes = ((engine, size, cells) for engine, by_size in engines.items() for size, cells in by_size.items())
+    return {(engine, size, number): cell for engine, size, cells in sizes for number, cell in enumerate(cells)}
+
+
+def largest_errors() -> dict[Key, float]:
+    """Run these cells; the largest relative error of each, over ranks and quantities."""
+    errors: dict[Key, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for size in PARITY:
+            cells = [
+                cell for (engine, ranks, _), cell in others().items() if (engine, ranks) == ("Megatron-Core", size)
+            ]
+            found = run_cells(size, cells, Path(folder) / "megatron" / str(size))
+            for number, cell in enumerate(cells):
+                ranks = found[cell.name]
+                errors["Megatron-Core", size, number] = max(f[name] for f in ranks for name in ERRORS if name in f)
+        for size in titan_cells.PARITY:
+            (results, *_) = run_cells(size, [titan_cells.parity], Path(folder) / "titan", keep_groups=True)["parity"]
+            for number, result in enumerate(results):
+                errors["TorchTitan", size, number] = max(result["errors"].values())
+    return errors
+
+
+def table_of_others(errors: dict[Key, float] | None) -> list[str]:
+    """As `table`, a line for each cell."""
+    lines = ["| engine | processes | model | layout | trained | |", "| --- " * 6 + "|"]
+    for key, cell in others().items():
+        shown = "×" if errors is None else f"{errors[key]:.0e}"
+        lines.append(f"| {key[0]} | {key[1]} | {cell.family} | {cell.layout} | {cell.trained} | {shown} |")
     return lines
 
 

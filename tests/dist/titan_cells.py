@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,14 @@ def complete_gradient(engine: Any) -> Tensor:
     return torch.cat([grads[name].flatten().clone() for name in sorted(grads)])
 
 
-def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle: tuple[int, ...] = (),
-            constant: tuple[int, ...] = (), **sizes: Any):
+def compare(
+    ranks: Ranks,
+    path: Path,
+    model: dict[str, Any] | None = None,
+    idle: tuple[int, ...] = (),
+    constant: tuple[int, ...] = (),
+    **sizes: Any,
+):
     """Relative errors of outputs, loss, gradient and weights, and whether weights come out as they went in."""
     engine = titan(path, model=model, **sizes)
     exported = {name: tensor.clone() for name, tensor in engine.export_weights()}
@@ -87,35 +95,82 @@ def compare(ranks: Ranks, path: Path, model: dict[str, Any] | None = None, idle:
     return {"errors": errors, "same_names_and_bits": same}
 
 
-def parity(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Name of a case -> `compare`."""
-    tied = shared_model(ranks, folder, "qwen3", **resume.TIED)
-    llama = shared_model(ranks, folder, "llama", **LLAMA3)
-    mixture = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
-    if ranks.size == 1:
-        return {"qwen3, tied": compare(ranks, tied), "mixture": compare(ranks, mixture)}
-    shared, recomputed = {"tensor_parallel_size": 2}, {"enable_gradient_checkpointing": True}
-    staged, context, experts = {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_parallel_size": 2}
-    if ranks.size == 2:
-        return {
-            "llama3, tensor-parallel": compare(ranks, llama, idle=(1,), **shared),
-            "qwen3, tied, tensor-parallel, recomputed": compare(ranks, tied, model=recomputed, **shared),
-            "llama3, stages": compare(ranks, llama, **staged),
-            "llama3, stages, rows without a gradient": compare(ranks, llama, constant=(0, 2, 3), **staged),
-            "qwen3, tied, context-parallel": compare(ranks, tied, **context),
-            "mixture, expert-parallel": compare(ranks, mixture, idle=(1,), **experts),
-        }
-    padded = {"use_remove_padding": False}
-    return {
-        "llama3, tensor-parallel": compare(ranks, llama, idle=(3,), **shared),
-        "llama3, padded, hybrid": compare(ranks, llama, model=padded, data_parallel_replicate_size=2),
-        "llama3, stages, recomputed": compare(ranks, llama, model=recomputed, idle=(1,), **staged),
-        "llama3, padded, stages x tensor-parallel": compare(ranks, llama, model=padded, **staged, **shared),
-        "qwen3, tied, context x tensor-parallel": compare(ranks, tied, **context, **shared),
-        "mixture, expert-parallel, sharded": compare(ranks, mixture, **experts),
-        "mixture, expert-parallel, hybrid": compare(ranks, mixture, **experts, data_parallel_replicate_size=2),
-        "mixture, expert x tensor-parallel": compare(ranks, mixture, **experts, **shared),
-    }
+@dataclass(frozen=True)
+class Cell:
+    """A layout that is held to the plain engine.
+
+    Args:
+        family: `FAMILIES`. sizes: settings of the engine. model: of the model.
+        idle: ranks without rows. constant: rows whose advantage is 0.
+    """
+
+    family: str
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    idle: tuple[int, ...] = ()
+    constant: tuple[int, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """The sizes in the field's short names; ``fsdp`` where all ranks only shard."""
+        words = [f"{short} {self.sizes[name]}" for name, short in SHORT.items() if name in self.sizes]
+        words += ["recomputed"] if self.model.get("enable_gradient_checkpointing") else []
+        return ", ".join(words) or "fsdp"
+
+    @property
+    def trained(self) -> str:
+        words = ["all weights", *(["padded rows"] if self.model.get("use_remove_padding") is False else [])]
+        words += ["a rank without rows"] if self.idle else []
+        return ", ".join([*words, *(["rows without a gradient"] if self.constant else [])])
+
+
+SHORT = {
+    "data_parallel_replicate_size": "replicas",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
+}
+FAMILIES = {
+    "llama3": ("llama", LLAMA3),
+    "qwen3, tied": ("qwen3", resume.TIED),
+    "mixture": ("qwen3_moe", MIXTURE),
+}
+SHARED, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+CONTEXT, EXPERTS = {"context_parallel_size": 2}, {"expert_parallel_size": 2}
+HYBRID = {"data_parallel_replicate_size": 2}
+RECOMPUTED, PADDED = {"enable_gradient_checkpointing": True}, {"use_remove_padding": False}
+PARITY = {
+    1: [Cell("qwen3, tied"), Cell("mixture")],
+    2: [
+        Cell("llama3", SHARED, idle=(1,)),
+        Cell("qwen3, tied", SHARED, RECOMPUTED),
+        Cell("llama3", STAGES),
+        Cell("llama3", STAGES, constant=(0, 2, 3)),
+        Cell("qwen3, tied", CONTEXT),
+        Cell("mixture", EXPERTS, idle=(1,)),
+    ],
+    4: [
+        Cell("llama3", SHARED, idle=(3,)),
+        Cell("llama3", HYBRID, PADDED),
+        Cell("llama3", STAGES, RECOMPUTED, idle=(1,)),
+        Cell("llama3", {**STAGES, **SHARED}, PADDED),
+        Cell("qwen3, tied", {**CONTEXT, **SHARED}),
+        Cell("mixture", EXPERTS),
+        Cell("mixture", {**EXPERTS, **HYBRID}),
+        Cell("mixture", {**EXPERTS, **SHARED}),
+    ],
+}
+
+
+def parity(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
+    """`compare` of every cell, in their order."""
+    found = []
+    for cell in PARITY[ranks.size]:
+        family, config = FAMILIES[cell.family]
+        path = shared_model(ranks, folder, family, **config)
+        found.append(compare(ranks, path, dict(cell.model), cell.idle, cell.constant, **cell.sizes))
+    return found
 
 
 def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -159,9 +159,9 @@ def cells_on_demand(
             one.close()
 
 
-def run_cells(size: int, cells: Sequence[Cell], folder: Path) -> dict[str, list[Any]]:
+def run_cells(size: int, cells: Sequence[Cell], folder: Path, keep_groups: bool = False) -> dict[str, list[Any]]:
     """Cell name -> what each rank returned, in rank order, of all cells in turn."""
-    with cells_on_demand({size: cells}, folder) as answers:
+    with cells_on_demand({size: cells}, folder, keep_groups=keep_groups) as answers:
         return {cell.__name__: answers[size][cell.__name__] for cell in cells}
 
 

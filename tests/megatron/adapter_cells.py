@@ -12,7 +12,6 @@ from tests.megatron.cells import (
     ROWS,
     STEPS,
     TENSOR,
-    VIRTUAL,
     kept,
     loss_for,
     megatron,
@@ -20,9 +19,8 @@ from tests.megatron.cells import (
     share,
     shared_model,
 )
-from tests.megatron.families import GLM, MIXTRAL, MIXTURE
+from tests.megatron.families import MIXTRAL, MIXTURE
 from verl.config.loading import read_config
-from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import CheckpointError, NotBuiltError
 
@@ -67,66 +65,12 @@ def beside_plain(ranks, folder, family="qwen2", kind="causal_lm", config=None, l
     }
 
 
-def adapters_on_tensor_and_sequence_parallel_layers(ranks, folder):
-    return beside_plain(ranks, folder, limits={"micro_batch_size": 3}, **{TENSOR: 2})
-
-
-def adapters_on_some_modules(ranks, folder):
-    """Queries and values without keys, up without gate, no sequence parallelism; every layer is computed again."""
-    section = MegatronEngineOverrideTransformerConfigConfig(recompute_granularity="full")
-    sizes = {TENSOR: 2, "sequence_parallel": False, "override_transformer_config": section}
-    names = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-    return beside_plain(ranks, folder, "qwen3", config={"head_dim": 16}, model=names, **sizes)
-
-
-def adapters_on_pipeline_stages(ranks, folder):
-    """On the last layer alone, so the first stages train nothing."""
-    config, last = {"layers": 4}, {"target_modules": r".*layers\.3\.(self_attn|mlp)\..*_proj"}
-    limits = {"micro_batch_size": 2}
-    return beside_plain(ranks, folder, config=config, model=last, limits=limits, **{PIPELINE: 2, VIRTUAL: 2})
-
-
-def adapters_of_a_value_model(ranks, folder):
-    return beside_plain(ranks, folder, kind="value", **{PIPELINE: 2})
-
-
-def adapters_on_copies(ranks, folder):
-    """Data parallel, with the optimizer's state sharded over the two."""
-    return beside_plain(ranks, folder)
-
-
-def adapters_on_shared_tokens(ranks, folder):
-    """Context parallel."""
-    return beside_plain(ranks, folder, limits={"micro_batch_size": 3}, context_parallel_size=2)
-
-
-def adapters_on_the_attention_of_a_mixture(ranks, folder):
-    attention = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    return beside_plain(ranks, folder, "qwen3_moe", config=MIXTURE, model=attention, **{EXPERT: 2})
-
-
 EXPERTS = {
     "target_modules": ["q_proj", "v_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
 COMPLETE = {TENSOR: 2, "expert_tensor_parallel_size": 1}
 """Attention over two ranks, each expert complete on both or one of them."""
-
-
-def adapters_on_experts_that_are_shared(ranks, folder):
-    return beside_plain(ranks, folder, "qwen3_moe", config=MIXTURE, model=EXPERTS, **{EXPERT: 2})
-
-
-def adapters_on_experts_beside_cut_attention(ranks, folder):
-    limits = {"micro_batch_size": 3}
-    return beside_plain(ranks, folder, "mixtral", config=MIXTRAL, model=EXPERTS, limits=limits, **COMPLETE)
-
-
-def adapters_on_experts_of_pipeline_stages(ranks, folder):
-    """Of which one layer has no experts; every layer is computed again."""
-    again = {"override_transformer_config": MegatronEngineOverrideTransformerConfigConfig("full")}
-    down = {**EXPERTS, "target_parameters": ["mlp.experts.down_proj"]}
-    return beside_plain(ranks, folder, "glm4_moe", config=GLM, model=down, **{PIPELINE: 2}, **again)
 
 
 def an_adapter_on_experts_goes_elsewhere(ranks, folder):
@@ -160,11 +104,6 @@ def an_adapter_on_experts_goes_elsewhere(ranks, folder):
     except CheckpointError as error:
         found["refused"] = str(error)
     return found
-
-
-def adapters_on_tensor_parallel_pipeline_stages(ranks, folder):
-    """Four ranks."""
-    return beside_plain(ranks, folder, limits={"micro_batch_size": 2}, **{TENSOR: 2, PIPELINE: 2})
 
 
 def an_adapters_state_goes_elsewhere(ranks, folder):

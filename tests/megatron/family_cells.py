@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from tests.harness.engines import make_engine, ragged_batch
-from tests.megatron.adapter_cells import beside_plain
 from tests.megatron.cells import (
     OPTIM,
     PIPELINE,
     ROWS,
     TENSOR,
-    compared,
     loss_for,
     megatron,
     saved_in,
@@ -17,30 +15,9 @@ from tests.megatron.cells import (
     shared_model,
 )
 from tests.megatron.families import GLM4
-from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.errors import CheckpointError
 
 CONTEXT = "context_parallel_size"
-
-
-def a_glm_cut(ranks, folder):
-    """Tensor and sequence parallel; every layer is computed again."""
-    again = {"override_transformer_config": MegatronEngineOverrideTransformerConfigConfig("full")}
-    return compared(ranks, folder, "glm4", config=GLM4, **{TENSOR: 2}, **again)
-
-
-def a_glm_whose_tokens_are_shared(ranks, folder):
-    return compared(ranks, folder, "glm4", config=GLM4, limits={"micro_batch_size": 3}, **{CONTEXT: 2})
-
-
-def a_glm_on_padded_rows_over_stages(ranks, folder):
-    config, padded = {**GLM4, "attention_bias": False}, {"use_remove_padding": False}
-    return compared(ranks, folder, "glm4", kind="value", config=config, model=padded, **{PIPELINE: 2})
-
-
-def adapters_on_a_glm(ranks, folder):
-    """Gate and up are one linear layer there, with one pair of factors."""
-    return beside_plain(ranks, folder, "glm4", config=GLM4, **{TENSOR: 2})
 
 
 def the_state_of_halves_goes_elsewhere(ranks, folder):

@@ -6,6 +6,7 @@ import torch
 
 from tests.harness.engines import make_engine, ragged_batch, relative_error
 from tests.megatron.cells import (
+    CONTEXT,
     EXPERT,
     OPTIM,
     PIPELINE,
@@ -19,7 +20,6 @@ from tests.megatron.cells import (
     share,
     shared_model,
 )
-from tests.megatron.context_cells import CONTEXT
 from tests.megatron.families import LATENT, MIXTURE
 from verl.config.megatron import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.settings import PassSettings

@@ -9,56 +9,15 @@ from tests.harness.ranks import cells_on_demand
 from tests.megatron import (
     adapter_cells,
     cells,
-    context_cells,
     family_cells,
     muon_cells,
     replay_cells,
     setting_cells,
     supervised_cells,
 )
+from tests.megatron.layouts import ADAPTERS, PARITY
 
 pytestmark = pytest.mark.slow
-PARITY = {
-    2: [
-        cells.tensor_parallel,
-        cells.tensor_and_sequence_parallel,
-        cells.pipeline_parallel,
-        cells.rows_without_a_gradient,
-        cells.pipeline_with_virtual_stages,
-        cells.a_value_model,
-        cells.experts_shared,
-        cells.experts_cut_otherwise_than_the_rest,
-        cells.latent_attention_and_experts_shared,
-        cells.latent_attention_cut,
-        cells.latent_queries_as_they_are,
-        cells.data_parallel_with_the_distributed_optimizer,
-        cells.whole_vocabulary_in_odd_parts,
-        context_cells.tokens_shared_by_two,
-        context_cells.experts_and_tokens_shared_by_two,
-        context_cells.tokens_of_latent_attention_shared,
-        context_cells.rows_padded_as_asked_for,
-        context_cells.a_mixtral_whose_tokens_are_shared,
-        context_cells.a_glm_mixture_whose_tokens_are_shared,
-        context_cells.a_gemma_whose_tokens_are_shared,
-        context_cells.a_gemma2_cut,
-        context_cells.a_gemma3_cut,
-        context_cells.a_gemma3_on_padded_rows_over_stages,
-        context_cells.a_gemma2_whose_tokens_are_shared,
-        context_cells.a_moonlight_cut,
-        family_cells.a_glm_cut,
-        family_cells.a_glm_whose_tokens_are_shared,
-        family_cells.a_glm_on_padded_rows_over_stages,
-    ],
-    4: [
-        cells.tensor_and_pipeline_parallel,
-        cells.tensor_parallel_and_virtual_stages,
-        cells.tensor_and_data_parallel,
-        context_cells.tokens_shared_by_four,
-        context_cells.tokens_and_layers_shared,
-        context_cells.tokens_shared_over_virtual_stages,
-        context_cells.tokens_shared_beside_copies,
-    ],
-}
 OTHERS = {
     2: [
         cells.state_goes_to_the_plain_engine_and_back,
@@ -80,22 +39,6 @@ OTHERS = {
         muon_cells.muon_from_a_checkpoint,
     ],
     4: [setting_cells.the_loss_of_routers],
-}
-ADAPTERS = {
-    2: [
-        adapter_cells.adapters_on_tensor_and_sequence_parallel_layers,
-        adapter_cells.adapters_on_some_modules,
-        adapter_cells.adapters_on_pipeline_stages,
-        adapter_cells.adapters_of_a_value_model,
-        adapter_cells.adapters_on_copies,
-        adapter_cells.adapters_on_shared_tokens,
-        adapter_cells.adapters_on_the_attention_of_a_mixture,
-        family_cells.adapters_on_a_glm,
-        adapter_cells.adapters_on_experts_that_are_shared,
-        adapter_cells.adapters_on_experts_beside_cut_attention,
-        adapter_cells.adapters_on_experts_of_pipeline_stages,
-    ],
-    4: [adapter_cells.adapters_on_tensor_parallel_pipeline_stages],
 }
 REPLAYED = {
     2: [replay_cells.experts_and_tokens_shared, replay_cells.rows_padded_and_cut, replay_cells.a_dense_model],
