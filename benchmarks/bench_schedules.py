@@ -9,10 +9,6 @@ using a CPU. The sampler's log-probs are the old ones everywhere. One trainer an
 and one thread, on Ray, ``colocate_async`` too. Every schedule but ``sync`` may sample one step ahead. They run in turn,
 each in its own process.
 
-``separate_async, lent`` is ``separate_async`` with the trainer's process lent to sampling while the trainer waits. It
-can have only requests that wait for a slot, so without fewer ``--slots`` than conversations it is the same; it does not
-run unless ``--schedules`` names it.
-
 Printed as a Markdown table, for each schedule:
 
 - wall-clock seconds per trained sample in a median step, the first and the last left out: in between as many samples
@@ -67,15 +63,10 @@ SCHEDULES = {
     "one_step_off": (f"{MODE}=one_step_off",),
     "colocate_async": (f"{MODE}=colocate_async",),
     "separate_async": (f"{MODE}=separate_async", "trainer.v1.separate_async.parameter_sync_step={chunks}"),
-    "separate_async, lent": (
-        *(f"{MODE}=separate_async", "trainer.v1.separate_async.parameter_sync_step={chunks}"),
-        "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
-    ),
     "fully_async": FULLY,
     "fully_async, completion": (*FULLY, "trainer.v1.sampler.order=completion"),
 }
 """Name -> words of the command line; a step is trained on in so many chunks."""
-USUAL = [name for name in SCHEDULES if "lent" not in name]
 COMMON = (
     "algorithm.adv_estimator=grpo",
     "algorithm.rollout_correction.bypass_mode=true",
@@ -272,7 +263,7 @@ def main() -> None:
     parser.add_argument(
         "--slots", type=int, help="conversations that a sampler computes at once; two steps' if left out"
     )
-    parser.add_argument("--schedules", nargs="+", default=USUAL, choices=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     add_json(parser)
     asked = parser.parse_args()
     if asked.steps < 3:

@@ -3,9 +3,8 @@
     python benchmarks/simulate_schedules.py [--devices 2 8 32 128] [--staleness 1 4] [--steps 6] [--measured FILE]
                                             [--slots 256] [--schedules NAME ...]
 
-The admission rule and the queue (`verl.trainer.ppo.queue`), the router with its line of waiting requests
-(`verl.rollout.service`) and the rule of lending (`verl.trainer.ppo.lending`) are the program's own. The rest is a
-model, and the clock is simulated:
+The admission rule and the queue (`verl.trainer.ppo.queue`) and the router with its line of waiting requests
+(`verl.rollout.service`) are the program's. The rest is a model, and the clock is simulated:
 
 - half of the devices sample, half train; a step has ``--prompts`` prompts per trainer, so that a larger machine has a
   larger batch with a longer tail;
@@ -13,9 +12,7 @@ model, and the clock is simulated:
 - a conversation has ``--turns`` answers of log-normal length (median ``--length`` tokens, sigma ``--length-sigma``),
   each followed by an environment that takes log-normal seconds (``--env``, ``--env-sigma``);
 - a trainer takes ``--train-ms`` per token, all trainers share a chunk's tokens equally; an update of the weights takes
-  ``--update-s``, while which samplers and trainers stand still;
-- ``separate_async, lent``, which runs where ``--schedules`` names it: trainers that wait sample too. A switch takes
-  ``--switch-s`` each way, with the weights for it. Only requests that wait for one of ``--slots`` can go to them.
+  ``--update-s``, while which samplers and trainers stand still.
 
 Lengths and environments are drawn by row and turn, so that every schedule has the same work. Printed as a Markdown
 table: how many times less wall clock a trained sample takes than under ``sync``, over ``--steps`` steps between those
@@ -37,8 +34,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count, pairwise
@@ -48,10 +44,8 @@ from bench_routing import Simulated, SimulatedClock
 from figures import ROOT, Figures, add_json
 
 sys.path.insert(0, str(ROOT))
-from verl.config.trainer import HybridRolloutConfig
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
-from verl.trainer.ppo.lending import TO_SAMPLING, TO_TRAINING, LendingRule
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 
 CHUNKS = 4
@@ -68,7 +62,6 @@ class Schedule:
         is_ahead: sampling may be ahead, by the staleness that is asked for.
         most: the largest staleness that the schedule has.
         waits: new weights wait for all groups in flight; else these pause and go on.
-        lends: trainers that wait sample.
     """
 
     chunks: int = 1
@@ -76,7 +69,6 @@ class Schedule:
     most: int = 1000
     waits: bool = True
     in_order: bool = True
-    lends: bool = False
 
 
 SCHEDULES = {
@@ -84,7 +76,6 @@ SCHEDULES = {
     "one_step_off": Schedule(most=1),
     "colocate_async": Schedule(),
     "separate_async": Schedule(CHUNKS),
-    "separate_async, lent": Schedule(CHUNKS, lends=True),
     "fully_async": Schedule(CHUNKS, waits=False),
     "fully_async, completion": Schedule(CHUNKS, waits=False, in_order=False),
 }
@@ -101,7 +92,6 @@ class Job:
         train: of a token, by one trainer.
         overhead: of a chunk, whatever its size.
         update: of new weights.
-        switch: of a trainer that begins to sample, or to train again.
         slots: requests that a sampler computes at once.
         steps: that count.
     """
@@ -123,7 +113,6 @@ class Job:
     steps: int
     seed: int = 0
     overhead: float = 0.0
-    switch: float = 0.0
 
     def conversation(self, group: int, sample: int) -> list[tuple[int, float]]:
         """Tokens and environment's seconds of each turn."""
@@ -215,10 +204,8 @@ class Run:
         self.engines = [Engine(job) for _ in range(job.samplers)]
         names = {str(number): engine for number, engine in enumerate(self.engines)}
         clock = asyncio.get_running_loop().time
-        self.service = SamplerService(names, slots=job.slots, clock=clock, is_joined=True)  # slots hold for one, too
+        self.service = SamplerService(names, slots=job.slots, clock=clock, is_elastic=True)  # slots hold for one, too
         self.ended, self.in_flight, self.idle = asyncio.Event(), 0, 0.0
-        speedup = (job.samplers + job.trainers) / job.samplers
-        self.rule = LendingRule(HybridRolloutConfig(), job.prompts, chunk, speedup)
         self.tokens: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -235,50 +222,20 @@ class Run:
         return [end - begin for begin, end in pairwise(marks)]
 
     async def _train(self) -> None:
-        for part in range(self.schedule.chunks):
-            may_lend = self.schedule.lends
-            until = 0 if part or not may_lend else self.rule.until(self.queue.complete_groups)
-            async with AsyncExitStack() as waiting:
-                while True:
-                    self._admit()
-                    if self.queue.drop_overdue():
-                        continue
-                    if self.queue.is_ready() and self.queue.complete_groups >= until:
-                        break
-                    if may_lend:
-                        missing = max(1, self.queue.bound.chunk - self.queue.complete_groups)
-                        await waiting.enter_async_context(self._lent(until > 0 if part == 0 else self._pays(missing)))
-                        may_lend = False
-                    else:
-                        await self._next_end()
+        for _ in range(self.schedule.chunks):
+            while True:
+                self._admit()
+                if self.queue.drop_overdue():
+                    continue
+                if self.queue.is_ready():
+                    break
+                await self._next_end()
             tokens = sum(self.tokens.pop(entry.number) for entry in self.queue.take())
             await asyncio.sleep(self.job.overhead + tokens * self.job.train / self.job.trainers)
 
-    def _pays(self, missing: int) -> bool:
-        return self.service.waiting > 0 and self.rule.is_worthwhile_later(missing)
-
-    @asynccontextmanager
-    async def _lent(self, is_lent: bool) -> AsyncIterator[None]:
-        """The trainers sample inside, or wait alone."""
-        lent = {f"lent {number}": Engine(self.job) for number in range(self.job.trainers if is_lent else 0)}
-        if is_lent:
-            await asyncio.sleep(self.job.switch)
-            self.rule.switched(TO_SAMPLING, self.job.switch)
-        for name, engine in lent.items():
-            await self.service.add(name, engine)
-        before, idle = self.in_flight, self.idle
-        yield
-        self.rule.waited_for(before - self.in_flight, self.idle - idle, is_lent)
-        if is_lent:
-            await self.service.take_back(list(lent))
-            await asyncio.sleep(self.job.switch)
-            self.rule.switched(TO_TRAINING, self.job.switch)
-
     async def _publish(self, version: int) -> None:
-        waits = self.schedule.waits and self.in_flight > 0
-        async with self._lent(self.schedule.lends and waits and self._pays(self.in_flight)):
-            while waits and self.in_flight:
-                await self._next_end()
+        while self.schedule.waits and self.in_flight:
+            await self._next_end()
         for engine in self.engines:
             engine.pause(True)
         await asyncio.sleep(self.job.update)
@@ -358,7 +315,6 @@ def scaled(asked: argparse.Namespace, devices: int) -> Job:
         row=asked.row_ms * 1e-3,
         train=asked.train_ms * 1e-3,
         update=asked.update_s,
-        switch=asked.switch_s,
         slots=asked.slots,
         steps=asked.steps * max(1, 16 // devices),
     )
@@ -428,11 +384,10 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 8, 32, 128])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--measured", type=Path)
-    usual = [name for name, schedule in SCHEDULES.items() if not schedule.lends]
-    parser.add_argument("--schedules", nargs="+", default=usual, choices=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     whole = {"prompts": 16, "samples": 4, "turns": 4, "steps": 6, "slots": 256}
     real = {"length": 128.0, "length-sigma": 0.7, "env": 0.2, "env-sigma": 1.0, "token-ms": 10.0, "row-ms": 0.05,
-            "train-ms": 0.15, "update-s": 0.5, "switch-s": 0.5}  # fmt: skip
+            "train-ms": 0.15, "update-s": 0.5}  # fmt: skip
     for name, value in {**whole, **real}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     add_json(parser)

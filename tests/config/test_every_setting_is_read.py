@@ -17,7 +17,7 @@ from verl.config.megatron import MegatronEngineConfig
 from verl.config.model import MegatronLoraConfig
 from verl.config.recipes import with_recipes
 from verl.config.torchtitan import TorchTitanEngineConfig
-from verl.config.trainer import AsyncTrainingConfig, HybridRolloutConfig
+from verl.config.trainer import AsyncTrainingConfig
 from verl.trainer import main_ppo, sft_trainer
 
 PROFILER_TOOLS = (
@@ -45,8 +45,6 @@ READ_ELSEWHERE = {
     "trainer.v1.colocate_async.num_warmup_batches",
     "trainer.v1.separate_async.num_warmup_batches",
     "trainer.v1.separate_async.parameter_sync_step",
-    # Only samplers in a pool of their own are lent devices: tests/trainer/ppo/test_lending.py.
-    *(f"trainer.v1.separate_async.hybrid_rollout.{name}" for name in HybridRolloutConfig.__dataclass_fields__),
     *(f"async_training.{name}" for name in AsyncTrainingConfig.__dataclass_fields__),
     # Only data of a model that sees reads them in fine-tuning: tests/data/vision.
     "data.max_image_pixels",

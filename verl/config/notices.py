@@ -6,7 +6,6 @@ from typing import Any
 
 from verl.config import (
     elastic,
-    lending,
     losses,
     off_policy,
     oversampling,
@@ -61,7 +60,6 @@ def tell(cfg: PPOTrainerConfig) -> None:
         pools.tell,
         queues.tell,
         elastic.tell,
-        lending.tell,
         _conversations,
         _traces,
         _resume,

@@ -16,27 +16,6 @@ class ColocateAsyncConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class HybridRolloutConfig(ConfigNode):
-    """The trainers' devices sample too, while the trainer waits."""
-
-    enable_switch: bool = setting(False, "lend the trainers' devices to sampling while the trainer waits for groups")
-    switch_threshold_ratio: float = setting(
-        0.4,
-        "share of a step's groups that must be complete before lent devices are given back, above 0 and at most 1; never "
-        "less than what the step trains on first",
-    )
-    adaptive_switch_threshold: bool = setting(
-        True, "move that share: up after steps in which the trainer waited without lending, down after others"
-    )
-    switch_threshold_step_up: float = setting(0.05, "how far it moves up at once")
-    switch_threshold_step_down: float = setting(0.03, "how far it moves down at once")
-    switch_threshold_release_steps: int = setting(2, "alike steps in a row after which it moves")
-    switch_cost_window_size: int = setting(
-        3, "last switches over which their seconds are averaged; devices are lent if they save more than that"
-    )
-
-
-@dataclass(frozen=True)
 class SeparateAsyncConfig(ConfigNode):
     """Sampling ahead by samplers in a pool of their own."""
 
@@ -44,7 +23,6 @@ class SeparateAsyncConfig(ConfigNode):
     parameter_sync_step: int = setting(
         4, "mini-batches of a training step, after which weights are sent: data.train_batch_size / ppo_mini_batch_size"
     )
-    hybrid_rollout: HybridRolloutConfig = section(HybridRolloutConfig)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from verl.config import (
     elastic,
     exact_kl,
     kernels,
-    lending,
     losses,
     machine,
     model_fits,
@@ -97,7 +96,7 @@ def _rules(served: bool) -> tuple[Rule, ...]:
     placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
     return (_names, _kl, ranges.numbers, optimizers.problems, losses.problems, _groups, _values, _batches, *placed, _micro_batches,
             _sampling, _mirrors, shared_rows.problems, model_fits.problems, vllm_fits.problems, vision.policy_problems, quantized_rollouts.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
-            validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems, lending.problems, _plugins, _resume, _validation)  # fmt: skip
+            validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems, _plugins, _resume, _validation)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:

@@ -17,7 +17,6 @@ from verl.observability.spans import Span, read_spans
 
 ROLES = {
     "sampling": ("gen", "gen_max"),
-    "lending": ("lent", "switch_to_rollout", "switch_to_trainer"),
     "scoring": ("reward",),
     "log-probs": ("old_log_prob", "ref", "values"),
     "training": ("update_actor", "update_critic", "update_ref"),
@@ -28,7 +27,7 @@ ROLES = {
 """The stages of each role; those of no role are the controller's own, and `AROUND` and waiting are no work."""
 REST, AROUND, WAITING = "controller", ("step",), "wait"
 COLORS = {
-    "sampling": ("#4c9f70", "#86c5a0"), "lending": ("#7d9a3c", "#b4c97f"),
+    "sampling": ("#4c9f70", "#86c5a0"),
     "scoring": ("#c98b2b", "#e5bd7a"), "log-probs": ("#7c6bb0", "#aea2d6"),
     "training": ("#3f74b5", "#82aadb"), "weight sync": ("#b5504f", "#dd908f"), "checkpoint": ("#6b7785", "#a3adb8"),
     "validation": ("#2f8f9d", "#7cc3cd"), "controller": ("#8a7f6b", "#bdb39f"),

@@ -12,7 +12,6 @@ always holds one undisturbed schedule.
 - ``ended``: groups that training hears of, in this order: how each request was served (replica, version and number of
   tokens of each of its spans, and how it ended), or why the group came to nothing. ``calls``: how often training had
   looked in vain since the decision before. ``answers``: the tokens whose weights no later checkpoint has.
-- ``lend``: the trainers' devices sample until so many groups are complete.
 - ``drop``: groups that are discarded as too stale. ``take``: the groups of a chunk.
 - ``trained``: a digest of the step's samples, their versions, and the norm of the gradient.
 """
@@ -38,7 +37,6 @@ RUN, NOT_COMPARED = "run", ("t", "answers")
 _GROUPS: dict[str, type] = {"groups": list}
 READ: dict[str, dict[str, type]] = {
     "weights": {"version": int},
-    "lend": {"until": int},
     **dict.fromkeys(("admit", "again", "ended"), _GROUPS),
 }
 """What a replay reads of a decision without comparing it."""

@@ -158,20 +158,6 @@ Moved = tuple[str, int, int]
 """A request that goes on at another replica: its uid, its sample index, and the tokens of its response so far."""
 
 
-@dataclass(frozen=True)
-class TakenBack:
-    """What replicas did that were there for a while.
-
-    Args:
-        completed, tokens: requests, or parts of them, that they answered, and the tokens of these.
-        moved: those that went on elsewhere.
-    """
-
-    completed: int = 0
-    tokens: int = 0
-    moved: tuple[Moved, ...] = ()
-
-
 class Sampler(ABC):
     """Samples completions; batches concurrent `generate` calls.
 

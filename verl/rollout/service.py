@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.errors import RolloutError, WorkerError, suggest
 from verl.metrics import notice
-from verl.rollout.base import Completion, Moved, Request, Sampler, TakenBack
+from verl.rollout.base import Completion, Moved, Request, Sampler
 from verl.rollout.change import ChangeEvent
 from verl.rollout.gated import Gate
 from verl.rollout.lost import LOSSES, EngineLostError
@@ -33,8 +32,6 @@ SLACK = 8
 """Requests by which a replica may be ahead of the least loaded one and still get another sample of its prompt."""
 FAILURES = 2
 """Losses in a row after which a replica gets no more requests."""
-ABORT_SECONDS = 0.05
-"""After which a replica that is taken back is asked again to abort: a request may have been on its way there."""
 
 
 class Replica:
@@ -43,11 +40,10 @@ class Replica:
     def __init__(self, name: str, sampler: Sampler):
         self.name, self.sampler = name, sampler
         self.failures = 0
-        self.completed = self.tokens = 0
+        self.completed = 0
         self.lost_at: float | None = None
         self.reason = ""
-        self.is_leaving = self.is_recalled = False
-        self.moved: list[Moved] = []
+        self.is_leaving = False
         self.is_broken = False
         self.ids: set[str] = set()
         self._reports = DrawnReports(name, sampler)
@@ -75,7 +71,6 @@ class Replica:
         try:
             done = await self.sampler.generate(request)
             self.completed += 1
-            self.tokens += len(done.token_ids)
             return done
         finally:
             if report is not None:
@@ -169,7 +164,6 @@ class SamplerService(Sampler):
         report_seconds: between two reports of what a request has drawn, with which it goes on elsewhere if its replica
             is lost; None: it starts anew there, so that under ``rollout.full_determinism`` no bit depends on a loss.
         is_elastic: somebody replaces lost replicas (`add`, `discard`); there may be none at first.
-        is_joined: others join for a while (`add`, `take_back`), so that requests wait here also for the only one.
 
     Example:
         >>> service = SamplerService({f"server {url}": ServerSampler(url, model) for url in urls})
@@ -185,7 +179,6 @@ class SamplerService(Sampler):
         lost_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         is_elastic: bool = False,
-        is_joined: bool = False,
         report_seconds: float | None = None,
     ):
         if not replicas and not is_elastic:
@@ -201,17 +194,12 @@ class SamplerService(Sampler):
         self._in_flight: set[str] = set()
         self._at_gate: set[str] = set()
         self._given_up: set[str] = set()
-        self.is_elastic, self.is_joined, self._end = is_elastic, is_joined, ""
+        self.is_elastic, self._end = is_elastic, ""
         self._moved: list[Moved] = []
 
     @property
     def version(self) -> int:
         return self._version if self._published or not self._is_single else self.replicas[0].sampler.version
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return self._queue.waiting
 
     async def generate(self, request: Request) -> Completion:
         parts: list[Completion] = []
@@ -269,7 +257,7 @@ class SamplerService(Sampler):
             if not replica.is_lost or not self._published:
                 replica.recovered()
             self._answered(replica, done)
-            return self._parted(replica, request, joined((*parts, done)), continued(request, done))
+            return joined((*parts, done))
         self._counts["resent"] -= 1
         raise EngineLostError(
             f"request {request.id!r} was lost by {len(avoided)} replicas in turn, the last time: {last}"
@@ -285,13 +273,6 @@ class SamplerService(Sampler):
         parts.append(part)
         self._answered(replica, part)
         return continued(request, part)
-
-    def _parted(self, replica: Replica, request: Request, done: Completion, rest: Request) -> Completion:
-        """The answer, as one that is to go on where its replica was taken back amid it."""
-        if not replica.is_recalled or done.finish_reason != "abort" or request.id in self._given_up:
-            return done
-        replica.moved.append(_moved(rest))
-        return replace(done, is_interrupted=True)
 
     def _answered(self, replica: Replica, done: Completion) -> None:
         """A replica answered an attempt; a subclass may keep which."""
@@ -410,30 +391,6 @@ class SamplerService(Sampler):
         self._router.forget(replica)
         return replica.sampler
 
-    async def take_back(self, names: Collection[str]) -> TakenBack:
-        """Remove replicas without waiting for their answers: what they compute is aborted, and goes on elsewhere from
-        its prefix.
-
-        Others must be there: the requests wait for them.
-        """
-        leaving = [replica for replica in self.replicas if replica.name in names]
-        for replica in leaving:  # all at once, so that no request goes from one of them to another
-            replica.is_leaving = replica.is_recalled = True
-        await asyncio.gather(*(self._emptied(replica) for replica in leaving))
-        for replica in leaving:
-            self.replicas.remove(replica)
-            self._router.forget(replica)
-        completed, tokens = (
-            sum(counts) for counts in ([one.completed for one in leaving], [one.tokens for one in leaving])
-        )
-        return TakenBack(completed, tokens, tuple(key for one in leaving for key in one.moved))
-
-    async def _emptied(self, replica: Replica) -> None:
-        while replica.ids and not replica.is_lost:
-            await replica.sampler.abort(sorted(replica.ids))
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(replica.drained(), ABORT_SECONDS)
-
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
         self._given_up |= self._in_flight if wanted is None else self._in_flight & wanted
@@ -484,7 +441,7 @@ class SamplerService(Sampler):
 
     @property
     def _is_single(self) -> bool:
-        return len(self.replicas) == 1 and not (self.is_elastic or self.is_joined)
+        return len(self.replicas) == 1 and not self.is_elastic
 
     def _are_replaced(self, errors: Iterable[Exception]) -> bool:
         """Whether these are losses of replicas that others will come for."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig, replace
-from verl.config.lending import lends
 from verl.config.queues import samples_beside
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.data import RLHFDataset, create_rl_dataset
@@ -23,7 +22,6 @@ from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
 from verl.trainer.models import RM, model_roles
 from verl.trainer.ppo.validation import ValidationSamples
-from verl.workers.lent import LENT
 from verl.workers.part import WorkerContext
 from verl.workers.scoring import reward_manager as reward_manager
 
@@ -71,11 +69,7 @@ def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: in
         return {"role": roles[named], "context": context}
     if samples_beside(config):  # the batch calls of validation would free caches that groups in flight use
         policy = replace(policy, rollout=replace(policy.rollout, free_cache_engine=False))
-    if named == LENT:
-        return {"config": config.actor_rollout_ref, "context": context}
     arguments = {"config": policy, "context": context, "data": config.data}
-    if lends(config):
-        arguments["lends"] = True
     if config.trainer.v1.trainer_mode == "sync":
         arguments["shares"] = True
     return {**arguments, "scoring": config} if scores_while_sampling(config) else arguments

@@ -31,7 +31,6 @@ from verl.single_controller.base import (
     register,
 )
 from verl.workers.background import InBackground
-from verl.workers.lent import LENT
 from verl.workers.options import InferOptions, TrainOptions
 from verl.workers.part import (
     ModelPart,
@@ -280,13 +279,6 @@ class ModelWorker(ProfiledWorker):
     def _send(self, version: int) -> None:
         sender = self.sender or self.colocated("rollout").sender
         self._sent = sender.send(self.part.engine, version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_to_lent(self, version: int) -> SyncResult:
-        """Hand this model's weights as ``version`` to the replica that samples in this process while it waits."""
-        self.sending.wait()
-        sent: SyncResult = self.colocated(LENT).sender.send(self.part.engine, version)
-        return sent
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_from(self, role: str) -> None:

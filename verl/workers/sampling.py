@@ -10,10 +10,9 @@ from typing import Any
 from verl.agent_loop import AgentLoopManager
 from verl.config import ActorRolloutRefConfig, DataConfig, PPOTrainerConfig, ProfilerConfig
 from verl.data import processor_of, tokenizer_of
-from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, Moved, Request, TakenBack
+from verl.rollout.base import Completion, Moved, Request
 from verl.rollout.followed import FollowedService
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
@@ -91,7 +90,6 @@ class SamplingWorker(ReplicaWorker):
         context: device and the peers' time-out.
         data: the section ``data``, for agent loops that render messages.
         scoring: the full configuration, to score samples during sampling; None: after it, by the controller.
-        lends: trainers lend their devices, so that requests wait for a slot where any replica can have them.
         shares: sampling and training take turns, so that in one process both can use the same weights.
     """
 
@@ -101,12 +99,11 @@ class SamplingWorker(ReplicaWorker):
         context: WorkerContext | None = None,
         data: DataConfig | None = None,
         scoring: PPOTrainerConfig | None = None,
-        lends: bool = False,
         shares: bool = False,
     ):
         super().__init__(config, context)
         self.shares = shares
-        self.data, self.scoring, self.lends = data, scoring, lends
+        self.data, self.scoring = data, scoring
         self.bytes_sent = 0.0
         self._connected: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,25 +165,6 @@ class SamplingWorker(ReplicaWorker):
         """A replica's process is gone, or will be ended at once."""
         self.service.discard(name)
 
-    async def lend(self, replicas: Mapping[str, Handle]) -> None:
-        """Replicas join until `take_back`.
-
-        Raises:
-            RolloutError: one has other weights than those that are sampled with.
-        """
-        for name, handle in replicas.items():
-            if not await self.add_replica(name, handle):
-                self.service.discard(name)
-                raise RolloutError(f"{name} was lent with other weights than version {self.service.version}")
-
-    async def take_back(self, names: Sequence[str]) -> TakenBack:
-        """Return once these replicas have no request; what they were computing goes on elsewhere."""
-        return await self.service.take_back(names)
-
-    async def waiting(self) -> int:
-        """Requests that no replica has a slot for."""
-        return self.service.waiting
-
     async def give_up(self, reason: str) -> None:
         """No replica will be replaced any more, so every request from here on is an error."""
         self.service.give_up(reason)
@@ -214,7 +192,6 @@ class SamplingWorker(ReplicaWorker):
             max_resends=attempts,
             slots=slots,
             is_elastic=self.is_elastic,
-            is_joined=self.lends,
             report_seconds=REPORT_SECONDS if self.is_elastic and not rollout.full_determinism else None,
         )
         early = None if self.scoring is None else early_scorer(self.scoring, self.tokenizer)

@@ -304,7 +304,9 @@ def test_as_many_groups_are_sampled_at_once_as_the_replicas_that_there_are_now_m
         beside.begin(dict.fromkeys(range(10 * expected, 10 * expected + 6), prompt), run.open(1))
         wait_until(lambda: slow.begun >= expected)  # noqa: B023
         for _ in range(10):
-            beside.ask(asyncio.sleep(0.001))  # a turn of the loop, for one more if it came
+            asyncio.run_coroutine_threadsafe(
+                asyncio.sleep(0.001), beside._loop
+            ).result()  # a turn of the loop, for one more if it came
         assert slow.begun == expected
     beside.close()
 

@@ -203,7 +203,6 @@ def test_a_run_of_which_no_group_gets_a_score_ends_with_one_error():
         '{"event":"ended","groups":[7]}',
         '{"event":"ended","groups":[{"group":0,"why":""}]}',
         '{"event":"ended","groups":[{"group":0,"why":"","requests":{"a":{"spans":[1],"finish":""}}}]}',
-        '{"event":"lend","until":"x"}',
     ],
 )
 def test_a_damaged_decision_is_named_with_its_line(tmp_path, line):

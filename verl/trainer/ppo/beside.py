@@ -155,7 +155,6 @@ class Beside:
         # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
         self._slots = asyncio.Semaphore(limit)
         self._limit, self._each = limit, each
-        self._own, self._lent = limit // each, 0
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
         if not self.takes_turns:
             self._thread.start()
@@ -166,22 +165,11 @@ class Beside:
     def idle_seconds(self) -> float:
         return self._idle + (0.0 if self.in_flight else time.monotonic() - self._since)
 
-    @property
-    def running(self) -> int:
-        """Groups that have not ended."""
-        return self.in_flight - self._done.qsize()
-
-    @property
-    def waiting(self) -> int:
-        """Those of them that have no place yet."""
-        return max(0, self.running - self._limit)
-
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since
         if ctx.run.replicas is not None:
-            self._own = max(1, ctx.run.replicas())
-            self._resize(self._each * (self._own + self._lent))
+            self._resize(self._each * max(1, ctx.run.replicas()))
         for number, prompt in prompts.items():
             self.in_flight += 1
             half = ctx.run.open(ctx.step)
@@ -189,15 +177,6 @@ class Beside:
             accounting.ask(asked, half)
             spans = None if follow is None else follow[number]
             asyncio.run_coroutine_threadsafe(self._group(number, asked, half, spans), self._loop)
-
-    def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a call of a worker, made in the loop of the groups."""
-        return self._run(work).result()
-
-    def lend(self, number: int) -> None:
-        """So many replicas more than usual, 0 from when they are given back."""
-        self._lent = number
-        self._resize(self._each * (self._own + number))
 
     def _resize(self, limit: int) -> None:
         """More places are there at once; fewer when groups that have them have ended."""

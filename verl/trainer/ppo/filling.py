@@ -6,14 +6,13 @@ This is the half of the schedules with a queue that comes before training, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 
 from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import OF_FAILED, Drawn, carried_groups, check_in_time, check_not_starved, groups_carried
-from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stages import PromptSource
@@ -47,29 +46,15 @@ class Filling:
         return sampling
 
     def next_chunk(
-        self,
-        source: PromptSource,
-        sampling: ScriptedSampling,
-        ctx: StepContext,
-        may_stop: bool,
-        lending: Lending | None = None,
+        self, source: PromptSource, sampling: ScriptedSampling, ctx: StepContext, may_stop: bool
     ) -> list[QueuedGroup]:
         """The groups that the step trains on next; samples, or waits for them.
 
         Args:
             may_stop: nothing was trained on in this step.
-            lending: may lend the trainers' devices meanwhile.
         """
-        queue, is_replay = self.queue, sampling.follows is not None
-        until = sampling.lends(lending.until(queue, ctx) if lending is not None and may_stop else 0, ctx)
-        with ExitStack() as waiting:
-            if may_stop:
-                waiting.enter_context(ctx.stop.droppable())
-            if is_replay:
-                lending = None
-            elif lending is not None and may_stop:
-                waiting.enter_context(lending.beginning(queue, ctx, is_lent=until > 0))
-                lending = None
+        queue = self.queue
+        with ctx.stop.droppable() if may_stop else nullcontext():
             while not (may_stop and ctx.stop.requested):
                 self._admit(source, sampling, ctx)
                 self.take_in(sampling, ctx, wait=False)
@@ -78,13 +63,9 @@ class Filling:
                 for late in overdue:
                     if late.is_complete:  # the others are dropped when they end
                         accounting.drop(late.samples.alone(), "stale", ctx)
-                if queue.is_ready() and queue.complete_groups >= until:
+                if queue.is_ready():
                     break
                 check_not_starved(queue, self.lost, ctx)
-                if lending is not None:
-                    missing = max(1, queue.bound.chunk - queue.complete_groups)
-                    waiting.enter_context(lending.later(ctx, missing))
-                    lending = None
                 self.take_in(sampling, ctx, wait=True, may_stop=may_stop)
         self.lost, taken = queue.lost, queue.take()
         sampling.took(taken, ctx)

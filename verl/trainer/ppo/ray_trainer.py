@@ -17,7 +17,6 @@ from verl import device
 from verl.algorithms.upstream_forms import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, elastic, to_dict
-from verl.config.lending import lends
 from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
 from verl.data import create_rl_sampler, stateful_loader
@@ -56,7 +55,6 @@ from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.replicas.keeper import ReplicaKeeper
 from verl.trainer.signals import StepDropped, StopSignals
 from verl.trainer.watchdog import Watchdog
-from verl.workers.lent import LENT, LentWorker
 from verl.workers.replica import ReplicaWorker
 
 __all__ = [
@@ -171,10 +169,6 @@ class RayPPOTrainer:
             for name, worker_class in placement.parts_of(role, named_class).items():
                 arguments = build.worker_arguments(self.config, name, self.total_training_steps, on)
                 by_pool.setdefault(pool, {})[name] = ClassWithInitArgs(worker_class, **arguments)
-        if lends(self.config):  # the trainers' processes sample while they wait
-            arguments = build.worker_arguments(self.config, LENT, self.total_training_steps, on)
-            trainers = next(classes for classes in by_pool.values() if "actor" in classes)
-            trainers[LENT] = ClassWithInitArgs(LentWorker, **arguments)
         make_group = self.worker_group_cls
         if isinstance(make_group, type):
             make_group = cast(Any, make_group).on_device(on, self.config.transfer_queue.enable)
@@ -209,8 +203,6 @@ class RayPPOTrainer:
         samples = "actor" if placement.samples_itself(self.role_worker_mapping) else "rollout"
         self.roles.add(models["actor"].handle(groups["actor"]))
         self.roles.add(RoleHandle("rollout", "sampler", groups[samples]))
-        if LENT in groups:
-            self.roles.add(RoleHandle(LENT, "sampler", groups[LENT]))
         for name, role in models.items():
             if name != "actor" and name in groups:
                 self.roles.add(role.handle(groups[name]))

@@ -85,20 +85,6 @@ class ScriptedSampling:
                 queue.begin_again(number)
             self._note("again", step=ctx.step, groups=list(script.next["groups"]))
 
-    def lends(self, until: int, ctx: StepContext) -> int:
-        """How many groups the step waits for before it begins; 0: as few as it needs.
-
-        Args:
-            until: for how many this run would lend devices; in a replay, which lends none, the recorded number counts.
-        """
-        self._leave_script(ctx)
-        script = self.follows
-        if script is not None:
-            until = script.next["until"] if script.next["event"] == "lend" else 0
-        if until:
-            self._note("lend", step=ctx.step, until=until)
-        return until
-
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         self._leave_script(ctx)
         script = self.follows

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import cast
 
@@ -22,11 +21,10 @@ from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo import accounting, stages, staleness
-from verl.trainer.ppo.beside import Sampling, sampling_of
+from verl.trainer.ppo.beside import sampling_of
 from verl.trainer.ppo.context import RunState, StepContext, together
 from verl.trainer.ppo.filling import Filling
 from verl.trainer.ppo.groups import Report, joined
-from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import GroupQueue, QueueBound
 from verl.trainer.ppo.schedules.sync import AHEAD, RESUMED, SyncSchedule
 from verl.trainer.ppo.scripted import ScriptedSampling
@@ -48,7 +46,6 @@ class QueueSchedule(SyncSchedule):
     def __init__(self) -> None:
         super().__init__()
         self._filling: Filling | None = None
-        self._lending: Lending | None = None
 
     def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
         """Steps in an epoch of the loader, whose batches may be of another size."""
@@ -66,7 +63,7 @@ class QueueSchedule(SyncSchedule):
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
             # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
-            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts, lending=self._lending)
+            taken = filling.next_chunk(source, sampling, ctx, may_stop=not parts)
             report.trained(taken, ctx.step - 1)
             chunk = joined([entry.samples for entry in taken])
             accounting.batched(chunk, ctx)
@@ -88,14 +85,10 @@ class QueueSchedule(SyncSchedule):
             sampling = self._opened(roles, ctx)[1]
             # After the last step only groups that were dropped meanwhile are in flight; the ledger hears of their end.
             waits, is_last = self._waits(sampling, ctx), ctx.step >= ctx.total_steps
-            lent = nullcontext() if self._lending is None or is_last or not waits else self._lending.later(ctx)
-            with lent:
-                while (waits or is_last) and sampling.in_flight and (is_last or not ctx.stop.requested):
-                    filling.take_in(sampling, ctx, wait=True, may_stop=not is_last)
+            while (waits or is_last) and sampling.in_flight and (is_last or not ctx.stop.requested):
+                filling.take_in(sampling, ctx, wait=True, may_stop=not is_last)
             idle = ctx.timers.seconds.get("wait_for_samples", 0.0)
             ctx.metrics.add(f"{self.prefix}/trainer/idle_seconds", idle, "last")  # with the wait before an update
-            if self._lending is not None:
-                self._lending.end_step(ctx)
             sampling.before_weights(ctx)
         super().publish(roles, ctx)
 
@@ -117,14 +110,8 @@ class QueueSchedule(SyncSchedule):
             queue = GroupQueue(bound, ctx.step - 1, (ctx.step - 1) * bound.groups)
             filling = self._filling = Filling(queue, ctx.run)
         if filling.sampling is None:
-            inner = sampling_of(roles, ctx)
-            self._lending = self._lender(inner, roles, ctx)
-            filling.start(ScriptedSampling(inner, ctx.run.record), ctx)
+            filling.start(ScriptedSampling(sampling_of(roles, ctx), ctx.run.record), ctx)
         return filling, cast(ScriptedSampling, filling.sampling)
-
-    def _lender(self, sampling: Sampling, roles: Roles, ctx: StepContext) -> Lending | None:
-        """What lends the trainers' devices to the samplers; a schedule may have it."""
-        return None
 
     def held_samples(self) -> Iterable[DataProto]:
         """Of groups that are complete, and of those that are in flight."""

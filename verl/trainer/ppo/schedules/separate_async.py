@@ -3,18 +3,12 @@
 A step trains on ``data.train_batch_size`` prompts, ``trainer.v1.separate_async.parameter_sync_step`` mini-batches, and
 then sends its weights. Where the sampler's log-probs are the old ones, each mini-batch is trained on as soon as it is
 complete; else the step takes its batch as a whole, because all its mini-batches share the log-probs of one old policy.
-With ``hybrid_rollout.enable_switch`` the trainers' devices sample while the trainer waits.
 """
 
 from __future__ import annotations
 
-from verl.config import PPOTrainerConfig, lending
+from verl.config import PPOTrainerConfig
 from verl.config.root import sampler_is_old_policy
-from verl.metrics import notice
-from verl.single_controller.base import Roles
-from verl.trainer.ppo.beside import Beside, Sampling
-from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.lending import Lending
 from verl.trainer.ppo.queue import QueueBound
 from verl.trainer.ppo.schedules.colocate_async import of_sampler
 from verl.trainer.ppo.schedules.queued import QueueSchedule
@@ -30,11 +24,3 @@ class SeparateAsyncSchedule(QueueSchedule):
         groups, streams = config.data.train_batch_size, sampler_is_old_policy(config)
         chunk = config.actor_rollout_ref.actor.ppo_mini_batch_size if streams else groups
         return of_sampler(config, groups, chunk, config.trainer.v1.separate_async.num_warmup_batches)
-
-    def _lender(self, sampling: Sampling, roles: Roles, ctx: StepContext) -> Lending | None:
-        if not lending.lends(ctx.config):
-            return None
-        if not isinstance(sampling, Beside) or sampling.takes_turns:
-            notice(lending.KEY, "has no effect: sampling and training take turns, so the trainers' devices do not wait")
-            return None
-        return Lending(sampling, roles, ctx.config, self.bound(ctx.config))
