@@ -518,6 +518,7 @@ TRACKERS = Registry(
     "tracker",
     {
         "console": "verl.observability.backends.console:ConsoleTracker",
+        "notebook": "verl.observability.backends.notebook:NotebookTracker",
         "file": "verl.observability.backends.file:FileTracker",
         "tensorboard": "verl.observability.backends.tensorboard:TensorboardTracker",
         "wandb": "verl.observability.backends.wandb:WandbTracker",

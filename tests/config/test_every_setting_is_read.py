@@ -53,6 +53,7 @@ READ_ELSEWHERE = {
     "algorithm.rollout_correction.loss_type",
     # Trackers get the configuration as a plain dict; tests/observability/backends/test_wandb.py reads this one.
     "trainer.wandb_proxy",
+    "trainer.console",  # tests/observability/backends/test_console.py
     # Read while a configuration is checked: tests/config/test_vision.py.
     "actor_rollout_ref.rollout.enable_vision",
     # The topology of a configuration is worked out while it is loaded: tests/config/test_topology.py.

@@ -39,11 +39,17 @@ SERVES = {
     "verl/models": ALL_TRAINERS,
     "verl/distributed": ALL_TRAINERS,
     "verl/checkpoint": ALL_TRAINERS,
+    "verl/api/run.py": ALL_TRAINERS,
+    "verl/api/start.py": ALL_TRAINERS,
+    "verl/cli": ALL_TRAINERS,
     "verl/data/tokenizer.py": ALL_TRAINERS,
     "verl/data/chat_template.py": ALL_TRAINERS,
 }
 """Programs that run a file or folder; what is not listed belongs to main_ppo."""
-TABLES = ("verl/registry.py", "verl/config/upstream_only.py", "verl/config/aliases.py", "verl/config/docs.py")
+TABLES = (
+    *("verl/registry.py", "verl/config/upstream_only.py", "verl/config/aliases.py", "verl/config/docs.py"),
+    *("verl/api/answers.py", "verl/cli/help.py", "verl/cli/last_words.py"),
+)
 NO_SETTINGS = {"torch.optim", "module.path", "module.name"}
 
 

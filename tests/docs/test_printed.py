@@ -19,7 +19,7 @@ from verl.data.filtering import filter_of
 
 RUN = {
     "README.md": (
-        *("make_data.py", "my_reward.py", "GRPO on your own data"),
+        *("make_data.py", "my_reward.py", "GRPO on your own data", "from Python"),
         "additions of a published model",  # by tests/e2e/test_published_model.py
     ),
     "docs/data.md": ("two columns", "prepared data", "my_filter.py"),
@@ -30,6 +30,7 @@ RUN = {
         *("my_loops.py", "my_trackers.py", "my_run.py"),
         *("my_pairs.py", "my_bonus.py"),  # by tests/recipe/test_own_code.py
     ),
+    "docs/python.md": ("from Python",),
     "docs/placement.md": (
         "one process",
         "colocated",
@@ -147,12 +148,27 @@ def test_the_readme_goes_from_data_to_a_checkpoint_and_shows_what_a_step_prints(
     (tmp_path / "my_reward.py").write_text(block("README.md", "def compute_score"))
     activate = "source .venv/bin/activate\n"
     script = block("README.md", activate).removeprefix(activate)  # the tests run in it
-    printed = bash(tmp_path, script, total_training_steps="1", save_freq="1")
+    both = script.replace("trainer.save_freq=10", "trainer.save_freq=10 trainer.console=both")
+    printed = bash(tmp_path, both, total_training_steps="1", save_freq="1")
     assert (tmp_path / "checkpoints/sums/first/global_step_1/actor/huggingface/model.safetensors").is_file()
     (sample,) = [one for one in blocks(ROOT / "README.md", "text") if "sampled completions" in one]
     shown, now = labels(sample), labels(printed)
     assert set(shown) == {"reward", "actor"} and {name: now[name] for name in shown} == shown
     assert "sampled completions · step 1" in printed and "step 1/1 · epoch 0" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_ten_lines_from_python_train_and_save(by_hand, tmp_path, page):
+    """Of their hundred steps the first two: only the number of rows is smaller."""
+    made, _ = by_hand
+    shutil.copytree(made / "my/sft/global_step_60/model/huggingface", tmp_path / WARMED_UP)
+    script = block(page, "import verl\n").replace("range(10, 50)", "range(10, 16)", 1).replace("(10, 50)", "(10, 15)")
+    assert len([line for line in script.splitlines() if line]) <= 10
+    (tmp_path / "ten_lines.py").write_text(script)
+    printed = bash(tmp_path, "python ten_lines.py")
+    (saved,) = tmp_path.glob("runs/grpo-*/global_step_2/actor/huggingface")
+    assert (saved / "model.safetensors").is_file() and str(saved.relative_to(tmp_path)) in printed
 
 
 def test_the_page_of_data_writes_what_it_says(tmp_path):

@@ -246,9 +246,9 @@ def test_every_program_that_prepares_data_is_described():
 
 def test_the_table_of_layers_is_that_of_the_file():
     layers = read_toml(ROOT / "layers.toml")["layers"]
-    rows = re.findall(r"^\| (\d) \| (`[^|]*) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (`[^|]*) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {number: re.findall(r"`(\w+)`", rooms) for number, rooms in rows} == {
-        number: [room for room in rooms if not room.startswith("_")] for number, rooms in layers.items()
+        number: named for number, rooms in layers.items() if (named := [r for r in rooms if not r.startswith("_")])
     }
     missing = [r for rooms in layers.values() for r in rooms if not list((ROOT / "verl").glob(f"{r}*"))]
     assert missing == [], "a room of layers.toml that is not there"

@@ -6,6 +6,7 @@ import ast
 import functools
 from pathlib import Path
 
+import verl
 from tests.sanity import source_tree
 from tests.sanity.source_tree import (
     ROOT,
@@ -22,7 +23,7 @@ from tests.sanity.source_tree import (
 
 FACADE_LINES, ALL_FACADE_LINES = 60, 1500
 FACADE_ROOMS = ("compat", "model_merger")
-LAZY_ROOT_ATTRIBUTES = {"DataProto": "protocol", "__version__": "_version"}
+LAZY_ROOT_ATTRIBUTES = {"DataProto": "protocol", "__version__": "_version", **dict.fromkeys(verl.OF_API, "api")}
 
 
 @functools.cache

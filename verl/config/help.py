@@ -17,14 +17,15 @@ def usage(program: Program) -> str:
         "  --cfg job                              print the resolved configuration and leave",
         "  --help                                 print this and leave",
         "",
-        *(_line(leaf) for leaf in built),
+        *(line(leaf) for leaf in built),
         "",
         f"{len(schema.every) - len(built)} more settings are known and belong to features that are not built yet.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _line(leaf: Leaf) -> str:
+def line(leaf: Leaf) -> str:
+    """A setting with its default, meaning and choices."""
     value = "null" if leaf.default is None else str(leaf.default)
     choices = f" ({', '.join(str(choice) for choice in leaf.choices)})" if leaf.choices else ""
     return f"{leaf.key}={value}  {leaf.meaning}{choices}"

@@ -76,5 +76,5 @@ class TransferQueueConfig(ConfigNode):
     enable: bool = setting(
         False,
         "on Ray, columns stay in the object store of the node that made them, and the controller holds references; "
-        "false: they travel through the controller. Same numbers; a run of one process needs neither",
+        "false: they travel through the controller. One process needs neither",
     )

@@ -94,7 +94,7 @@ class GlobalProfilerGlobalToolNsysConfig(ConfigNode):
     )
     worker_nsight_options: dict = setting(
         {},
-        "options of nsys for the workers, such as trace or cuda-graph-trace; they come on top of trace=cuda,nvtx,cublas,ucx, "
+        "options of nsys for the workers, on top of trace=cuda,nvtx,cublas,ucx, "
         "cuda-memory-usage=true, cuda-graph-trace=graph, capture-range=cudaProfilerApi, kill=none and "
         "capture-range-end=repeat-shutdown:n, n = 6 times the number of steps",
     )

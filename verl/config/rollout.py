@@ -224,8 +224,8 @@ class RolloutConfig(ConfigNode):
     )
     logprobs_mode: str = setting(
         "processed_logprobs",
-        "log-probs that the sampler reports: processed_logprobs (of the distribution it draws from), or raw_logprobs "
-        "(of the model's logits as they are: temperature 1, no penalty, no token left out)",
+        "log-probs that the sampler reports: processed_logprobs (of what it draws from), or raw_logprobs (of the logits: "
+        "temperature 1, no penalty, no token left out)",
         choices=("processed_logprobs", "raw_logprobs"),
     )
     full_determinism: bool = setting(
@@ -335,7 +335,7 @@ class RolloutConfig(ConfigNode):
     )
     requests_at_update: str = setting(
         "wait",
-        "requests in flight when new weights arrive, in schedules that sync weights while samplers work: wait: they end "
+        "requests in flight when weights arrive while samplers work: wait: they end "
         "first; pause: they stop, and go on from their prefix with the new weights; abort: as pause, on any replica",
         upstream=ABSENT,
         choices=("wait", "pause", "abort"),

@@ -138,6 +138,12 @@ class SFTRunConfig(ConfigNode):
         "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
         upstream=["console", "wandb"],
     )
+    console: str = setting(
+        "auto",
+        "what console prints of a step: table, line (all metrics) or both; auto: a table in a terminal, else a line",
+        choices=("auto", "table", "line", "both"),
+        upstream=ABSENT,
+    )
     seed: int = setting(1, "seed of the run")
     save_freq: int | str = setting(-1, "steps between checkpoints, the last step included; after_each_epoch; -1: never")
     test_freq: int | str = setting(-1, "steps between validations, the last step included; after_each_epoch; -1: never")

@@ -55,9 +55,8 @@ class TrainerV1Config(ConfigNode):
 
     trainer_mode: str = setting(
         "sync",
-        "schedule of sampling and training: sync (in turn), one_step_off (the next batch is sampled while this one is "
-        "trained on), colocate_async, separate_async and fully_async (from a queue, see docs/async.md), or the dotted "
-        "path of a schedule, such as a recipe's",
+        "schedule of sampling and training: sync (in turn), one_step_off (a batch ahead), colocate_async, separate_async and "
+        "fully_async (from a queue, see docs/async.md), or the dotted path of a schedule",
     )
     colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig)
     separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig)
@@ -105,6 +104,12 @@ class TrainerConfig(ConfigNode):
         ["console", "file"],
         "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
         upstream=["console", "wandb"],
+    )
+    console: str = setting(
+        "auto",
+        "what console prints of a step: table, line (all metrics) or both; auto: a table in a terminal, else a line",
+        choices=("auto", "table", "line", "both"),
+        upstream=ABSENT,
     )
     log_val_generations: int = setting(0, "validation samples that trackers show as a table")
     rollout_data_dir: str | None = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections.abc import Iterator
@@ -57,8 +58,26 @@ def enter(config: PPOTrainerConfig) -> Iterator[Place]:
         MissingDependencyError: the run needs Ray, which is not installed.
     """
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    with env.within({name: str(value) for name, value in variables.items()}):  # this may be the run's only process
+    words = {name: str(value) for name, value in variables.items()}
+    with env.within(words), outside_of_loop():  # this may be the run's only process
         yield from _enter(config)
+
+
+@contextmanager
+def outside_of_loop() -> Iterator[None]:
+    """A notebook runs its cells inside an event loop, where no other one may start; a run starts several.
+
+    The kernel's loop stands still during a cell anyway. It is out of sight for as long, in this thread, so that signals
+    and breakpoints work as in a script.
+    """
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        if loop is not None:
+            asyncio._set_running_loop(loop)
+            asyncio.set_event_loop(loop)
 
 
 def _enter(config: PPOTrainerConfig) -> Iterator[Place]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from rich.console import Console
 
 from verl.observability.backends.console import ConsoleTracker, step_line, step_table
@@ -17,10 +18,28 @@ def rendered(table) -> str:
     return captured.get()
 
 
-def test_the_line_keeps_every_digit():
-    assert step_line({"actor/pg_loss": 1 / 3, "training/global_step": 7}, 7) == (
-        "step:7 - actor/pg_loss:0.3333333333333333 - training/global_step:7"
-    )
+def test_the_line_has_five_digits_of_a_number_and_all_of_a_count():
+    metrics = {"actor/pg_loss": 1 / 3, "actor/lr": 1e-6, "perf/total_num_tokens": 1234567}
+    assert step_line(metrics, 7) == "step:7 - actor/pg_loss:0.33333 - actor/lr:1e-06 - perf/total_num_tokens:1234567"
+
+
+@pytest.mark.parametrize(
+    "console, terminal, table, line",
+    [
+        ("auto", True, True, False),
+        ("auto", False, False, True),
+        ("both", False, True, True),
+        ("table", False, True, False),
+        ("line", True, False, True),
+    ],
+)
+def test_a_terminal_shows_a_table_and_a_pipe_a_line_unless_one_is_named(
+    capsys, monkeypatch, console, terminal, table, line
+):
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: terminal))
+    ConsoleTracker("p", "e", {"trainer": {"console": console}}).log({"critic/score/mean": 0.5}, 3)
+    out = capsys.readouterr().out
+    assert ("reward" in out and "│" in out) == table and ("step:3 - critic/score/mean:0.5" in out) == line
 
 
 def test_a_word_of_the_data_in_a_metrics_name_is_neither_markup_nor_a_control_character():
@@ -37,7 +56,7 @@ def test_the_line_is_printed_whole_even_where_it_is_longer_than_the_terminal(cap
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step:3 - ")]
     assert len(lines) == 1
     pairs = dict(re.findall(r"- ([^ :]+):([^ ]+)", lines[0]))
-    assert {key: float(value) for key, value in pairs.items()} == data
+    assert {key: float(value) for key, value in pairs.items()} == pytest.approx(data, rel=1e-4)
 
 
 def test_the_table_shows_reward_and_held_out_accuracy():
@@ -52,7 +71,7 @@ def test_metrics_of_another_program_still_make_a_table():
 
 
 def test_the_title_tells_progress_and_time_left(capsys):
-    tracker = ConsoleTracker("p", "e")
+    tracker = ConsoleTracker("p", "e", {"trainer": {"console": "table"}})
     tracker.start(total_steps=12, first_step=2)
     tracker.log({"critic/score/mean": 0.5, "training/epoch": 1}, 3)
     tracker.finish()

@@ -1,6 +1,7 @@
-"""What scrolls by in the terminal: a table per step, one machine-readable line, a progress bar with the time left.
+"""What scrolls by: in a terminal a table per step and a progress bar with the time left, in a pipe a line per step.
 
-Many people's scripts parse the line ``step:N - key:value - ...``, so it is never wrapped, shortened or coloured.
+Many people's scripts parse the line ``step:N - key:value - ...``, so it has every key and is never wrapped or coloured;
+the tracker ``file`` has every digit.
 """
 
 from __future__ import annotations
@@ -77,16 +78,19 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("speed", (("perf/throughput", "tokens/s"), ("perf/mfu/actor", "mfu"))),
 )
 """The rows of the table: what a person looks at first. Everything else is in the line."""
+PARTS = {"table": ("table",), "line": ("line",), "both": ("table", "line")}
 
 
 class ConsoleTracker(Tracker):
-    """Progress on standard output; the bar moves only in a real terminal."""
+    """Progress on standard output (``trainer.console``); the bar moves only in a real terminal."""
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
         super().__init__(project_name, experiment_name, config)
         self.console = Console()
         if not self.console.is_terminal:
             self.console = Console(width=max(self.console.width, 120))
+        chosen = ((config or {}).get("trainer") or {}).get("console") or "auto"
+        self._parts = PARTS.get(chosen, ("table",) if self.console.is_terminal else ("line",))
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total, self._first, self._began = 0, 0, time.monotonic()
@@ -111,8 +115,10 @@ class ConsoleTracker(Tracker):
         left = self._left(step)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, left=left or "-")
-        self.console.print(step_table(metrics, self._title(metrics, step, left)))
-        self.console.print(Text(step_line(metrics, step), style="dim"), soft_wrap=True)
+        if "table" in self._parts:
+            self.console.print(step_table(metrics, self._title(metrics, step, left)))
+        if "line" in self._parts:
+            self.console.print(Text(step_line(metrics, step), style="dim"), soft_wrap=True)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         if samples:
@@ -141,8 +147,9 @@ class ConsoleTracker(Tracker):
 
 
 def step_line(metrics: Mapping[str, float], step: int) -> str:
-    """``step:3 - actor/pg_loss:0.25 - ...`` with every digit of every number."""
-    return " - ".join([f"step:{step}", *(f"{_plain(key)}:{value!r}" for key, value in metrics.items())])
+    """``step:3 - actor/pg_loss:0.25 - ...`` with five significant digits of every number, all of those of a count."""
+    shown = {key: str(value) if isinstance(value, int) else f"{value:.5g}" for key, value in metrics.items()}
+    return " - ".join([f"step:{step}", *(f"{_plain(key)}:{text}" for key, text in shown.items())])
 
 
 def step_table(metrics: Mapping[str, float], title: str) -> Group:

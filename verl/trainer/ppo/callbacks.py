@@ -26,7 +26,7 @@ from verl.trainer.signals import StepDropped
 from verl.trainer.watch import Watch
 
 
-class Run(Protocol):
+class RunningTrainer(Protocol):
     """What a hook sees of the trainer: `RayPPOTrainer` and trainers like it."""
 
     config: PPOTrainerConfig
@@ -62,16 +62,16 @@ class Callback:
     ``trainer.ctx`` is the context of the step that is learned from, ``trainer.state`` what outlives it.
     """
 
-    def on_fit_begin(self, trainer: Run) -> None:
+    def on_fit_begin(self, trainer: RunningTrainer) -> None:
         """Before the first step."""
 
-    def on_step_begin(self, trainer: Run) -> None:
+    def on_step_begin(self, trainer: RunningTrainer) -> None:
         """Before prompts are taken; ``trainer.ctx.step`` is the step's number."""
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         """After the update; the sampler still has the old weights until all callbacks before `Publish` ran."""
 
-    def on_fit_end(self, trainer: Run) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """After the last step, in every orderly end of the run."""
 
 
@@ -81,7 +81,7 @@ class UpdateCurriculum(Callback):
     def __init__(self, sampler: LearnsFromSteps) -> None:
         self.sampler = sampler
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         with trainer.ctx.timed("update_sampler"):
             self.sampler.update(batch)
 
@@ -89,7 +89,7 @@ class UpdateCurriculum(Callback):
 class DumpRollouts(Callback):
     """``trainer.rollout_data_dir``: one JSONL file of samples per step."""
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         folder = trainer.sample_folder("rollout_data_dir")
         if folder is None:
             return
@@ -101,7 +101,7 @@ class DumpRollouts(Callback):
 class ShowSamples(Callback):
     """A few sampled completions on the console, at the first step and then every ``test_freq`` steps."""
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         config, step = trainer.config.trainer, trainer.ctx.step
         count = config.log_train_generations
         if count <= 0 or (step != 1 and (config.test_freq <= 0 or step % config.test_freq)):
@@ -119,10 +119,10 @@ class WatchLearning(Callback):
     def __init__(self) -> None:
         self.watch = Watch()
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         self.watch.step(signs_of(batch, trainer.ctx))
 
-    def on_fit_end(self, trainer: Run) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         self.watch.end()
 
 
@@ -132,7 +132,7 @@ class CompareCopies(Callback):
     def __init__(self, every: int) -> None:
         self._check = CopyCheck(every)
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         if not self._check.is_due(trainer.ctx.step):
             return
         models = [*trainer.roles.of_kind("trainable").values(), *trainer.roles.of_kind("frozen").values()]
@@ -151,10 +151,10 @@ class SaveCheckpoint(Callback):
         self._clock, self._began = clock, 0.0
         self._longest = {"step": 0.0, "save": expiry.SAVE_SECONDS}
 
-    def on_step_begin(self, trainer: Run) -> None:
+    def on_step_begin(self, trainer: RunningTrainer) -> None:
         self._began = self._clock()
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         settings, ctx, now = trainer.config.trainer, trainer.ctx, self._clock()
         every, spare = settings.save_freq, settings.esi_redundant_time
         self._longest["step"] = max(self._longest["step"], now - self._began)
@@ -176,14 +176,14 @@ class SaveCheckpoint(Callback):
 class Publish(Callback):
     """Publishes the updated weights to the sampler."""
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         trainer.schedule.publish(trainer.roles, trainer.ctx)
 
 
 class Validate(Callback):
     """Before training, every ``trainer.test_freq`` steps, and after the last one."""
 
-    def on_fit_begin(self, trainer: Run) -> None:
+    def on_fit_begin(self, trainer: RunningTrainer) -> None:
         settings, resumed = trainer.config.trainer, trainer.ctx.step > 0
         if trainer.validator is None or not (settings.val_before_train or settings.val_only):
             return
@@ -194,7 +194,7 @@ class Validate(Callback):
             metrics = trainer.validate()
         trainer.log(metrics, trainer.ctx.step)
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         every, ctx = trainer.config.trainer.test_freq, trainer.ctx
         if trainer.validator is None or every <= 0 or (ctx.step % every and ctx.step != ctx.total_steps):
             return
@@ -210,7 +210,7 @@ class Profile(Callback):
         self.steps = ProfiledSteps(config.steps, config.profile_continuous_steps)
         self.runs = False
 
-    def on_step_begin(self, trainer: Run) -> None:
+    def on_step_begin(self, trainer: RunningTrainer) -> None:
         name = self.steps.beginning(trainer.ctx.step)
         if name is not None:
             self.runs = True
@@ -218,16 +218,16 @@ class Profile(Callback):
                 for group in trainer.roles.groups():
                     group.start_profile(name)
 
-    def on_step_end(self, trainer: Run, batch: DataProto) -> None:
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         if self.steps.is_end(trainer.ctx.step):
             with trainer.ctx.timed("stop_profile"):
                 self._stop(trainer)
 
-    def on_fit_end(self, trainer: Run) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         if self.runs:  # the run ended amid steps that share a recording
             self._stop(trainer)
 
-    def _stop(self, trainer: Run) -> None:
+    def _stop(self, trainer: RunningTrainer) -> None:
         self.runs = False
         for group in trainer.roles.groups():
             group.stop_profile()

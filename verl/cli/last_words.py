@@ -1,0 +1,65 @@
+"""What a person wants to know when a run is over: where everything lies, how good it got, what comes next."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from verl.api.run import Run
+from verl.errors import VerlError
+from verl.metrics import notice
+
+VALIDATION = re.compile(r"^val-core/.+/mean@\d+$|^val/loss$")
+ROLLOUTS = ("rollout_data_dir", "validation_data_dir")
+
+
+def tell_end(run: Run) -> None:
+    """Print the panel of a run that is complete."""
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows_of(run):
+        table.add_row(name, value)
+    Console().print(Panel(table, title=run.folder.name, title_align="left", expand=False))
+
+
+def rows_of(run: Run) -> list[tuple[str, str]]:
+    """The lines of the panel."""
+    rows = [("steps", str(run.steps)), *_best(run), ("metrics", str(run.folder / "metrics.jsonl"))]
+    rows += [("curve", str(curve))] if (curve := _curve(run)) else []
+    checkpoint = run.checkpoint
+    rows.append(("checkpoint", str(checkpoint) if checkpoint else "none: trainer.save_freq is -1"))
+    for word in run.words:
+        key, _, value = word.partition("=")
+        if key.removeprefix("trainer.") in ROLLOUTS:
+            rows.append(("samples", value))
+    if checkpoint:
+        rows.append(("next", f"verl resume {run.folder} trainer.total_training_steps=..."))
+        rows.append(("", f"verl generate model.path={run.model_path} data.path=prompts.jsonl"))
+    return rows
+
+
+def _best(run: Run) -> list[tuple[str, str]]:
+    """The best validation of each kind, with its step."""
+    frame: Any = run.metrics
+    best = []
+    for key in [column for column in frame.columns if VALIDATION.match(column)]:
+        values = frame[key].dropna()
+        if not len(values):
+            continue
+        step = values.idxmin() if key == "val/loss" else values.idxmax()
+        best.append((f"best {key}", f"{values[step]:.4g} at step {step}, at last {values.iloc[-1]:.4g}"))
+    return best
+
+
+def _curve(run: Run) -> Path | None:
+    try:
+        return Path(run.plot())
+    except (VerlError, ImportError, OSError) as error:
+        notice("verl", f"no curve was drawn: {error}")
+        return None
