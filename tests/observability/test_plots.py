@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,44 @@ def test_several_runs_are_drawn_into_one_picture_named_where_they_differ(run, tm
     here = run.relative_to(tmp_path).with_suffix("")
     assert drawn == [f"{here}: critic/score/mean", f"other/deep/{run.stem}: critic/score/mean"]
     assert capsys.readouterr().out.strip() == str(run.with_name(f"{run.stem}-compared.png"))
+
+
+def test_metrics_of_one_kind_share_an_axis_and_seconds_or_tokens_may_be_across(tmp_path, monkeypatch):
+    steps = [
+        {"step": 0, "data": {"val-core/a/acc/mean@1": 0.5}},
+        {
+            "step": 1,
+            "data": {"actor/entropy": 2.0, "actor/lr": 0.1, "timing_s/step": 4.0, "perf/total_num_tokens": 100},
+        },
+        {"step": 2, "data": {"actor/entropy": 1.0, "timing_s/step": 2.0, "val-core/a/acc/mean@1": 1.0}},
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(s) + "\n" for s in steps))
+    drawn = {}
+
+    def plot(axis, across, values, label, **_):
+        drawn[label] = (id(axis), list(across), list(values))
+        return [SimpleNamespace(get_color=lambda: "red")]
+
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", plot)
+    keys = ["actor/entropy", "actor/lr", "val-core/a/acc/mean@1"]
+    plot_run(path, tmp_path / "a.png", keys, x="seconds")
+    assert drawn["actor/entropy"][1:] == ([4.0, 6.0], [2.0, 1.0])
+    assert drawn["val-core/a/acc/mean@1"][1:] == ([0.0, 6.0], [0.5, 1.0])
+    assert len({axis for axis, _, _ in drawn.values()}) == 3
+    plot_run(path, tmp_path / "a.png", keys, x="tokens", smooth=0.5)
+    assert drawn["actor/entropy"][1] == [100.0, 100.0]
+    assert drawn["actor/entropy"][2] == [2.0, pytest.approx(4 / 3)]  # (0.25 x 2 + 0.5 x 1) / 0.75
+    path.write_text(json.dumps({"step": 1, "data": {"x": 1.0}}) + "\n")
+    with pytest.raises(DataError, match="the run logged no tokens"):
+        plot_run(path, tmp_path / "a.png", ["x"], x="tokens")
+
+
+@pytest.mark.parametrize("weight", ["1", "-0.1", "much"])
+def test_a_weight_that_is_none_is_refused(run, capsys, weight):
+    with pytest.raises(SystemExit) as left:
+        main([str(run), "--smooth", weight])
+    assert left.value.code == 2 and "--smooth" in capsys.readouterr().err
 
 
 def test_a_picture_in_the_place_of_a_second_run_is_told_how_to_be_named(run, capsys):

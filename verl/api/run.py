@@ -104,17 +104,21 @@ class Run:
 
         return load_trained(self.model_path, **arguments)
 
-    def plot(self, keys: list[str] | None = None, path: str | Path | None = None) -> Any:
+    def plot(
+        self, keys: list[str] | None = None, path: str | Path | None = None, x: str = "step", smooth: float = 0.0
+    ) -> Any:
         """Draw its curves; in a notebook the picture is shown.
 
         Args:
             keys: metrics; by default reward, loss and accuracy.
             path: of the PNG; by default in the run's folder.
+            x: ``step``, ``seconds`` or ``tokens``.
+            smooth: weight of the past in a moving average, below 1; 0: none.
 
         Returns:
             The picture in a notebook, else its path.
         """
-        place = plot_run(self._metrics(), path or self.folder / CURVE, keys, title=self.folder.name)
+        place = plot_run(self._metrics(), path or self.folder / CURVE, keys, self.folder.name, x, smooth)
         from verl.observability.backends.notebook import in_notebook
 
         if not in_notebook():

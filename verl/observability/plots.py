@@ -9,12 +9,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from verl.errors import DataError, VerlError, suggest
 from verl.json_text import read_json
 
 REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
 LOSS_KEYS = ("train/loss", "val/loss")
+HELD_OUT = "held out"
+X = {"seconds": ("timing_s/step", "train/time(s)"), "tokens": ("perf/total_num_tokens", "train/global_tokens")}
+"""What may be on the axis besides steps -> the metric of a step that is summed, by kind of run."""
 Paths = str | Path | Sequence[str | Path]
 ACCURACY = re.compile(r"^val-core/.+/mean@\d+$")
 
@@ -76,27 +80,68 @@ def default_keys(rows: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
     return keys or logged[:2]
 
 
-def plot_run(path: Paths, out: str | Path, keys: Sequence[str] | None = None, title: str | None = None) -> Path:
-    """Draw the metrics ``keys`` of a run or several, training curves on the left and held-out ones on the right."""
+def positions(rows: Sequence[tuple[int, dict[str, float]]], x: str) -> dict[int, float]:
+    """Step -> its place on the axis: the step, or the sum of seconds or tokens of all steps so far.
+
+    Raises:
+        DataError: the run logged none of these sums.
+    """
+    if x == "step":
+        return {step: float(step) for step, _ in rows}
+    total, places, key = 0.0, dict[int, float](), None
+    for step, data in rows:
+        key = key or next((name for name in X[x] if name in data), None)
+        total += float(data.get(key) or 0.0) if key else 0.0
+        places[step] = total
+    if key is None:
+        raise DataError(f"the run logged no {x}", got=x, allowed=["step"], fix=f"It needs one of {', '.join(X[x])}.")
+    return places
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential moving average; ``weight`` (0 to 1, exclusive) is that of the past, corrected at the beginning."""
+    mean, share, result = 0.0, 0.0, []
+    for value in values:
+        mean, share = weight * mean + (1 - weight) * value, weight * share + (1 - weight)
+        result.append(mean / share)
+    return result
+
+
+def plot_run(
+    path: Paths,
+    out: str | Path,
+    keys: Sequence[str] | None = None,
+    title: str | None = None,
+    x: str = "step",
+    smooth: float = 0.0,
+) -> Path:
+    """Draw the metrics ``keys`` of a run or several, one axis per kind of metric.
+
+    Args:
+        x: ``step``, ``seconds`` or ``tokens``.
+        smooth: weight of the past in a moving average, below 1, which is drawn over the values; 0: none.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # a run has no screen
     from matplotlib import pyplot as plt
 
     paths = [path] if isinstance(path, (str, Path)) else list(path)
-    chosen: list[Series] = []
+    kinds: dict[str, list[tuple[Series, list[float]]]] = {}
     for name, rows in zip(_names(paths), map(read_metrics, paths), strict=True):
-        chosen += [replace(series(rows, key), label=f"{name}{key}") for key in keys or default_keys(rows)]
-    groups = [g for g in ([s for s in chosen if not _held_out(s)], [s for s in chosen if _held_out(s)]) if g]
-    figure, axes = plt.subplots(1, len(groups), figsize=(5.2 * len(groups), 3.6), squeeze=False, layout="constrained")
-    for axis, group in zip(axes[0], groups):
-        for one in group:
-            axis.plot(one.steps, one.values, marker="o" if len(one.steps) <= 30 else None, ms=4, label=one.label)
-        axis.set_xlabel("step")
-        axis.set_title("held out" if _held_out(group[0]) else "training", fontsize=10)
+        places = positions(rows, x)
+        for key in keys or default_keys(rows):
+            one = replace(series(rows, key), label=f"{name}{key}")
+            kinds.setdefault(_kind(key), []).append((one, [places[step] for step in one.steps]))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(5.2 * len(kinds), 3.6), squeeze=False, layout="constrained")
+    for axis, (kind, group) in zip(axes[0], sorted(kinds.items(), key=lambda kind: kind[0] == HELD_OUT)):
+        for one, across in group:
+            _draw(axis, one, across, smooth)
+        axis.set_xlabel(x)
+        axis.set_title(kind, fontsize=10)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-        if all(0 <= v <= 1 for one in group for v in one.values):
+        if all(0 <= v <= 1 for one, _ in group for v in one.values):
             axis.set_ylim(-0.03, 1.03)
     figure.suptitle(title or ", ".join(dict.fromkeys(Path(one).stem for one in paths)))
     out = Path(out)
@@ -106,6 +151,20 @@ def plot_run(path: Paths, out: str | Path, keys: Sequence[str] | None = None, ti
     return out
 
 
+def _draw(axis: Any, one: Series, across: Sequence[float], smooth: float) -> None:
+    marker = "o" if len(one.steps) <= 30 else None
+    if smooth:
+        (line,) = axis.plot(across, smoothed(one.values, smooth), label=one.label)
+        axis.plot(across, one.values, alpha=0.25, color=line.get_color(), label="_")
+    else:
+        axis.plot(across, one.values, marker=marker, ms=4, label=one.label)
+
+
+def _kind(key: str) -> str:
+    """What shares an axis: held-out results, and otherwise what has the first two words of its name in common."""
+    return HELD_OUT if key.startswith(("val-", "val/")) else "/".join(key.split("/")[:2])
+
+
 def _names(paths: Sequence[str | Path]) -> list[str]:
     """Where the paths of runs differ, before the names of their metrics; nothing for a single run."""
     stems = [os.path.splitext(os.path.abspath(one))[0] for one in paths]
@@ -113,8 +172,11 @@ def _names(paths: Sequence[str | Path]) -> list[str]:
     return [f"{os.path.relpath(stem, above)}: " for stem in stems] if len(stems) > 1 else [""]
 
 
-def _held_out(one: Series) -> bool:
-    return one.key.startswith(("val-", "val/"))
+def _weight(text: str) -> float:
+    weight = float(text)
+    if not 0 <= weight < 1:
+        raise argparse.ArgumentTypeError("a weight is 0 or more, and below 1")
+    return weight
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,11 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", default=None, help="the PNG to write; by default as the first metrics file")
     parser.add_argument("-k", "--keys", nargs="+", default=None, help="metrics to draw; reward and accuracy by default")
     parser.add_argument("--title", default=None)
+    parser.add_argument("-x", choices=("step", *X), default="step", help="what is on the axis; by default the step")
+    parser.add_argument("--smooth", type=_weight, default=0.0, help="weight of the past in a moving average, as 0.9")
     args = parser.parse_args(argv)
     try:
         first = Path(args.metrics[0])
         default = first.with_suffix(".png") if len(args.metrics) == 1 else first.with_name(f"{first.stem}-compared.png")
-        print(plot_run(args.metrics, args.out or default, args.keys, args.title))
+        print(plot_run(args.metrics, args.out or default, args.keys, args.title, args.x, args.smooth))
     except VerlError as error:
         print(error, file=sys.stderr)
         return 2
