@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
 from verl.errors import MissingDependencyError
 
@@ -31,5 +34,18 @@ def load_trained(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         return adapted
     config = AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-    model: PreTrainedModel = model_class.from_pretrained(folder, **arguments)
+    with _without_bars():
+        model: PreTrainedModel = model_class.from_pretrained(folder, **arguments)
     return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """The files are on this machine: a bar for them is noise."""
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
