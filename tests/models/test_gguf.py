@@ -147,5 +147,5 @@ class Free:
 
 def test_without_the_package_the_message_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'verl\[gguf\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[gguf\]'"):
         gguf_files.write_folder(tmp_path / "small.gguf", tmp_path / "out")

@@ -36,7 +36,7 @@ def test_without_a_gpu_it_is_refused_before_the_run(tmp_path):
 
 
 def test_without_the_package_the_fix_is_its_extra(tmp_path):
-    with pytest.raises(ConfigError, match=r"liger-kernel is not installed.*verl\[liger\]"):
+    with pytest.raises(ConfigError, match=r"liger-kernel is not installed.*pip install -e .*liger"):
         apply_liger(load_causal_lm(str(tiny_model_dir(tmp_path))), "cuda")
 
 

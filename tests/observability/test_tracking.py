@@ -58,7 +58,7 @@ def test_a_tracker_that_is_not_built_is_refused_by_name(name):
 
 def test_a_tracker_that_is_not_installed_names_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'verl\[wandb\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[wandb\]'"):
         Tracking("p", "e", ["wandb"])
 
 

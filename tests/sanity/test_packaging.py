@@ -12,6 +12,7 @@ import zipfile
 
 import pytest
 
+from tests.harness.models import tiny_model_dir
 from tests.sanity.source_tree import ROOT, read_toml, tracked_files
 
 
@@ -61,6 +62,33 @@ def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
         cwd=elsewhere, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "actor_rollout_ref:" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_wheel_trains_resumes_and_draws_outside_the_checkout(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(site)
+    tiny_model_dir(elsewhere / "model")
+    (elsewhere / "rows.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n' * 4)
+    (elsewhere / "reward.py").write_text("def score(solution_str, ground_truth):\n    return len(solution_str)\n")
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+
+    def verl(*words):
+        command = [sys.executable, "-m", "verl", *words]
+        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    settings = ["actor_rollout_ref.model.path=model", "data.train_files=rows.jsonl", "data.val_files=null",
+                "reward.custom_reward_function.path=reward.py", "data.train_batch_size=4", "data.max_prompt_length=64",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=4"]  # fmt: skip
+    assert "the run can start" in verl("train", "grpo", "--preset", "quickstart", "--dry-run", *settings)
+    verl("train", "grpo", *settings, "trainer.total_training_steps=1")
+    (run,) = (elsewhere / "runs").iterdir()
+    verl("resume", str(run.relative_to(elsewhere)), "trainer.total_training_steps=2")
+    assert (run / "global_step_2/actor/huggingface/model.safetensors").is_file()
+    assert verl("plots", str(run), "-o", "drawn.png").strip() == "drawn.png" and (elsewhere / "drawn.png").is_file()
+    assert str(site) in verl("doctor")
 
 
 def test_the_pins_satisfy_the_ranges_of_the_package():

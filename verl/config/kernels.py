@@ -79,7 +79,7 @@ def _on_gpu(role: MegatronRole, kind: str) -> Problems:
             message, fix = "Liger's kernels need a GPU", f"Set {key}.use_liger=false on a CPU."
             problems.append(ConfigError(message, key=f"{key}.use_liger", got=True, fix=fix))
         elif not _is_installed("liger_kernel"):
-            fix = "pip install 'verl[liger]', or leave it out."
+            fix = "In the checkout: pip install -e '.[liger]', or leave it out."
             message = "the package liger-kernel is not installed"
             problems.append(ConfigError(message, key=f"{key}.use_liger", got=True, fix=fix))
     is_fused = "use_fused_kernels" in model and model.use_fused_kernels

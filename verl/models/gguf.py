@@ -44,7 +44,9 @@ def write_folder(file: Path, target: Path) -> Path:
             than its weights take.
     """
     if not is_gguf_available():
-        raise MissingDependencyError("reading a GGUF file needs gguf", got=str(file), fix="pip install 'verl[gguf]'")
+        raise MissingDependencyError(
+            "reading a GGUF file needs gguf", got=str(file), fix="In the checkout: pip install -e '.[gguf]'"
+        )
     _check(file, target)
     with quiet_transformers(), readable_errors(str(file)):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -23,7 +23,10 @@ def apply_liger(model: Any, device: str) -> None:
         raise ConfigError("Liger's kernels need a GPU", key=KEY, got=True, allowed="False on a CPU")
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
-            "the package liger-kernel is not installed", key=KEY, got=True, fix="pip install 'verl[liger]'"
+            "the package liger-kernel is not installed",
+            key=KEY,
+            got=True,
+            fix="In the checkout: pip install -e '.[liger]'",
         )
     patches = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch")
     family = model.config.model_type

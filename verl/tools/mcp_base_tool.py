@@ -60,7 +60,9 @@ class MCPBaseTool(BaseTool):
             ConfigError: no such file or tool, or a server that cannot be reached.
         """
         if importlib.util.find_spec("mcp") is None:
-            raise ConfigError("MCP tools need the package mcp", key="class_name", fix="pip install 'verl[mcp]'")
+            raise ConfigError(
+                "MCP tools need the package mcp", key="class_name", fix="In the checkout: pip install -e '.[mcp]'"
+            )
         section, config = entry.get("mcp"), dict(entry.get("config") or {})
         if not isinstance(section, Mapping) or not section.get("mcp_servers_config_path"):
             raise ConfigError("a file of MCP servers is needed", key=FILE_KEY)

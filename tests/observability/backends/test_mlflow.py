@@ -12,7 +12,7 @@ from verl.observability.backends.mlflow import LONGEST_PARAM, MlflowTracker, _Na
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'verl\[mlflow\]', or leave 'mlflow' out"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[mlflow\]', or leave 'mlflow' out"):
         MlflowTracker("p", "e")
 
 

@@ -38,7 +38,7 @@ def fake(monkeypatch):
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'verl\[swanlab\]', or leave 'swanlab' out"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[swanlab\]', or leave 'swanlab' out"):
         SwanlabTracker("p", "e")
 
 

@@ -61,5 +61,5 @@ def test_metrics_samples_and_the_exit_code_reach_the_run(fake):
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'verl\[wandb\]', or leave 'wandb' out"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[wandb\]', or leave 'wandb' out"):
         WandbTracker("p", "e")

@@ -238,7 +238,7 @@ def import_megatron(module: str = "") -> Any:
             "Megatron-Core is not installed",
             key="strategy",
             got="megatron",
-            fix="pip install 'verl[megatron]', or use strategy=fsdp2.",
+            fix="In the checkout: pip install -e '.[megatron]', or use strategy=fsdp2.",
         ) from error
 
 

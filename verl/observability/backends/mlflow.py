@@ -35,7 +35,7 @@ class MlflowTracker(Tracker):
                 "the package mlflow is not installed",
                 key="trainer.logger",
                 got="mlflow",
-                fix="pip install 'verl[mlflow]', or leave 'mlflow' out of trainer.logger.",
+                fix="In the checkout: pip install -e '.[mlflow]', or leave 'mlflow' out of trainer.logger.",
             ) from error
         self._metric, self._names = Metric, _Names()
         self._client = mlflow.MlflowClient()

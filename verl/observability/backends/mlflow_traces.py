@@ -25,7 +25,7 @@ class MlflowTraces(TraceBackend):
                 "the package mlflow is not installed",
                 key=KEY,
                 got="mlflow",
-                fix="pip install 'verl[mlflow]', or leave the setting out.",
+                fix="In the checkout: pip install -e '.[mlflow]', or leave the setting out.",
             ) from error
         self.client = mlflow
         # Traces are written in a thread of their own already; in MLflow's own one a failure would come after `write`.

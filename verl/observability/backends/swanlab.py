@@ -27,7 +27,7 @@ class SwanlabTracker(Tracker):
                 "the package swanlab is not installed",
                 key="trainer.logger",
                 got="swanlab",
-                fix="pip install 'verl[swanlab]', or leave 'swanlab' out of trainer.logger.",
+                fix="In the checkout: pip install -e '.[swanlab]', or leave 'swanlab' out of trainer.logger.",
             ) from error
         self._swanlab = swanlab
         self.run = self._open(env.get("SWANLAB_MODE"))

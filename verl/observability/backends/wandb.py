@@ -24,7 +24,7 @@ class WandbTracker(Tracker):
                 "the package wandb is not installed",
                 key="trainer.logger",
                 got="wandb",
-                fix="pip install 'verl[wandb]', or leave 'wandb' out of trainer.logger.",
+                fix="In the checkout: pip install -e '.[wandb]', or leave 'wandb' out of trainer.logger.",
             ) from error
         self._wandb = wandb
         trainer = (config or {}).get("trainer") or {}

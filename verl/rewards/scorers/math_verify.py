@@ -93,7 +93,9 @@ def _process() -> Any:
     with _lock:
         if _runner is None:
             if importlib.util.find_spec("math_verify") is None:
-                raise MissingDependencyError("math-verify is not installed", fix="pip install 'verl[math]'")
+                raise MissingDependencyError(
+                    "math-verify is not installed", fix="In the checkout: pip install -e '.[math]'"
+                )
             from verl.rewards.function import RewardFunction
             from verl.rewards.runners.process import ProcessRunner
             from verl.rewards.scorers import math_verify_process  # loads the package
