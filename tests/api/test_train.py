@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl
 from tests.harness.models import tiny_model_dir
+from verl.api import start
+from verl.api.methods import METHODS
 from verl.cli.main import main
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError
 
@@ -52,6 +54,16 @@ def test_a_run_from_python_has_the_bits_of_its_command_line(here):
     saved = [one.model().state_dict() for one in (run, again)]
     assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
     assert {"critic/score/mean", "actor/pg_loss"} <= {*run.metrics.columns}
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (16, 16), (17, 8), (30, 15), (31, 15), (1600, 16)])
+def test_a_batch_is_chosen_so_that_hardly_a_row_is_left_over(here, rows, batch):
+    method = METHODS["grpo"]
+    given = start._data(method, Path("run"), ["a"] * rows, None, None)
+    assert given["data.train_batch_size"] == given["actor_rollout_ref.actor.ppo_mini_batch_size"] == batch
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size" not in start._data(
+        METHODS["dpo"], Path("run"), PAIRS, None, None
+    )
 
 
 def test_a_run_leaves_the_callers_random_numbers_and_event_loop_as_they_were(here):

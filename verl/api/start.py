@@ -35,7 +35,7 @@ SOURCE = "rows"
 SAVE = 1_000_000
 """A ``trainer.save_freq`` beyond any run: only its last step is saved."""
 ROWS = 16
-"""Prompts of a step, where there are that many and nothing else is said."""
+"""Most rows of a step, where nothing else is said."""
 
 
 def train(
@@ -60,7 +60,7 @@ def train(
         val: held-out rows, as ``data``.
         tokenizer: of a loaded model.
         settings: those of the command line, nested (``trainer={"total_epochs": 3}``) or dotted
-            (``**{"trainer.total_epochs": 3}``); without them rows are gone through once, 16 a step.
+            (``**{"trainer.total_epochs": 3}``); without them rows are gone through once, at most 16 a step.
 
     Raises:
         VerlError: what the command line would refuse, with the same words.
@@ -224,9 +224,10 @@ def _data(method: Method, folder: Path, data: Any, val: Any, source: str | None)
     given = {"data.train_files": train, "data.val_files": held_out, "trainer.total_epochs": 1}
     rows = _number_of_rows(train)
     if rows is not None:
-        given["data.train_batch_size"] = min(rows, ROWS)
-    if rows is not None and is_prompts:
-        given["actor_rollout_ref.actor.ppo_mini_batch_size"] = min(rows, ROWS)
+        batch = rows // -(-rows // ROWS)  # rows that fill no batch are not trained on: as few as can be
+        given["data.train_batch_size"] = batch
+        if is_prompts:
+            given["actor_rollout_ref.actor.ppo_mini_batch_size"] = batch
     return given
 
 
