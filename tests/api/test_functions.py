@@ -12,7 +12,7 @@ from collections import Counter as Bag
 import pytest
 
 from tests.harness import rows
-from verl.api.functions import reward_settings
+from verl.api.functions import reward_settings, source_of
 from verl.errors import RewardError
 from verl.rewards import load_reward_function
 
@@ -28,8 +28,8 @@ MODEL = object()
 
 def digits(text):
     """Calls itself, too."""
-    found = re.findall("[0-9]+", text)
-    return found[-1] if found else digits("0")
+    numbers = re.findall("[0-9]+", text)
+    return numbers[-1] if numbers else digits("0")
 
 def decorated(fn):
     @functools.wraps(fn)
@@ -89,6 +89,22 @@ def test_a_closure_brings_its_values_and_the_functions_around_it(tmp_path):
     settings = reward_settings(nested, tmp_path / "reward.py")
     fn = load_reward_function(settings["path"], settings["name"])
     assert fn(solution_str="a", ground_truth="aa") == nested("a", "aa") == 1 + 1 + 2
+
+
+TEXT = object()
+"""A global that no file can hold, under the name of a parameter and of a local variable below."""
+words = TEXT
+
+
+def test_a_local_variable_may_have_the_name_of_a_global_one(tmp_path):
+    settings = reward_settings(shadowing, tmp_path / "reward.py")
+    assert (settings["name"], shadowing("a b", "b")) == ("shadowing", 2.0)
+    assert "object" not in source_of(shadowing)
+
+
+def shadowing(solution_str: TEXT, ground_truth):
+    words = solution_str.split()
+    return float(sum(len(word) for word in words))
 
 
 def test_a_file_is_named_with_its_function(tmp_path):

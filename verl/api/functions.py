@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import functools
 import inspect
+import math
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from verl.errors import RewardError
@@ -116,12 +118,21 @@ def _text(fn: FunctionType, name: str) -> str:
 
 
 def _free_names(fn: FunctionType, text: str) -> set[str]:
-    """Names that a function reads and does not bind, decorators, defaults and annotations among them."""
-    loaded = {
-        node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-    known = {*fn.__globals__, *fn.__code__.co_freevars}
-    return {name for name in loaded if name in known}
+    """Names that a function takes from its surroundings, those of its decorators and defaults among them.
+
+    A local variable may have the name of a global one, so its bytecode is read. Annotations are not evaluated.
+    """
+    (defined,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    arguments = defined.args
+    header = [*defined.decorator_list, *arguments.defaults, *(value for value in arguments.kw_defaults if value)]
+    names = {node.id for part in header for node in ast.walk(part) if isinstance(node, ast.Name)}
+    return names | set(fn.__code__.co_freevars) | _globals_of(fn.__code__)
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    """Global names that a code object and those inside of it load."""
+    names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _value(fn: FunctionType, name: str) -> tuple[bool, Any]:
@@ -148,4 +159,4 @@ def _is_constant(value: Any) -> bool:
         return all(map(_is_constant, value))
     if isinstance(value, dict):
         return all(_is_constant(key) and _is_constant(inner) for key, inner in value.items())
-    return type(value) in CONSTANTS
+    return type(value) in CONSTANTS and not (isinstance(value, float) and not math.isfinite(value))  # repr: nan
