@@ -76,6 +76,8 @@ def test_help_all_searches_names_and_meanings(capsys):
         (["train", "grpo", "trainer.total_epoch=1"], "trainer.total_epoch"),
         (["resume", "nowhere"], "this folder holds no run"),
         (["resume"], "the folder of a run is needed"),
+        (["generate", "--dry-run"], "--dry-run: only programs that train have this flag"),
+        (["eval", "--preset", "quickstart"], "--preset: only programs that train have this flag"),
         (["data"], "a data file is needed"),
         (["completion", "tcsh"], "a shell is needed"),
         (["doctor", "now"], "the report takes no words"),

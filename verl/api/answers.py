@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from verl.api.rows import files_of
 from verl.api.settings import words_of
 from verl.api.start import SOURCE, in_process, model_setting, new_folder
 from verl.config import load_config
+from verl.errors import VerlError
 from verl.json_text import read_json
 
 if TYPE_CHECKING:
@@ -85,7 +87,11 @@ def _run(
     look: Callable[[Any], None] | None = None,
 ) -> str:
     words = [*words_of(configuration, given), *words_of(configuration, settings)]
-    config: Any = load_config(configuration, words, look)
+    try:
+        config: Any = load_config(configuration, words, look)
+    except VerlError:
+        shutil.rmtree(folder)  # nothing ran
+        raise
     with in_process(folder):
         return program(config)
 

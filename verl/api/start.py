@@ -151,7 +151,7 @@ def begin(name: str, words: Sequence[str], stops: bool = True) -> Run:
     folder = named or free_folder(name)
     usual = [
         f"trainer.project_name={RUNS}",
-        f"trainer.experiment_name={folder.name}",
+        word_of("trainer.experiment_name", folder.name or RUNS),
         LOGGER,
         f"trainer.save_freq={SAVE}",
     ]

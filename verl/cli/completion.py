@@ -9,16 +9,16 @@ from verl.errors import ConfigError
 SCRIPTS = {
     "bash": """_verl() {
     local IFS=$'\\n'
-    local found="$(verl __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)"
-    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+    local words="$(verl __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)"
+    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
     [[ "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
 }
 complete -o default -F _verl verl""",
     "zsh": """#compdef verl
 _verl() {
-    local -a found
-    found=(${(f)"$(verl __complete "${(@)words[2,$CURRENT]}" 2>/dev/null)"})
-    compadd -S '' -a found || _files
+    local -a offers
+    offers=(${(f)"$(verl __complete "${(@)words[2,$CURRENT]}" 2>/dev/null)"})
+    compadd -S '' -a offers || _files
 }
 compdef _verl verl""",
     "fish": "complete -c verl -a '(verl __complete (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'",

@@ -16,14 +16,13 @@ HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 
 @dataclass
 class Words:
-    """A command line without its command: the flags of ``verl``, and what goes to the program as it is."""
+    """A command line without its command: the flags of ``verl``, and what the program reads."""
 
     help: bool = False
     help_all: bool = False
     search: str = ""
     dry_run: bool = False
     preset: str = ""
-    resume: str = ""
     rest: list[str] = field(default_factory=list)
 
     @classmethod
@@ -44,7 +43,7 @@ class Words:
             elif name == HELP_ALL:
                 words.help_all = True
                 words.search = value if equals else (left.pop(0) if left and "=" not in left[0] else "")
-            elif name in ("--config", "--preset", "--resume"):
+            elif name in ("--config", "--preset"):
                 if not equals:
                     value = left.pop(0) if left else ""
                 if not value:
@@ -58,10 +57,8 @@ class Words:
         if name == "--config":
             file = Path(env.expand(value)).absolute()
             self.rest += ["--config-path", str(file.parent), "--config-name", file.stem]
-        elif name == "--preset":
-            self.preset = value
         else:
-            self.resume = value
+            self.preset = value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,8 +108,6 @@ def _train(rest: list[str]) -> int:
     from verl.api.methods import method_of
 
     words = Words.of(rest)
-    if words.resume and (not words.rest or "=" in words.rest[0]):
-        return _go_on(words.resume, words)
     named = bool(words.rest) and not words.rest[0].startswith("-") and "=" not in words.rest[0]
     method = words.rest.pop(0) if named else "grpo"
     method_of(method)
@@ -123,20 +118,16 @@ def _resume(rest: list[str]) -> int:
     words = Words.of(rest)
     if not words.rest or "=" in words.rest[0]:
         raise ConfigError("the folder of a run is needed", key="verl resume", fix="verl resume runs/grpo-...")
-    return _go_on(words.rest.pop(0), words)
-
-
-def _go_on(folder: str, words: Words) -> int:
     from verl.api.run import open_run
 
-    run = open_run(folder)
+    run = open_run(words.rest.pop(0))
     words.rest = [*run.words, *words.rest]
     return _begin(run.method, words)
 
 
 def _begin(name: str, words: Words) -> int:
     """A run of a method: help, a dry run, or the run itself."""
-    from verl.api.methods import METHODS
+    from verl.api.methods import METHODS, SUPERVISED
 
     method = METHODS[name]
     if words.help or words.help_all:
@@ -147,7 +138,9 @@ def _begin(name: str, words: Words) -> int:
         from verl.cli.dry_run import check
 
         return check(method, words.rest)
-    if env.get_int("WORLD_SIZE", 1) > 1:  # torchrun's ranks: the folder is for the settings to name, not for each rank
+    if (
+        name in SUPERVISED and env.get_int("WORLD_SIZE", 1) > 1
+    ):  # torchrun's ranks: the folder is for the settings to name, not for each rank
         return method.main(words.rest)
     from verl.api.start import begin
     from verl.cli.last_words import tell_end
@@ -176,6 +169,8 @@ def words_of_preset(name: str, rest: Sequence[str]) -> list[str]:
 def _other(configuration: str, words: Words) -> int:
     if words.help or words.help_all:
         return _help({"generation": "generate", "evaluation": "eval"}[configuration], configuration, words)
+    for flag in ("--dry-run",) * words.dry_run + ("--preset",) * bool(words.preset):
+        raise ConfigError("only programs that train have this flag", key=flag, fix="Leave it out.")
     from verl.trainer import main_eval, main_generation
 
     program = main_generation if configuration == "generation" else main_eval
