@@ -97,9 +97,9 @@ def largest_errors() -> dict[Key, float]:
             cells = [
                 cell for (engine, ranks, _), cell in others().items() if (engine, ranks) == ("Megatron-Core", size)
             ]
-            found = run_cells(size, cells, Path(folder) / "megatron" / str(size))
+            answers = run_cells(size, cells, Path(folder) / "megatron" / str(size))
             for number, cell in enumerate(cells):
-                ranks = found[cell.name]
+                ranks = answers[cell.name]
                 errors["Megatron-Core", size, number] = max(f[name] for f in ranks for name in ERRORS if name in f)
         for size in titan_cells.PARITY:
             (results, *_) = run_cells(size, [titan_cells.parity], Path(folder) / "titan", keep_groups=True)["parity"]

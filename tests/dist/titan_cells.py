@@ -165,12 +165,12 @@ PARITY = {
 
 def parity(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
     """`compare` of every cell, in their order."""
-    found = []
+    results = []
     for cell in PARITY[ranks.size]:
         family, config = FAMILIES[cell.family]
         path = shared_model(ranks, folder, family, **config)
-        found.append(compare(ranks, path, dict(cell.model), cell.idle, cell.constant, **cell.sizes))
-    return found
+        results.append(compare(ranks, path, dict(cell.model), cell.idle, cell.constant, **cell.sizes))
+    return results
 
 
 def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run on disk: what it measured, what it saved, and how it goes on."""
+"""A run on disk: what it measured, what it saved, and how to continue it."""
 
 from __future__ import annotations
 

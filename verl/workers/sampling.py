@@ -146,16 +146,11 @@ class SamplingWorker(ReplicaWorker):
         """Whether replicas come and go while the run goes on."""
         return self.config.rollout.max_replacements > 0 and not self.is_beside
 
-    async def add_replica(self, name: str, handle: Handle) -> bool:
-        """One more replica, which gets requests if it has the version that is sampled with.
-
-        Returns:
-            Whether it does.
-        """
+    async def add_replica(self, name: str, handle: Handle) -> None:
+        """One more replica, which gets requests if it has the version that is sampled with."""
         sampler = RemoteSampler(handle)
         await sampler.confirm(self.service.version)
         await self.service.add(name, sampler)
-        return sampler.version == self.service.version
 
     async def remove_replica(self, name: str) -> None:
         """Return once a replica has answered its last request and gets no more."""
