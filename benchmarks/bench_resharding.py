@@ -1,6 +1,6 @@
 """From the training layout to the sampling layout: planned bytes, HybridFlow's closed form, and plans carried out.
 
-    python benchmarks/bench_resharding.py [--write docs/resharding_table.md]
+    python benchmarks/bench_resharding.py [--write docs/appendix/resharding_table.md]
 
 The first table plans a 64-layer model of 32B parameters on 16 ranks. The second carries plans out over gloo with 4 and
 8 processes: bytes that the processes sent, bytes that passed the loopback interface (headers and acknowledgements
@@ -33,8 +33,8 @@ ROUNDS = 5
 HEADING = [
     "# Layout pairs: planned, closed form, executed",
     "",
-    "Made by `python benchmarks/bench_resharding.py --write docs/resharding_table.md`; what the columns mean stands in",
-    "[resharding.md](resharding.md). M: bytes of the model.",
+    "Made by `python benchmarks/bench_resharding.py --write docs/appendix/resharding_table.md`; the columns:",
+    "[resharding.md](../concepts/resharding.md). M: bytes of the model.",
     "",
 ]
 EXECUTED: dict[int, list[tuple[Layout, Layout]]] = {

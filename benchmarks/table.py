@@ -1,9 +1,9 @@
-"""Measures sampling, training and weight transfer against peers, goals and limits, and writes `docs/benchmarks.md`.
+"""Measures sampling, training and weight transfer against peers and goals, and writes `docs/appendix/benchmarks.md`.
 
     python benchmarks/table.py --peer-python path/to/venv-with-trl/bin/python [--vllm-python .venv-vllm/bin/python] \\
         [--model outputs/smollm2/model] [--quick] [--only grpo_step packing ...]
 
-Every benchmark is a script of this folder that runs by itself, too. Figures are kept in `docs/benchmarks.json`, so that
+Every benchmark is a script of this folder that runs by itself, too. `docs/appendix/benchmarks.json` keeps the figures:
 ``--only`` measures a part again; a row that misses its goal stays in the table. TRL's environment is the one that
 `bench_grpo_step.py` names, ``make test-vllm`` makes vLLM's; without one its rows are said to be missing. ``--model``
 is the folder that ``examples/smollm2/model.py`` writes: ``real_step``, ``real_sampling_*`` and ``real_sft`` measure it.
@@ -367,14 +367,14 @@ def main() -> None:
         parser.error(f"{', '.join(of_model)} need {MODEL} (examples/smollm2/model.py writes one)")
     import torch
 
-    kept = DOCS / "benchmarks.json"
+    kept = DOCS / "appendix" / "benchmarks.json"
     state = json.loads(kept.read_text()) if kept.exists() else {"found": {}}
     cores = len(os.sched_getaffinity(0))
     state["machine"] = {"cores": cores, "torch": torch.__version__, "limits": machine_limits()}
     for name in options.only:
         state["found"][name] = vars(measure(name, options))
         kept.write_text(json.dumps(state, indent=1) + "\n")
-        (DOCS / "benchmarks.md").write_text(page(state))
+        (DOCS / "appendix" / "benchmarks.md").write_text(page(state))
     found = {name: Found(**state["found"][name]) for name in options.only}
     print("\n".join(line for name in found for line in goal_lines(name, found[name])))
     print(f"{sum(f.seconds for f in found.values()) / 60:.0f} minutes; written to {DOCS / 'benchmarks.md'}")

@@ -6,7 +6,7 @@
 A line of COMMANDS.jsonl is a script: ``{"script": name, "commands": [{"program": module, "argv": [...]}, ...]}``. Each
 command goes through the ``main(argv)`` of its program on a machine that has every package, device and file, until its
 configuration is resolved; no work starts. Settings that are refused one by one are then left out, so that all reasons
-of a script are known, and not the first alone. ``--write`` puts the result into docs/compatibility.md.
+of a script are known, and not the first alone. ``--write`` puts the result into docs/appendix/compatibility.md.
 
 ``--record`` runs the shell scripts of a checkout with stand-ins for every program, see `scripts.recording`.
 """
@@ -39,7 +39,7 @@ from verl.json_text import read_json
 from verl.metrics import reset_notices
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "appendix" / "compatibility.md"
 KINDS = ("not built", "unknown key", "module missing", "not recorded", "a relation or a value")
 Main = Callable[[list[str]], int]
 DEVICES, ROUNDS = 4096, 8
@@ -288,7 +288,7 @@ def _cell(text: str) -> str:
 
 
 def page(results: list[Verdict], commit: str) -> str:
-    """docs/compatibility.md."""
+    """docs/appendix/compatibility.md."""
     groups = {name: [v for v in results if v.category.startswith(name)] for name in ("examples and tests", "recipes")}
     shares = ", ".join(f"{sum(not v.reasons for v in own)} of {len(own)} {name}" for name, own in groups.items())
     resolved = sum(not verdict.reasons for verdict in results)
@@ -300,10 +300,10 @@ Measured on {date.today().isoformat()}; upstream's checkout: {commit}.
 
 A script resolves when each of its commands gets through the `main(argv)` of its program until work would start, on a
 pretended machine with every device, package and file. That says that its settings are understood and fit together, and
-not that it was run: [coverage.md](coverage.md) and [install.md](install.md#what-has-not-been-run) tell these apart.
+not that it was run: [coverage.md](coverage.md) and [install.md](../start/install.md#what-has-not-been-run) say that.
 Scripts that train on images stand in rows of their own. {resolved - without_uv} of the scripts that resolve start Ray's
 workers by `uv run` (`ray_kwargs.ray_init.runtime_env.py_executable`) and are refused where `uv` is not on the PATH:
-there {without_uv} resolve, and [install.md](install.md#uv) says what to do.
+there {without_uv} resolve, and [install.md](../start/install.md#uv) says what to do.
 
 This page is written by `PYTHONPATH=. python scripts/compatibility.py COMMANDS.jsonl --write`; the same script records
 such a file from a checkout of upstream: `--record UPSTREAM_FOLDER > COMMANDS.jsonl`. "It alone" counts scripts in whose

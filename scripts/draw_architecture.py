@@ -1,4 +1,4 @@
-"""Draws the picture of docs/architecture.md: the layers of layers.toml, and the stages of the loop beside them.
+"""Draws the picture of docs/concepts/architecture.md: the layers of layers.toml, and the stages of the loop.
 
     PYTHONPATH=. python scripts/draw_architecture.py [--check]    # writes docs/images/architecture.svg
 

@@ -1,4 +1,4 @@
-"""Write docs/baselines.md from docs/baselines.json, which holds what the commands below have measured.
+"""Write docs/appendix/baselines.md from docs/appendix/baselines.json, which holds what the commands below measured.
 
     PYTHONPATH=. python scripts/generate_baselines.py [--check] [--measure NAME ...]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, RESULTS = ROOT / "docs" / "baselines.md", ROOT / "docs" / "baselines.json"
+PAGE, RESULTS = ROOT / "docs" / "appendix" / "baselines.md", ROOT / "docs" / "appendix" / "baselines.json"
 HEAD = """# Baselines
 
 What a script of this repository has measured; nothing is copied from elsewhere. This page is made by
@@ -35,9 +35,9 @@ What a script of this repository has measured; nothing is copied from elsewhere.
 """
 TAIL = """
 Every estimator and policy loss on one small task: [algorithm_curves.md](algorithm_curves.md), made by
-`scripts/learning_curves.py`. Speed against other libraries, each by its own script: [perf_tuning.md](perf_tuning.md).
+`scripts/learning_curves.py`. Speed against other libraries: [perf_tuning.md](../howto/perf_tuning.md).
 
-![Reward on training prompts and accuracy on held-out ones](images/quickstart.png)
+![Reward on training prompts and accuracy on held-out ones](../images/quickstart.png)
 
 Every run of the test suite that learns is checked against a curve: `tests/e2e/test_learning.py` (GRPO and PPO with a
 critic), `tests/e2e/test_real_model.py` (a small real Llama), `tests/e2e/test_published_model.py` (the model of 135

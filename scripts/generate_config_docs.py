@@ -1,4 +1,4 @@
-"""Write ``docs/configuration.md`` and ``verl/trainer/config/*.yaml`` from the declarations of the settings.
+"""Write ``docs/reference/configuration.md`` and ``verl/trainer/config/*.yaml`` from the declarations of the settings.
 
 python scripts/generate_config_docs.py [--check]
 """
@@ -13,7 +13,7 @@ from verl.config import views
 from verl.config.docs import page
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 RECIPES = (prime.RECIPE, spin.RECIPE, sppo.RECIPE)
 
 

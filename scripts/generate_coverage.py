@@ -1,4 +1,4 @@
-"""Write ``docs/coverage.md``: what public guides to verl say, row by row, and what has become of it here.
+"""Write ``docs/appendix/coverage.md``: what public guides to verl say, row by row, and what has become of it here.
 
     PYTHONPATH=. python scripts/generate_coverage.py [--check]
 
@@ -20,7 +20,7 @@ from verl.config.groups import PPO, SFT
 from verl.config.schema import schema_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = ROOT / "docs" / "appendix" / "coverage.md"
 LONGEST = 150
 HEAD = """# What works, row by row
 
@@ -36,8 +36,8 @@ Three columns tell three things apart:
    steps: in one process (`tests/brief/test_runs.py`), or on Ray with as many processes as it prints
    (`tests/trainer/on_ray/test_starts.py`). *no*, with the reason, where no test does: a run with another engine,
    sampler or number of processes does not count. vLLM beside two ranks of FSDP2 was run on CPUs apart from these
-   commands ([engines.md](engines.md)).
-3. **on its hardware**: run on what it is meant for; [install.md](install.md#what-has-not-been-run) lists what was not.
+   commands ([engines.md](../howto/engines.md)).
+3. **on its hardware**: run on its target; [install.md](../start/install.md#what-has-not-been-run) lists the rest.
 
 {counts}.
 
@@ -72,7 +72,7 @@ def page() -> str:
 
 
 def features() -> list[str]:
-    """The features that settings wait for with every sampler, sorted; which settings, docs/configuration.md says."""
+    """The features that settings wait for with every sampler, sorted; docs/reference/configuration.md says which."""
     leaves = [leaf for program in (PPO, SFT) for leaf in schema_of(program.root).every.values()]
     return sorted({leaf.planned for leaf in leaves if leaf.planned and not leaf.engines}, key=str.lower)
 
@@ -80,10 +80,10 @@ def features() -> list[str]:
 def _line(row: Row, found: list[Outcome], ran: Trained) -> str:
     parts = [_outcome(outcome) for outcome in found]
     places = [*row.files, *(name for name, _ in row.docs), *row.tests]
-    parts += [f"[{name}](../{name})" for name in dict.fromkeys(places)]
+    parts += [f"[{name}](../../{name})" for name in dict.fromkeys(places)]
     parts += [f"extra `{name}`" for name in row.extras] + [f"`{name}`" for name in row.environment]
     here = SIZES if ran.word == SAME else ": ".join(filter(None, [ran.word, "; ".join(ran.why)]))
-    real = ", ".join(f"[{words}](../{name})" for name, words in row.hardware)
+    real = ", ".join(f"[{words}](../../{name})" for name, words in row.hardware)
     real = real or ("-" if not row.config and not row.instead else "no")
     return f"| {row.id} | {row.says} | {state(found)} | {here} | {real} | {'<br>'.join(parts)} |"
 

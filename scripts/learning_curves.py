@@ -1,6 +1,6 @@
 """Runs every estimator and every policy loss on a small task and writes the page and the plot of their curves.
 
-    python scripts/learning_curves.py docs/images/algorithms.png docs/algorithm_curves.md [--steps 40]
+    python scripts/learning_curves.py docs/images/algorithms.png docs/appendix/algorithm_curves.md [--steps 40]
 
 The task: a random two-layer model of 30 thousand parameters is rewarded with the share of digits among the sixteen
 bytes that it writes, 4 % at first. Everything runs through `main_ppo` in this one process, one run after the other; a
@@ -126,10 +126,11 @@ def ends(values: list[float]) -> tuple[float, float]:
 
 PAGE = """# Learning curves
 
-Every [estimator and policy loss](algorithms.md) on one small task, by configuration alone: a random two-layer model is
-rewarded with the share of digits among the sixteen bytes that it writes. {steps} steps of 16 prompts with 8 samples,
-two mini-batches per step, one seed; the settings are those of `scripts/learning_curves.py`, which makes this page. The
-task shows that a method learns, not which one is better: learning rate and clips were not tuned for any of them.
+Every [estimator and policy loss](../concepts/algorithms.md) on one small task, by configuration alone: a random
+two-layer model is rewarded with the share of digits among the sixteen bytes that it writes. {steps} steps of 16
+prompts with 8 samples, two mini-batches per step, one seed; the settings are those of `scripts/learning_curves.py`,
+which makes this page. The task shows that a method learns, not which one is better: learning rate and clips were not
+tuned for any of them.
 
 ![mean reward over steps]({plot})
 

@@ -1,9 +1,9 @@
-"""Write the table of docs/sandbox.md: what the sandbox guarantees on which kernel, as its tests find it here.
+"""Write the table of docs/howto/sandbox.md: what the sandbox guarantees on which kernel, as its tests find it here.
 
     PYTHONPATH=. python scripts/sandbox_guarantees.py [--measure] [--suite]
 
 ``--measure`` tries every guarantee on every kernel that this one can be taken for; ``--suite`` runs all tests of
-the sandbox on each of them. Results are kept in docs/sandbox_guarantees.json; without either option, only
+the sandbox on each of them. Results are kept in docs/howto/sandbox_guarantees.json; without either option, only
 the page is made of them.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, RESULTS = ROOT / "docs" / "sandbox.md", ROOT / "docs" / "sandbox_guarantees.json"
+PAGE, RESULTS = ROOT / "docs" / "howto" / "sandbox.md", ROOT / "docs" / "howto" / "sandbox_guarantees.json"
 BEGIN, END = "<!-- guarantees: scripts/sandbox_guarantees.py -->\n", "<!-- end of guarantees -->\n"
 SUITE = "all tests of the sandbox"
 OWN = "tests/sandbox/test_guarantees.py"

@@ -1,4 +1,4 @@
-"""Write docs/templates.md: what chat templates write of a conversation, tried with marks.
+"""Write docs/appendix/templates.md: what chat templates write of a conversation, tried with marks.
 
     PYTHONPATH=. VERL_SHARED=FOLDER python scripts/template_losses.py [--check] [--model FOLDER ...]
 
@@ -25,7 +25,7 @@ from verl.errors import DataError, ModelError
 from verl.metrics import notices, reset_notices
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "templates.md"
+PAGE = ROOT / "docs" / "appendix" / "templates.md"
 HEAD = """# What chat templates leave out
 
 This page is made by `scripts/template_losses.py`, and a test holds it to what the library finds. `--model FOLDER`

@@ -8,7 +8,7 @@
     python examples/smollm2/run.py dpo                  # preferences among the model's own answers
     python examples/smollm2/run.py reward_model         # a reward model from the same pairs
 
-``docs/baselines.md`` has what was measured before and after.
+``docs/appendix/baselines.md`` has what was measured before and after.
 
 Everything goes below ``outputs/smollm2``: model, data, metrics, checkpoints, a plot, and a summary of what was measured
 before the first step and after the last. ``key=value`` behind a task overrides a setting of its training.

@@ -5,7 +5,7 @@
 # one over four there, as the small model has four heads.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
-data="${DATA:-$HOME/data}" # dapo-math-17k.parquet and aime-2024.parquet, in the format of docs/data.md
+data="${DATA:-$HOME/data}" # dapo-math-17k.parquet and aime-2024.parquet, in the format of docs/howto/data.md
 model="${MODEL:-Qwen/Qwen2.5-32B}"
 prompt=2048
 response=20480

@@ -3,7 +3,7 @@
 # TINY=1 shrinks its sizes, SHOW=1 prints the settings: see examples/tiny/settings.sh.
 set -euo pipefail
 source "$(dirname "$0")/../../examples/tiny/settings.sh"
-data="${DATA:-$HOME/data}" # eurus2_train.parquet and eurus2_test.parquet, in the format of docs/data.md
+data="${DATA:-$HOME/data}" # eurus2_train.parquet and eurus2_test.parquet, in the format of docs/howto/data.md
 model="${MODEL:-PRIME-RL/Eurus-2-7B-SFT}"
 
 prime_tiny=()

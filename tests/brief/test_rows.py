@@ -133,7 +133,7 @@ def test_a_page_that_says_what_ran_on_the_hardware_says_it(row: Row):
 
 @pytest.mark.parametrize("row", cases("programs"))
 def test_a_program_of_the_guides_can_be_run_or_is_listed_as_not_built(row: Row):
-    page = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "appendix" / "coverage.md").read_text(encoding="utf-8")
     for module in row.programs:
         is_told = f"`python -m {module}`: not built" in page
         assert is_told == (of_program(module).state == REFUSED), module

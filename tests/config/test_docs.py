@@ -52,9 +52,9 @@ def test_the_committed_files_are_the_generated_ones():
 def test_the_script_says_whether_the_page_is_current(capsys, monkeypatch, tmp_path):
     assert generate_config_docs.main(["--check"]) == 0
     monkeypatch.setattr(generate_config_docs, "ROOT", tmp_path)
-    monkeypatch.setattr(generate_config_docs, "PAGE", tmp_path / "docs" / "configuration.md")
+    monkeypatch.setattr(generate_config_docs, "PAGE", tmp_path / "docs" / "reference" / "configuration.md")
     assert generate_config_docs.main(["--check"]) == 1
-    assert "docs/configuration.md is old" in capsys.readouterr().out
+    assert "docs/reference/configuration.md is old" in capsys.readouterr().out
     assert generate_config_docs.main([]) == 0 and generate_config_docs.main(["--check"]) == 0
 
 

@@ -22,7 +22,7 @@ T, P, BACKEND = f"{R}.tensor_model_parallel_size", f"{R}.pipeline_model_parallel
 POOL, EIGHT = "+trainer.resource_pools", "trainer.n_gpus_per_node=8"
 VLLM = f"{R}.name=vllm"
 OWN = [f"{A}.hybrid_engine=false", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=2", f"{BACKEND}=gloo"]
-PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "placement.md"
 EXAMPLE = re.compile(
     r"```bash\npython -m verl\.trainer\.main_ppo --cfg job (.*?)\n```\n\n```text\n(.*?)\n```", re.DOTALL
 )

@@ -12,7 +12,7 @@ from tests.dist.parity_cells import FAMILIES, SIZES, Beside, Layout, layouts
 from tests.harness.ranks import run_cells
 from tests.megatron.layouts import ADAPTERS, ERRORS, PARITY
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "appendix" / "parity.md"
 HEAD = """# Which layouts over processes there are
 
 Each cell computes with FSDP2 from equal weights what the plain engine does: log-probs, entropies, loss and gradient of a ragged

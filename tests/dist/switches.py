@@ -11,7 +11,7 @@ from tests.harness.ranks import run_cells
 from tests.dist.sharing_cells import sharing
 from tests.dist.switch_cells import switches
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "switches.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "appendix" / "switches.md"
 HEAD = """# What each switch changes
 
 Seen on two processes with FSDP2 over gloo, with models of two layers (three units with the root), width 32 and a vocabulary of

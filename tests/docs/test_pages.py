@@ -12,29 +12,29 @@ from tests.sanity.source_tree import ROOT
 
 DOCS = ROOT / "docs"
 NAMED = {
-    "installation": "install.md",
-    "quickstart": "quickstart.md",
-    "prepare data": "data.md",
-    "reward function": "rewards.md",
-    "PPO architecture": "architecture.md",
-    "configuration": "configuration.md",
+    "installation": "start/install.md",
+    "quickstart": "start/quickstart.md",
+    "prepare data": "howto/data.md",
+    "reward function": "howto/rewards.md",
+    "PPO architecture": "concepts/architecture.md",
+    "configuration": "reference/configuration.md",
     "GSM8K walk-through": "gsm8k.md",
-    "baselines": "baselines.md",
-    "trainer": "backends.md",
-    "backends": "backends.md",
-    "placement": "placement.md",
-    "extending to other algorithms": "extending.md",
-    "adding a model": "models.md",
-    "multi-turn": "multi_turn.md",
-    "performance tuning": "perf_tuning.md",
-    "supervised fine-tuning": "sft.md",
-    "DPO and reward models": "preference.md",
-    "evaluation": "evaluation.md",
-    "several nodes": "multi_node.md",
-    "debugging": "debugging.md",
-    "troubleshooting": "troubleshooting.md",
-    "ROCm": "rocm.md",
-    "citation": "citation.md",
+    "baselines": "appendix/baselines.md",
+    "trainer": "concepts/backends.md",
+    "backends": "concepts/backends.md",
+    "placement": "howto/placement.md",
+    "extending to other algorithms": "howto/extending.md",
+    "adding a model": "howto/models.md",
+    "multi-turn": "howto/multi_turn.md",
+    "performance tuning": "howto/perf_tuning.md",
+    "supervised fine-tuning": "howto/sft.md",
+    "DPO and reward models": "howto/preference.md",
+    "evaluation": "howto/evaluation.md",
+    "several nodes": "howto/multi_node.md",
+    "debugging": "howto/debugging.md",
+    "troubleshooting": "howto/troubleshooting.md",
+    "ROCm": "howto/rocm.md",
+    "citation": "appendix/citation.md",
 }
 LINK = re.compile(r"\]\(([\w/]+\.md)")
 
@@ -52,7 +52,7 @@ def test_every_page_is_found_from_the_index():
 
 
 def test_both_ways_of_adding_a_model_are_described():
-    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    text = (DOCS / "howto" / "models.md").read_text(encoding="utf-8")
     assert "## Adding a model with the FSDP backend" in text
     assert "## Adding a model with the Megatron-LM backend" in text
 

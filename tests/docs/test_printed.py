@@ -22,49 +22,49 @@ RUN = {
         *("make_data.py", "my_reward.py", "GRPO on your own data", "from Python"),
         "additions of a published model",  # by tests/e2e/test_published_model.py
     ),
-    "docs/data.md": ("two columns", "prepared data", "my_filter.py"),
-    "docs/environments.md": ("game.py", "learning"),  # by tests/e2e/test_environment.py
-    "docs/evaluation.md": ("answers.parquet", "--compare"),  # by test_printed_parts, as those of the next two
-    "docs/extending.md": (
+    "docs/howto/data.md": ("two columns", "prepared data", "my_filter.py"),
+    "docs/howto/environments.md": ("game.py", "learning"),  # by tests/e2e/test_environment.py
+    "docs/howto/evaluation.md": ("answers.parquet", "--compare"),  # by test_printed_parts, as those of the next two
+    "docs/howto/extending.md": (
         *("the command", "my_estimators.py", "my_losses.py", "my_managers.py", "my_datasets.py"),
         *("my_loops.py", "my_trackers.py", "my_run.py"),
         *("my_pairs.py", "my_bonus.py"),  # by tests/recipe/test_own_code.py
     ),
-    "docs/python.md": ("from Python",),
-    "docs/placement.md": (
+    "docs/start/python.md": ("from Python",),
+    "docs/howto/placement.md": (
         "one process",
         "colocated",
         "split",
         "own pool",
         "servers",
     ),  # by tests/config/test_topology.py
-    "docs/quickstart.md": ("by hand", "PPO"),
-    "docs/rewards.md": ("one response", "a batch", "the check", "a penalty for long answers"),
-    "docs/sft.md": ("fine-tuning",),
+    "docs/start/quickstart.md": ("by hand", "PPO"),
+    "docs/howto/rewards.md": ("one response", "a batch", "the check", "a penalty for long answers"),
+    "docs/howto/sft.md": ("fine-tuning",),
 }
 """Blocks that a test runs: one below, unless it is named."""
 NOT_RUN = {
     "CONTRIBUTING.md": 1,
     "README.md": 2,
     "docs/advance/rollout_is_migration.md": 1,
-    "docs/algorithms.md": 1,
-    "docs/checkpoints.md": 4,
-    "docs/debugging.md": 1,
-    "docs/endpoint.md": 1,
-    "docs/engines.md": 4,
-    "docs/gsm8k.md": 4,
-    "docs/install.md": 5,
-    "docs/megatron.md": 1,
-    "docs/multi_turn.md": 1,
-    "docs/quickstart.md": 2,
-    "docs/resharding.md": 1,
-    "docs/rewards.md": 1,
-    "docs/rocm.md": 1,
-    "docs/sampling.md": 1,
-    "docs/sandbox.md": 1,
-    "docs/troubleshooting.md": 1,
-    "docs/vision.md": 2,
-    "docs/weight_sync.md": 1,
+    "docs/concepts/algorithms.md": 1,
+    "docs/howto/checkpoints.md": 4,
+    "docs/howto/debugging.md": 1,
+    "docs/howto/endpoint.md": 1,
+    "docs/howto/engines.md": 4,
+    "docs/howto/gsm8k.md": 4,
+    "docs/start/install.md": 5,
+    "docs/concepts/megatron.md": 1,
+    "docs/howto/multi_turn.md": 1,
+    "docs/start/quickstart.md": 2,
+    "docs/concepts/resharding.md": 1,
+    "docs/howto/rewards.md": 1,
+    "docs/howto/rocm.md": 1,
+    "docs/concepts/sampling.md": 1,
+    "docs/howto/sandbox.md": 1,
+    "docs/howto/troubleshooting.md": 1,
+    "docs/howto/vision.md": 2,
+    "docs/concepts/weight_sync.md": 1,
     "examples/rollout_importance_sampling/README.md": 3,
     "examples/split_placement/README.md": 1,
 }
@@ -108,7 +108,7 @@ def rises(values: list[float], start: int, end: int) -> bool:
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The quickstart by hand, to its end: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("by_hand")
-    return folder, bash(folder, block("docs/quickstart.md", "python examples/data_preprocess/arithmetic.py"))
+    return folder, bash(folder, block("docs/start/quickstart.md", "python examples/data_preprocess/arithmetic.py"))
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_the_quickstart_by_hand_learns_from_reward(by_hand):
 @pytest.mark.slow
 def test_its_variation_with_a_critic_learns_from_reward(by_hand):
     folder, _ = by_hand
-    (ppo,) = [one for one in blocks(ROOT / "docs/quickstart.md", "bash") if "adv_estimator=gae" in one]
+    (ppo,) = [one for one in blocks(ROOT / "docs/start/quickstart.md", "bash") if "adv_estimator=gae" in one]
     values = rewards(bash(folder, ppo))
     assert len(values) == 20 and rises(values, 2, 5), values
 
@@ -129,7 +129,7 @@ def test_its_variation_with_a_critic_learns_from_reward(by_hand):
 @pytest.mark.slow
 def test_the_page_of_fine_tuning_goes_on_from_it(by_hand):
     folder, _ = by_hand
-    sft = block("docs/sft.md", "python -m verl.trainer.sft_trainer")
+    sft = block("docs/howto/sft.md", "python -m verl.trainer.sft_trainer")
     bash(folder, sft, total_training_steps="2", save_freq="2")
     assert (folder / "my/sft2/global_step_2/model/huggingface/model.safetensors").is_file()
 
@@ -158,7 +158,7 @@ def test_the_readme_goes_from_data_to_a_checkpoint_and_shows_what_a_step_prints(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/python.md"])
 def test_the_ten_lines_from_python_train_and_save(by_hand, tmp_path, page):
     """Of their hundred steps the first two: only the number of rows is smaller."""
     made, _ = by_hand
@@ -172,15 +172,15 @@ def test_the_ten_lines_from_python_train_and_save(by_hand, tmp_path, page):
 
 
 def test_the_page_of_data_writes_what_it_says(tmp_path):
-    script = block("docs/data.md", "import pandas")
+    script = block("docs/howto/data.md", "import pandas")
     (tmp_path / "columns.py").write_text(script)
-    bash(tmp_path, f"python columns.py\n{block('docs/data.md', 'python examples/data_preprocess/arithmetic.py')}")
+    bash(tmp_path, f"python columns.py\n{block('docs/howto/data.md', 'python examples/data_preprocess/arithmetic.py')}")
     written = ["train.parquet", *(f"data/arithmetic/{name}.parquet" for name in ("train", "test", "sft"))]
     assert [name for name in written if not (tmp_path / name).is_file()] == []
 
 
 def test_the_filter_of_the_page_of_data_keeps_hard_prompts_and_drops_easy_ones(tmp_path):
-    (tmp_path / "my_filter.py").write_text(block("docs/data.md", "def keep_prompt"))
+    (tmp_path / "my_filter.py").write_text(block("docs/howto/data.md", "def keep_prompt"))
     keep = filter_of({"filter_function": {"path": str(tmp_path / "my_filter.py"), "name": "keep_prompt"}})
     assert keep is not None
     kept = [keep({"extra_info": {"difficulty": number}}, lambda: "here") for number in (1, 2, 3)]

@@ -15,7 +15,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.runs import records
 
-EXTENDING, REWARDS, EVALUATION = "docs/extending.md", "docs/rewards.md", "docs/evaluation.md"
+EXTENDING, REWARDS, EVALUATION = "docs/howto/extending.md", "docs/howto/rewards.md", "docs/howto/evaluation.md"
 FILES = {
     "my_estimators.py": "def half(",
     "my_losses.py": "import torch\nfrom verl.trainer.ppo.core_algos",
@@ -45,7 +45,7 @@ def here(tmp_path, monkeypatch):
     write_prompts("train.parquet", 32)
     Path("my_reward.py").write_text(
         block(
-            "docs/rewards.md",
+            "docs/howto/rewards.md",
             'def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    """One',
         )
     )

@@ -20,7 +20,7 @@ from verl.config.loading import read_config
 from verl.config.recipes import with_recipes
 from verl.config.schema import schema_of
 
-GENERATED = ("docs/configuration.md", "docs/coverage.md")
+GENERATED = ("docs/reference/configuration.md", "docs/appendix/coverage.md")
 PAGES = sorted(
     page
     for page in tracked_files()
@@ -219,13 +219,13 @@ def test_metrics_are_made_somewhere_in_the_code(page, texts):
 
 
 DESCRIBED = {
-    "docs/algorithms.md": (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES),
-    "docs/backends.md": (registry.ENGINES,),
-    "docs/engines.md": (registry.SAMPLERS,),
-    "docs/multi_turn.md": (registry.TOOL_PARSERS,),
-    "docs/rewards.md": (registry.REWARD_MANAGERS,),
-    "docs/tracking.md": (registry.TRACKERS,),
-    "docs/weight_sync.md": (registry.TRANSPORTS,),
+    "docs/concepts/algorithms.md": (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES),
+    "docs/concepts/backends.md": (registry.ENGINES,),
+    "docs/howto/engines.md": (registry.SAMPLERS,),
+    "docs/howto/multi_turn.md": (registry.TOOL_PARSERS,),
+    "docs/howto/rewards.md": (registry.REWARD_MANAGERS,),
+    "docs/howto/tracking.md": (registry.TRACKERS,),
+    "docs/concepts/weight_sync.md": (registry.TRANSPORTS,),
 }
 
 
@@ -237,7 +237,7 @@ def test_every_built_in_name_is_described(page):
 
 
 def test_every_program_that_prepares_data_is_described():
-    said = " ".join(code(ROOT / "docs/data.md"))
+    said = " ".join(code(ROOT / "docs/howto/data.md"))
     programs = [
         file.stem for file in (ROOT / "examples/data_preprocess").glob("*.py") if "def main(" in file.read_text()
     ]
@@ -246,7 +246,8 @@ def test_every_program_that_prepares_data_is_described():
 
 def test_the_table_of_layers_is_that_of_the_file():
     layers = read_toml(ROOT / "layers.toml")["layers"]
-    rows = re.findall(r"^\| (\d+) \| (`[^|]*) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (ROOT / "docs/concepts/design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (`[^|]*) \|", page, re.MULTILINE)
     assert {number: re.findall(r"`(\w+)`", rooms) for number, rooms in rows} == {
         number: named for number, rooms in layers.items() if (named := [r for r in rooms if not r.startswith("_")])
     }
@@ -255,8 +256,9 @@ def test_the_table_of_layers_is_that_of_the_file():
 
 
 def test_pages_that_messages_of_the_library_name_are_there_and_say_it():
-    named = {page for file in (ROOT / "verl").rglob("*.py") for page in re.findall(r"docs/\w+\.md", file.read_text())}
+    texts = [file.read_text() for file in (ROOT / "verl").rglob("*.py")]
+    named = {page for text in texts for page in re.findall(r"docs/\w+/\w+\.md", text)}
     assert named and [page for page in sorted(named) if not (ROOT / page).is_file()] == []
-    told = "It gets reward_router_address; docs/rewards.md has one."
+    told = "It gets reward_router_address; docs/howto/rewards.md has one."
     assert told in (ROOT / "verl/config/reward_model.py").read_text(encoding="utf-8")
-    assert any("reward_router_address=None" in block for block in blocks(ROOT / "docs/rewards.md", "python"))
+    assert any("reward_router_address=None" in block for block in blocks(ROOT / "docs/howto/rewards.md", "python"))

@@ -1,4 +1,4 @@
-"""docs/templates.md is what the library finds, and every row is as its template is written."""
+"""docs/appendix/templates.md is what the library finds, and every row is as its template is written."""
 
 from __future__ import annotations
 

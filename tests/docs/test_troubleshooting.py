@@ -1,4 +1,4 @@
-"""Messages that docs/troubleshooting.md shows are the library's, word for word (lines are cut at ``...``)."""
+"""Messages that docs/howto/troubleshooting.md shows are the library's, word for word (lines are cut at ``...``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo
 
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
 SHOWN = [line for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODE, BOUND = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"

@@ -72,7 +72,7 @@ def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
 @pytest.mark.slow
 def test_the_page_on_environments_learns_as_it_says(tmp_path):
     """Its files and its commands as they are printed; only the project's name is added, to read the metrics by."""
-    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/howto/environments.md").read_text(encoding="utf-8")
     game, loops, commands = (
         re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "yaml", "bash")
     )

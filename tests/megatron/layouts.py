@@ -1,4 +1,4 @@
-"""The layouts in which Megatron-Core is held to the plain engine: rows of the tests and of `docs/parity.md`."""
+"""The layouts in which Megatron-Core equals the plain engine: rows of the tests and of `docs/appendix/parity.md`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def here(workplace: Path, monkeypatch: pytest.MonkeyPatch, project_root: Path):
     """The working folder, with the code of the documentation's page."""
     monkeypatch.syspath_prepend(workplace)
     prepare(hidden=16, heads=2, kv_heads=1, layers=1)
-    page = (project_root / "docs/extending.md").read_text(encoding="utf-8")
+    page = (project_root / "docs/howto/extending.md").read_text(encoding="utf-8")
     for name in ("my_pairs", "my_bonus"):
         code = page.partition(f"`{name}.py`:")[2].partition("```python\n")[2].partition("```")[0]
         Path(f"{name}.py").write_text(code)

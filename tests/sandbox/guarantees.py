@@ -1,4 +1,4 @@
-"""What the sandbox guarantees, tried on one kernel after the other: the table of docs/sandbox.md is made of this.
+"""What the sandbox guarantees, tried on one kernel after the other: the table of docs/howto/sandbox.md is made of this.
 
 A kernel is one that this machine can be taken for: with an older Landlock, or without a layer. It is asked for no more
 than that kernel has; what a smaller one does not give has to be made up by the other walls.

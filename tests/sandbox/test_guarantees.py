@@ -1,4 +1,4 @@
-"""The guarantees that docs/sandbox.md lists, on the kernels that most machines have; the script tries all of them."""
+"""The guarantees of docs/howto/sandbox.md, on the kernels that most machines have; the script tries all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.sandboxes import OFFERED
 from tests.sandbox.guarantees import GUARANTEES, KERNELS, SLOW, measure
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = json.loads((ROOT / "docs" / "sandbox_guarantees.json").read_text(encoding="utf-8"))
+RESULTS = json.loads((ROOT / "docs" / "howto" / "sandbox_guarantees.json").read_text(encoding="utf-8"))
 QUICK = tuple(name for name in GUARANTEES if name not in SLOW)
 HERE = ("Landlock 4", "Landlock 1", "no namespaces, Landlock 4", "no namespaces, Landlock 2")
 
@@ -29,7 +29,7 @@ def test_the_page_is_made_of_the_results_and_names_every_kernel_and_guarantee():
     spec = importlib.util.spec_from_file_location("made", ROOT / "scripts" / "sandbox_guarantees.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    assert (ROOT / "docs" / "sandbox.md").read_text(encoding="utf-8") == made.page(RESULTS)
+    assert (ROOT / "docs" / "howto" / "sandbox.md").read_text(encoding="utf-8") == made.page(RESULTS)
     assert list(RESULTS["kernels"]) == [kernel.name for kernel in KERNELS]
     assert all(list(column) == list(GUARANTEES) for column in RESULTS["kernels"].values())
 

@@ -31,7 +31,9 @@ def test_the_oldest_and_the_newest_python_that_is_supported_are_tested():
     oldest = read_toml(ROOT / "pyproject.toml")["project"]["requires-python"].removeprefix(">=")
     tested = jobs("commit")["test"]["strategy"]["matrix"]["python"]
     assert tested[0] == oldest and len(tested) == 2
-    newest = re.findall(r"Python (3\.\d+) to (3\.\d+)", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    newest = re.findall(
+        r"Python (3\.\d+) to (3\.\d+)", (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    )
     assert newest == [tuple(tested)]
 
 

@@ -102,7 +102,7 @@ def test_nothing_stays_behind(opened):
 
 
 def test_the_page_names_each_of_them(opened, project_root):
-    page = (project_root / "docs/security.md").read_text()
+    page = (project_root / "docs/concepts/security.md").read_text()
     listed = {path.name.replace(PREFIX, USUAL) for path in opened["names"]}
     patterns = {f"{name.rpartition('-')[0]}-*" for name in listed}
     assert patterns == {"verl-host-*", "verl-weights-*"} and all(pattern in page for pattern in patterns)

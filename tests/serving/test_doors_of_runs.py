@@ -190,7 +190,7 @@ def on_the_page(page: str, kind: str) -> dict[str, set[str]]:
 
 
 def test_a_run_opens_what_the_page_says_and_nothing_else(opened, own_ray_folder, project_root):
-    page, seen = (project_root / "docs/security.md").read_text(), opened.seen
+    page, seen = (project_root / "docs/concepts/security.md").read_text(), opened.seen
     expected = on_the_page(page, opened.kind)
     own = {entry.address for interface in psutil.net_if_addrs().values() for entry in interface} - LOOPBACK
     places = dict(zip(COLUMNS, (LOOPBACK, EVERYWHERE, own), strict=False))

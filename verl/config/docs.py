@@ -1,4 +1,4 @@
-"""The page ``docs/configuration.md``, made from the declarations, so that it cannot say anything else than they do."""
+"""The page ``docs/reference/configuration.md``, made from the declarations, so that it cannot say anything else than they do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
   `~key` takes a setting back to its default.
 - From a file: `--config-path DIR --config-name NAME` reads `DIR/NAME.yaml` over the defaults, with or without a
   `defaults:` list; the command line wins over the file.
-- [`every_setting.yaml`](../verl/trainer/config/every_setting.yaml) is a file to copy from: every setting of an RL run that
+- [`every_setting.yaml`](../../verl/trainer/config/every_setting.yaml) is a file to copy from: every setting of an RL run that
   works, behind a comment sign.
 - `--cfg job` prints the resolved configuration and leaves, with an error if no machine can run it (packages, devices and
   folders are not looked at); a run writes the same into its folder
@@ -58,7 +58,7 @@ def page(recipes: Iterable[Recipe] = ()) -> str:
         *(_part(part) for part in sft),
         "## Settings of recipes\n",
         "They are there where the run names the recipe: where its estimator, its policy loss or its schedule is one of "
-        "the recipe's. A recipe of your own brings settings the same way: [extending](extending.md#settings-of-your-own).\n",
+        "the recipe's. A recipe of your own brings settings the same way: [extending](../howto/extending.md#settings-of-your-own).\n",
         *(_recipe(recipe) for recipe in recipes),
         "## Known and not built yet\n",
         "Settings of features that do not exist in this version. They are known by name, so that a script that carries "

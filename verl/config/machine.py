@@ -72,7 +72,7 @@ def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
     if product is None or is_installed(rollout.name) or (rollout.name == "sglang" and rollout.server.url):
         return sampler_sizes.on_machine("actor_rollout_ref.rollout", rollout, cfg.trainer.device, _is_local(cfg))
     near = "" if rollout.name == "vllm" else f", or name a server that runs: {url}=http://host:port"
-    fix = f"Run in an environment that has it (docs/engines.md), or set {key}=hf or {key}=server{near}."
+    fix = f"Run in an environment that has it (docs/howto/engines.md), or set {key}=hf or {key}=server{near}."
     return [ConfigError(f"{product} is not installed in this environment", key=key, got=rollout.name, fix=fix)]
 
 

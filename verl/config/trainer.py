@@ -56,7 +56,7 @@ class TrainerV1Config(ConfigNode):
     trainer_mode: str = setting(
         "sync",
         "schedule of sampling and training: sync (in turn), one_step_off (a batch ahead), colocate_async, separate_async and "
-        "fully_async (from a queue, see docs/async.md), or the dotted path of a schedule",
+        "fully_async (from a queue, see docs/howto/async.md), or the dotted path of a schedule",
     )
     colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig)
     separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig)

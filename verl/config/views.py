@@ -25,7 +25,7 @@ TO_COPY = f"""\
 # {MADE}
 # No default is read from here. Copy what you change into a file of your own, without the sign, and name it:
 #   python -m verl.trainer.main_ppo --config-path DIR --config-name NAME
-# A default ${{a.b}} means the value of a.b, until this one is set. The whole table: docs/configuration.md.
+# A default ${{a.b}} means the value of a.b, until this one is set. The whole table: docs/reference/configuration.md.
 defaults: [ppo_trainer, _self_]
 """
 BASE = f"""\

@@ -19,7 +19,8 @@ from verl.storage.formats import CONVERT, SUFFIXES, check_folder, check_suffix, 
 
 SAVE_FROM_HUB = (
     'Save it first: python -c "from datasets import load_dataset; '
-    "load_dataset({name!r}, split='train').to_parquet('train.parquet')\", then name train.parquet (docs/data.md). "
+    "load_dataset({name!r}, split='train').to_parquet('train.parquet')\", then name train.parquet "
+    "(docs/howto/data.md). "
     "A data set with several configurations needs the name of one, too: load_dataset({name!r}, 'main', ...)."
 )
 ALIKE = (

@@ -263,7 +263,7 @@ class Script:
             f"decision {self.at} differs from the recorded run, the first one that does. It was: {was}; it is: {now}",
             key=KEY,
             got=str(self.path),
-            fix="Same code, same libraries and the same kind of machine? docs/replay.md says what a replay needs.",
+            fix="Same code, same libraries and the same kind of machine? docs/howto/replay.md: what a replay needs.",
         )
 
 

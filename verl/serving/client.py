@@ -1,6 +1,6 @@
 """Questions over HTTP that end: h11 on asyncio streams, with a pool of connections for each event loop.
 
-A pool of its own, because a request through httpx costs 3 to 19 times the processor time (`docs/design.md`).
+A pool of its own, because a request through httpx costs 3 to 19 times the processor time (`docs/concepts/design.md`).
 Left out on purpose: redirects, compression, cookies, proxies, bodies that are streamed.
 """
 

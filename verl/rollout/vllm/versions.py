@@ -50,7 +50,7 @@ def installed_version() -> str:
         "vLLM is not installed",
         key=KEY,
         got="vllm",
-        fix="Set up an environment with it (docs/engines.md says how), reach a server with "
+        fix="Set up an environment with it (docs/howto/engines.md says how), reach a server with "
         "actor_rollout_ref.rollout.name=server, or set "
         "actor_rollout_ref.rollout.name=hf.",
     )
