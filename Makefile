@@ -1,4 +1,4 @@
-# Two commands on a fresh machine (git, Python >= 3.10, a C compiler, make):
+# Two commands on a fresh machine (git, Python >= 3.11, a C compiler, make):
 #   make quickstart   train a small model by reinforcement learning and see it learn
 #   make test         what a commit has to pass (about 12 minutes on 2 cores); make test-all runs every test
 
@@ -32,8 +32,8 @@ install: $(VENV)/.installed
 
 # Torch goes first and alone, so that no other package pulls a different build of it.
 $(VENV)/.torch: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "verl needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "verl needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) -m venv failed. Debian and Ubuntu: apt-get install python3-venv. Others: a Python with ensurepip." >&2; \
 	  exit 1; }

@@ -6,15 +6,11 @@ import ast
 import functools
 import os
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = ("verl", "recipe", "examples", "scripts", "benchmarks", "tests")

@@ -8,7 +8,7 @@ and `Metric`. Nothing in the library calls these forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from enum import Enum
+from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,12 +46,8 @@ compute_reinforce_plus_plus_outcome_advantage = reinforce_plus_plus.reinforce_pl
 compute_reinforce_plus_plus_baseline_outcome_advantage = reinforce_plus_plus_baseline.reinforce_plus_plus_baseline
 
 
-class _Name(str, Enum):
-    __str__ = str.__str__  # a member stands wherever a configuration value does
-
-
 _NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}
-AdvantageEstimator = _Name("AdvantageEstimator", _NAMES)  # type: ignore[call-overload]
+AdvantageEstimator = StrEnum("AdvantageEstimator", _NAMES)  # type: ignore[misc]
 
 
 def register_adv_est(name_or_enum: str, facts: EstimatorFacts | None = None) -> Callable[[AdvantageFn], AdvantageFn]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from inspect import Parameter
 from typing import Any
 
 from verl.errors import RewardError, suggest
 
 
-class Form(str, Enum):
+class Form(StrEnum):
     """How a reward function is called."""
 
     SINGLE = "single"

@@ -184,7 +184,7 @@ class _Endpoint:
         request = Request(scope, receive)
         try:
             body = await asyncio.wait_for(self._read(request), self.server.limits.read_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             await self._refuse(ApiError(408, "The body did not arrive in time."), request, send)
         except ApiError as error:
             await self._refuse(error, request, send)

@@ -262,7 +262,7 @@ class McpServer:
         return stdio_client(words, errlog=self._words.file)
 
     def _why(self, error: BaseException) -> str:
-        while inner := getattr(error, "exceptions", ()):  # a group; Python 3.10 has the class in a backport only
+        while inner := getattr(error, "exceptions", ()):  # a group
             error = inner[0]
         return f"{type(error).__name__}: {error}; {self._stderr_tail()}"
 

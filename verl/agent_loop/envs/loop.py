@@ -110,7 +110,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             await asyncio.wait_for(work, settings.timeout)
         except EnvironmentFailure as failure:
             error = failure
-        except asyncio.TimeoutError:
+        except TimeoutError:
             error = EnvironmentFailure(f"an episode took longer than {settings.timeout} s")
         try:
             await environment.close()

@@ -90,7 +90,7 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     call = _Call(function, {name: value for name, value in arguments.items() if takes_any or name in parameters})
     try:
         returned = await asyncio.wait_for(asyncio.wrap_future(call.start()), timeout)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise AgentFailure(f"took longer than {timeout:g} s and was given up") from error
     finally:
         call.stop()

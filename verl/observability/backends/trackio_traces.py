@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from verl.errors import MissingDependencyError
@@ -77,4 +77,4 @@ def _spans(call: TracedCall, parent: str | None, name: str) -> Iterator[dict[str
 
 
 def _moment(nanoseconds: int) -> str:
-    return datetime.fromtimestamp(nanoseconds / 1e9, tz=timezone.utc).isoformat()
+    return datetime.fromtimestamp(nanoseconds / 1e9, tz=UTC).isoformat()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from verl.errors import MissingDependencyError
@@ -44,4 +44,4 @@ class WeaveTraces(TraceBackend):
 
 
 def _moment(nanoseconds: int) -> datetime:
-    return datetime.fromtimestamp(nanoseconds / 1e9, tz=timezone.utc)
+    return datetime.fromtimestamp(nanoseconds / 1e9, tz=UTC)

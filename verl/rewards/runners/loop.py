@@ -116,7 +116,7 @@ async def _run(state: _State, number: int, places: asyncio.Semaphore) -> None:
         call.started = time.monotonic()
         try:
             results = await asyncio.wait_for(_Steps(state, number, state.work(call.samples)), state.timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             results = all_failed(call.samples, too_slow(state.timeout, "and was cancelled"))
         except asyncio.CancelledError as error:
             results = all_failed(call.samples, RewardFailure("raised", "it was cancelled", exception=error))

@@ -40,7 +40,7 @@ class HttpClient(Client):
     async def _heard(self, work: Awaitable[T], path: str, timeout: float) -> T:
         try:
             return await work
-        except (asyncio.TimeoutError, TimeoutError) as error:
+        except TimeoutError as error:
             raise EngineLostError(f"{self.url}{path} did not answer within {timeout:g} s") from error
         except (OSError, WireError) as error:
             raise EngineLostError(f"{self.url}{path} is not answering: {error or type(error).__name__}") from error

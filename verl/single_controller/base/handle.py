@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -23,11 +22,7 @@ CANCEL_SECONDS = 1.0
 
 def note_origin(error: BaseException, where: str) -> None:
     """Add to an exception, which stays as it is otherwise, which worker it comes from."""
-    note = f"(in worker {where})"
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    error.add_note(f"(in worker {where})")
 
 
 @contextmanager
