@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +33,7 @@ def wheel(tmp_path_factory):
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in tracked_files():
         relative = path.relative_to(ROOT)
-        if relative.parts[0] in ("verl", "recipe") or len(relative.parts) == 1:
+        if relative.parts[0] == "verl" or len(relative.parts) == 1:
             (source / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, source / relative)
     command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
@@ -42,7 +44,7 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    wanted = {str(p.relative_to(ROOT)) for p in tracked_files() if p.relative_to(ROOT).parts[0] in ("verl", "recipe")}
+    wanted = {str(p.relative_to(ROOT)) for p in tracked_files() if p.relative_to(ROOT).parts[0] == "verl"}
     assert names == wanted
     assert any(n.endswith("licenses/LICENSE") for n in zipfile.ZipFile(wheel).namelist())
 
@@ -89,6 +91,44 @@ def test_the_command_of_the_wheel_trains_resumes_and_draws_outside_the_checkout(
     assert (run / "global_step_2/actor/huggingface/model.safetensors").is_file()
     assert verl("plots", str(run), "-o", "drawn.png").strip() == "drawn.png" and (elsewhere / "drawn.png").is_file()
     assert str(site) in verl("doctor")
+
+
+@pytest.mark.slow
+def test_a_plain_install_trains_and_names_the_extra_of_what_it_lacks(tmp_path):
+    """All packages of this environment but those that only extras bring."""
+    slim = tmp_path / "slim"
+    slim.mkdir()
+    extras = ("ray", "matplotlib", "mpl_toolkits", "tensorboard", "grpc")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if (
+            entry.suffix != ".pth"
+            and not entry.name.startswith("__editable__")
+            and entry.name.split("-")[0] not in extras
+        ):
+            (slim / entry.name).symlink_to(entry)
+    tiny_model_dir(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n' * 4)
+    (tmp_path / "reward.py").write_text("def score(solution_str, ground_truth):\n    return len(solution_str)\n")
+
+    def verl(*words):
+        environment = {**os.environ, "PYTHONPATH": f"{slim}:{ROOT}"}
+        command = [sys.executable, "-S", "-m", "verl", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    settings = ["actor_rollout_ref.model.path=model", "data.train_files=rows.jsonl", "data.train_batch_size=4",
+                "reward.custom_reward_function.path=reward.py", "data.max_prompt_length=64",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=4",
+                "trainer.total_training_steps=1"]  # fmt: skip
+    done = verl("train", "grpo", *settings)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (run,) = (tmp_path / "runs").iterdir()
+    for install, words in (
+        ("-e '.[plots]'", ["plots", str(run)]),
+        ("-e '.[ray]'", ["train", "grpo", *settings, "trainer.runtime=ray"]),
+        ("tensorboard", ["train", "grpo", *settings, "trainer.logger=[tensorboard]"]),
+    ):
+        refused = verl(*words)
+        assert refused.returncode == 2 and f"pip install {install}" in refused.stderr + refused.stdout, refused
 
 
 def test_the_pins_satisfy_the_ranges_of_the_package():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.errors import DataError, VerlError, suggest
+from verl.errors import DataError, MissingDependencyError, VerlError, suggest
 from verl.json_text import read_json
 
 REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
@@ -121,8 +121,12 @@ def plot_run(
         x: ``step``, ``seconds`` or ``tokens``.
         smooth: weight of the past in a moving average, below 1, which is drawn over the values; 0: none.
     """
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependencyError(
+            "curves are drawn by matplotlib, which is not installed", fix="In the checkout: pip install -e '.[plots]'"
+        ) from error
     matplotlib.use("Agg")  # a run has no screen
     from matplotlib import pyplot as plt
 

@@ -39,7 +39,7 @@ def test_the_folder_is_named_after_the_run_unless_the_environment_says_otherwise
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingDependencyError, match="pip install tensorboard, or leave"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[tensorboard\]', or leave"):
         TensorboardTracker("p", "e")
 
 

@@ -68,7 +68,7 @@ def test_a_run_on_ray_without_ray_says_how_to_install_it(said, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
     message = said()
-    assert "trainer.runtime" in message and "pip install 'ray>=2.52'" in message
+    assert "trainer.runtime" in message and "pip install -e '.[ray]'" in message
 
 
 def test_a_sampler_that_does_not_start_is_named_in_one_error_and_leaves_no_process(said, two_nodes):

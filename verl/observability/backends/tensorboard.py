@@ -28,7 +28,7 @@ class TensorboardTracker(Tracker):
                 "the package tensorboard is not installed",
                 key="trainer.logger",
                 got="tensorboard",
-                fix="pip install tensorboard, or leave 'tensorboard' out of trainer.logger.",
+                fix="In the checkout: pip install -e '.[tensorboard]', or leave it out of trainer.logger.",
             ) from error
         folder = env.get("TENSORBOARD_DIR")
         self.folder = Path(env.expand(folder)) if folder else Path("tensorboard_log", project_name, experiment_name)

@@ -49,7 +49,7 @@ if importlib.util.find_spec("ray") is None:
     raise MissingDependencyError(
         "the Ray runtime needs the package ray, which is not installed",
         key="trainer.runtime",
-        fix="Run `pip install 'ray>=2.52'`, or set trainer.runtime=local to run in this process.",
+        fix="In the checkout: pip install -e '.[ray]', or set trainer.runtime=local to run in this process.",
     )
 
 
