@@ -18,6 +18,7 @@ from verl.json_text import read_json
 from verl.metrics import notice
 from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
 from verl.observability.tracking import Tracking
+from verl.trainer.ppo.conversations import turns_of
 from verl.utils.tracking import ValidationGenerationsLogger
 
 SPY = "tests.observability.spies:SpyTracker"
@@ -58,6 +59,31 @@ def test_the_panel_shows_score_and_expected_answer_and_takes_brackets_literally(
     console.print(sample_panel([Sample("system\nuser\n1+1=\nassistant", "2", question="1+1=")], "validation"))
     text = console.export_text()
     assert "1+1=  →  2" in text and "user" not in text
+
+
+def test_the_panel_says_who_speaks_where_several_do():
+    console = Console(width=100, record=True, file=io.StringIO())
+    record = [
+        {"role": "user", "text": "What is 2 * 21?", "tokens": 9, "mask": 0},
+        {"role": "assistant", "text": "I ask [calc].", "tokens": 4, "mask": 1},
+        {"role": "tool", "calls": [{"name": "calc", "answer": "42"}, {"name": "date", "answer": "today"}]},
+        {"role": "assistant", "text": "42", "tokens": 1, "mask": 1},
+    ]
+    turns = turns_of(record)
+    assert turns == [("assistant", "I ask [calc]."), ("tool", "calc: 42\ndate: today"), ("assistant", "42")]
+    console.print(sample_panel([Sample("What is 2 * 21?", "I ask [calc].4242", 1.0, "42", turns=turns)], "validation"))
+    lines = [line.strip("│ ") for line in console.export_text().splitlines()]
+    assert lines[1:-1] == [
+        "What is 2 * 21?",
+        "assistant  I ask [calc].",
+        "tool  calc: 42",
+        "date: today",
+        "assistant  42   score 1   expected 42",
+    ]
+
+
+def test_a_row_of_one_answer_has_no_turns():
+    assert turns_of(None) == turns_of([]) == turns_of([{"role": "assistant", "text": "42"}]) == []
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end():

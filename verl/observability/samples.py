@@ -28,8 +28,9 @@ def sample_panel(samples: Sequence[Sample], title: str) -> Panel:
         if i:
             text.append("\n")
         text.append(printable(shorten((sample.question or sample.prompt).strip())), style="dim")
-        text.append("  →  ", style="bold")
-        text.append(printable(shorten(sample.response.strip())))
+        for role, said in sample.turns or [("", sample.response)]:
+            text.append(f"\n  {printable(role)}  " if role else "  →  ", style="bold")
+            text.append(printable(shorten(said.strip())))
         if sample.score is not None:
             text.append(f"   score {sample.score:g}", style="green" if sample.score > 0 else "red")
         if sample.ground_truth is not None:

@@ -26,6 +26,8 @@ class Sample:
     ground_truth: str | None = None
     question: str | None = None
     """The part of the prompt that a terminal has room for."""
+    turns: Sequence[tuple[str, str]] = ()
+    """Role and text of each piece of the response, where several speak; a terminal shows them instead of it."""
 
 
 class Tracker(ABC):

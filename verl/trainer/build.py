@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
 from verl.trainer.models import RM, model_roles
+from verl.trainer.ppo.conversations import turns_of_rows
 from verl.trainer.ppo.validation import ValidationSamples
 from verl.workers.part import WorkerContext
 from verl.workers.scoring import reward_manager as reward_manager
@@ -129,8 +130,9 @@ def report_validation(
             key="trainer.validation_data_dir",
         )  # fmt: skip
     if trainer.log_val_generations > 0 and tracking is not None:
-        seen_rows = zip(seen.inputs, seen.outputs, seen.scores, seen.questions)
-        rows = [Sample(i, o, score, question=q) for i, o, score, q in islice(seen_rows, trainer.log_val_generations)]
+        turns = turns_of_rows(seen.conversations, len(seen.scores))
+        seen_rows = zip(seen.inputs, seen.outputs, seen.scores, repeat(None), seen.questions, turns)
+        rows = [Sample(*row) for row in islice(seen_rows, trainer.log_val_generations)]
         sample_output.ValidationGenerationsLogger().log(tracking, rows, step)
 
 

@@ -19,6 +19,7 @@ from verl.single_controller.base import Roles
 from verl.trainer import expiry
 from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.conversations import turns_of_rows
 from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
@@ -109,7 +110,11 @@ class ShowSamples(Callback):
         first = batch.slice(0, count)
         rows = trainer.describe_samples(first)
         columns = [rows[name] for name in ("inputs", "outputs", "scores", "gts")]
-        shown = [Sample(*row) for row in zip(*columns, trainer.texts.questions(first, rows["inputs"]))]
+        columns += [
+            trainer.texts.questions(first, rows["inputs"]),
+            turns_of_rows(rows["reward_extra_infos"], len(first)),
+        ]
+        shown = [Sample(*row) for row in zip(*columns)]
         trainer.show_samples("sampled completions", shown)
 
 

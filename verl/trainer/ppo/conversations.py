@@ -32,6 +32,23 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     return columns
 
 
+def turns_of(record: list[dict[str, Any]] | None) -> list[tuple[str, str]]:
+    """(role, text) of the pieces of one row's conversation after its prompt; empty where only the policy speaks."""
+    first = next((i for i, entry in enumerate(record or ()) if entry["role"] == "assistant"), 0)
+    turns = [(str(entry["role"]), _text(entry)) for entry in (record or ())[first:]]
+    return turns if len(turns) > 1 else []
+
+
+def turns_of_rows(columns: dict[str, list[Any]], count: int) -> list[list[tuple[str, str]]]:
+    """`turns_of` each of ``count`` rows."""
+    return [turns_of(record) for record in columns.get(RECORD, [None] * count)]
+
+
+def _text(entry: dict[str, Any]) -> str:
+    calls = [f"{call['name']}: {call['answer']}" for call in entry.get("calls", ())]
+    return "\n".join(calls) or str(entry.get("text", ""))
+
+
 def add_columns(columns: dict[str, list[Any]], new: dict[str, list[Any]], before: int, count: int) -> None:
     """Append the columns of ``count`` more rows to those of ``before`` rows; what a side does not have is None."""
     for name in {*columns, *new}:
