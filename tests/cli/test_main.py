@@ -57,6 +57,14 @@ def test_the_help_of_a_command_names_its_settings_in_60_lines(command):
     assert {*SETTINGS[configuration]} <= {*schema_of(program_of(configuration)[0].root).leaves}
 
 
+def test_the_command_finds_modules_of_the_working_directory(here):
+    Path("my_callbacks.py").write_text("raise SystemExit('imported')\n")
+    words = ["train", "grpo", *TINY, "trainer.checkpoint_callback_class=my_callbacks:Upload"]
+    code = "import sys; sys.path.remove(''); from verl.cli.main import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith("imported"), done.stderr
+
+
 def test_help_all_searches_names_and_meanings(capsys):
     assert main(["train", "grpo", "--help-all", "clip_ratio"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -96,6 +104,9 @@ def test_a_run_ends_with_a_panel_and_is_resumed_by_its_folder(here, capsys):
     for said in ("metrics.jsonl", "curve.png", "global_step_2", "verl resume runs/grpo-", "verl generate model.path="):
         assert said.replace(" ", "") in re.sub(r"[\s│]", "", out), said
     assert json.loads((folder / "run.json").read_text())["words"][0] == f"trainer.default_local_dir={folder}"
+    record = (folder / "run.json").read_text()
+    assert main(["resume", str(folder), "actor_rollout_ref.actor.optim.lr=1e-2"]) == 2
+    assert (folder / "run.json").read_text() == record, "a refused resume changes what the next one reads"
     assert main(["resume", str(folder), "trainer.total_training_steps=3"]) == 0
     assert (folder / "global_step_3").is_dir() and len(list(Path("runs").iterdir())) == 1
     assert main(["plots", str(folder), "-o", "drawn.png"]) == 0 and Path("drawn.png").stat().st_size > 5000

@@ -20,9 +20,9 @@ from verl import env
 from verl.api.functions import Reward, reward_settings
 from verl.api.methods import METHODS, Method, method_of
 from verl.api.rows import files_of
-from verl.api.run import METRICS, Run, open_run, write_record
+from verl.api.run import METRICS, RECORD, Run, open_run, write_record
 from verl.api.settings import word_of, words_of
-from verl.config.loading import writable
+from verl.config.loading import writable, write_private
 from verl.errors import ConfigError, VerlError
 from verl.observability.backends.notebook import in_notebook
 
@@ -160,11 +160,17 @@ def begin(name: str, words: Sequence[str], stops: bool = True) -> Run:
     place = Path(config.trainer.default_local_dir)
     own = [] if named or place != folder else [word_of(FOLDER, str(folder))]
     run = Run(place, name, (*own, *words))
+    record, steps = place / RECORD, run.steps
+    former = record.read_text(encoding="utf-8") if record.is_file() else None
     with writable(place):
         write_record(run)
     with in_process(place):
         try:
             _program(method)(config)
+        except VerlError:
+            if former is not None and run.steps == steps:  # refused: the run that is there has its former settings
+                write_private(record, former)
+            raise
         except RunStopped as stop:
             if not stops:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class Words:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0, 2 after a message to the user, 128 + signal."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and not sys.flags.safe_path:  # modules of the working directory, as for `python -m verl`
+        sys.path.insert(0, os.getcwd())
     if not words or words[0] in HELP:
         from verl.cli.help import overview
 
