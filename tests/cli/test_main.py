@@ -101,7 +101,14 @@ def test_a_run_ends_with_a_panel_and_is_resumed_by_its_folder(here, capsys):
     (folder,) = Path("runs").iterdir()
     out = capsys.readouterr().out
     assert folder.name.startswith("grpo-") and "step:2 - " in out
-    for said in ("metrics.jsonl", "curve.png", "global_step_2", "verl resume runs/grpo-", "verl generate model.path="):
+    for said in (
+        "metrics.jsonl",
+        "curve.png",
+        "global_step_2",
+        "verl resume runs/grpo-",
+        "verl generate model.path=",
+        "data.path=prompts.jsonl rollout.prompt_length=64 rollout.response_length=4",
+    ):
         assert said.replace(" ", "") in re.sub(r"[\s│]", "", out), said
     assert json.loads((folder / "run.json").read_text())["words"][0] == f"trainer.default_local_dir={folder}"
     record = (folder / "run.json").read_text()

@@ -15,6 +15,7 @@ from verl.errors import VerlError
 from verl.metrics import notice
 
 VALIDATION = re.compile(r"^val-core/.+/mean@\d+$|^val/loss$")
+LENGTHS = ("prompt_length", "response_length")
 ROLLOUTS = ("rollout_data_dir", "validation_data_dir")
 
 
@@ -25,7 +26,10 @@ def tell_end(run: Run) -> None:
     table.add_column(overflow="fold")
     for name, value in rows_of(run):
         table.add_row(name, value)
-    Console().print(Panel(table, title=run.folder.name, title_align="left", expand=False))
+    console = Console()
+    console.print(Panel(table, title=run.folder.name, title_align="left", expand=False))
+    for command in next_of(run):
+        console.print(command, soft_wrap=True, highlight=False, markup=False)  # to be copied: no line is broken
 
 
 def rows_of(run: Run) -> list[tuple[str, str]]:
@@ -38,10 +42,19 @@ def rows_of(run: Run) -> list[tuple[str, str]]:
         key, _, value = word.partition("=")
         if key.removeprefix("trainer.") in ROLLOUTS:
             rows.append(("samples", value))
-    if checkpoint:
-        rows.append(("next", f"verl resume {run.folder} trainer.total_training_steps=..."))
-        rows.append(("", f"verl generate model.path={run.model_path} data.path=prompts.jsonl"))
     return rows
+
+
+def next_of(run: Run) -> list[str]:
+    """What may come next, as commands: twice the steps, and answers of the trained model."""
+    if run.checkpoint is None:
+        return []
+    said = dict(word.split("=", 1) for word in run.words if "=" in word)
+    lengths = [f" rollout.{one}={said[f'data.max_{one}']}" for one in LENGTHS if f"data.max_{one}" in said]
+    return [
+        f"verl resume {run.folder} trainer.total_training_steps={2 * run.steps}",
+        f"verl generate model.path={run.model_path} data.path=prompts.jsonl{''.join(lengths)}",
+    ]
 
 
 def _best(run: Run) -> list[tuple[str, str]]:
@@ -53,7 +66,7 @@ def _best(run: Run) -> list[tuple[str, str]]:
         if not len(values):
             continue
         step = values.idxmin() if key == "val/loss" else values.idxmax()
-        best.append((f"best {key}", f"{values[step]:.4g} at step {step}, at last {values.iloc[-1]:.4g}"))
+        best.append(("best", f"{key} {values[step]:.4g} at step {step}, at last {values.iloc[-1]:.4g}"))
     return best
 
 

@@ -299,7 +299,8 @@ def check_context(rollout: Any, max_model_len: int) -> None:
             key=key_of(rollout, "response_length"),
             got=rollout.response_length,
             allowed=f"{max_model_len} tokens for both",
-            fix="Lower one of them (in training data.max_prompt_length and data.max_response_length).",
+            fix=f"Lower it or {key_of(rollout, 'prompt_length')}. "
+            "In training they are data.max_response_length and data.max_prompt_length.",
         )
 
 
