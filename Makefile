@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-trackers quickstart test test-all test-trackers test-vllm lint format clean
+.PHONY: help install install-trackers quickstart site test test-all test-trackers test-vllm lint format clean
 
 help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all     every test there is, and a table; GROUP=sandbox: one folder of tests/; ARGS=--last-failed: the rest"
 	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab; no torch), then run their tests"
 	@echo "make test-vllm    set up $(VLLM_VENV) (vLLM on CPU, 4 GB), then run the tests against vLLM itself"
+	@echo "make site         build the documentation into build/site (no network)"
 	@echo "make install      only set up $(VENV)"
 	@echo "make lint         ruff and mypy;  make format: rewrite the code in the house format"
 	@echo "make clean        remove $(VENV), outputs/ and build leftovers"
@@ -50,6 +51,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 quickstart: install
 	@$(BIN)/python examples/quickstart/run.py
+
+site: install
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "open build/site/index.html"
 
 # Three passes, the first two of them at once; its last lines say what each came to.
 test: install

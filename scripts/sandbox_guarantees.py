@@ -10,6 +10,7 @@ the page is made of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -28,14 +29,22 @@ OWN = "tests/sandbox/test_guarantees.py"
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as Markdown: a row for each guarantee, a column for each kernel."""
-    kernels = results["kernels"]
-    rows = [["", *kernels], ["---"] * (len(kernels) + 1)]
-    rows += [[name, *(cell(column[name]) for column in kernels.values())] for name in next(iter(kernels.values()))]
-    if results["suite"]:
-        rows.append([SUITE, *(results["suite"].get(name, "") for name in kernels)])
-    where = f"\nMade on Linux {results['release']}.\n"
+    """The results as Markdown: kernels without a difference share a column, guarantees alike share a row."""
+    columns = {name: {**column, SUITE: results["suite"].get(name, "")} for name, column in results["kernels"].items()}
+    groups = [list(names) for _, names in itertools.groupby(columns, columns.__getitem__)]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in next(iter(columns.values())):
+        alike.setdefault(tuple(cell(columns[names[0]][name]) for names in groups), []).append(name)
+    rows = [["", *map(heading, groups)], ["---"] * (len(groups) + 1)]
+    rows += [["<br>".join(names), *cells] for cells, names in alike.items()]
+    where = f"\nMeasured on Linux {results['release']}.\n"
     return "".join(f"| {' | '.join(row)} |\n" for row in rows) + where
+
+
+def heading(names: list[str]) -> str:
+    """``Landlock 7, 6, 5``: what later names share with the first is said once."""
+    shared = names[0].rpartition(" ")[0] + " "
+    return ", ".join([names[0], *(name.removeprefix(shared) for name in names[1:])])
 
 
 def cell(said: str) -> str:

@@ -179,6 +179,34 @@ def test_commands_are_made_of_settings_and_of_values_that_these_take(page):
         read_config(name, [word for word in given if not word.endswith("...")])
 
 
+PLACES = {
+    **{"sft": "sft_trainer", "dpo": "dpo_trainer", "rm": "rm_trainer"},
+    **{"generate": "generation", "eval": "evaluation"},
+}
+"""The configuration of a command of `verl`; of `train` it is that of PPO."""
+
+
+@every_page
+def test_commands_of_verl_and_blocks_of_settings_are_made_of_what_there_is(page):
+    for command in "\n".join(blocks(page, "bash", "sh")).replace("\\\n", " ").splitlines():
+        if started := re.search(r"(?:^| )verl (train|sft|dpo|rm|generate|eval) ", f"{command} "):
+            words = shlex.split(command, comments=True)
+            given = [word for word in words[words.index("verl") :] if re.match(r"[+~]{0,2}[a-z_][\w.]*=", word)]
+            read_config(PLACES.get(started[1], "ppo_trainer"), [word for word in given if "$" not in word])
+    for block in blocks(page, "ini"):
+        lines = [line for line in block.splitlines() if line and not line.startswith("#")]
+        known = [name for name in ("ppo_trainer", *PLACES.values()) if all(is_of(name, line) for line in lines)]
+        assert known, f"no program has all of {lines}"
+        read_config(known[0], lines)
+
+
+def is_of(name: str, line: str) -> bool:
+    """Whether a program has the setting, or the choice of a group, of a line."""
+    return "." not in line.partition("=")[0] or bool(
+        schema_of(NAMES[name][0].root).split(line.partition("=")[0].lstrip("+"))
+    )
+
+
 def strings() -> str:
     """Every text and name in the code from which the key of a metric may be made."""
     found = set()

@@ -24,30 +24,16 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODE, BOUND = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 ERRORS = {
     "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node: 8 GPUs",
-    f"data.train_batch_size=60 {A}.ppo_mini_batch_size=16": f"{A}.ppo_mini_batch_size: data.train_batch_size=60",
-    f"{R}.log_prob_micro_batch_size=4 {R}.log_prob_micro_batch_size_per_gpu=8": f"{R}.log_prob_micro",
-    "actor_rollout_ref.rolout.n=4": "actor_rollout_ref.rolout.n: unknown",
     f"{R}.temperatur=0.7": f"{R}.temperatur: unknown",
-    f"{A}.lr=1e-6 {A}.optim.lr=2e-6": f"{A}.optim.lr: two values",
     f"{A}.tis_imp_ratio_cap=2.0": f"{A}.tis_imp_ratio_cap: no longer",
     f"algorithm.adv_estimator=grpo {R}.n=1": f"{R}.n: the estimator",
-    f"algorithm.rollout_is_threshold=2.0 {R}.calculate_log_probs=false": f"{R}.calculate_log_probs: algorithm",
     f"{A}.qat.enable=true": f"{A}.qat.enable: not built",
     f"{R}.expert_parallel_size=2": f"{R}.expert_parallel_size: not built for",
-    "trainer.device=cuda": "trainer.device: this machine",
-    "trainer.logger=[console,mlflow]": "trainer.logger: 'mlflow'",
     "trainer.logger=[console,wandb]": "trainer.logger: 'wandb'",
     "data.train_files=trian.parquet": "data.train_files: no such file",
     "actor_rollout_ref.model.path=.": "actor_rollout_ref.model.path: this folder",
-    f"{A}.strategy=automodel": f"{A}.strategy: the training backend",
-    f"{A}.strategy=megatron {A}.megatron.tensor_model_parallel_size=3 trainer.device=cpu trainer.n_gpus_per_node=4": (
-        f"{A}.megatron.tensor_model_parallel_size: 4 process(es)"
-    ),
     f"algorithm.gamma=2 {A}.ppo_mini_batch_size=5 data.train_batch_size=16": "2 settings cannot stand:",
     f"{MODE}=colocate_async trainer.v1.colocate_async.num_warmup_batches=2.5 {BOUND}=2": f"{BOUND}: 2.5 warm-up",
-    f"{MODE}=separate_async data.train_batch_size=64 {A}.ppo_mini_batch_size=32": (
-        "trainer.v1.separate_async.parameter_sync_step: weights are sent"
-    ),
 }
 WHILE_RUNNING = {
     "data.train_batch_size=4096 mine.name=good": "data.train_batch_size: the dataset has",
@@ -56,7 +42,6 @@ WHILE_RUNNING = {
     "": "data_source: no built-in scorer",
     "data.train_files=bare.parquet data.train_batch_size=32 mine.name=nothing": "reward_model.ground_truth: bare",
     "data.train_batch_size=32 mine.name=nothing": "all 64 samples of a batch failed",
-    "mine.name=odd": "odd in ...: no parameter says",
     "trainer.default_local_dir=busy trainer.save_freq=1 mine.name=good": "trainer.default_local_dir: another run",
 }
 OFFLINE = "model.path: no tokenizer could be loaded from this hub name"
@@ -64,9 +49,6 @@ OFFLINE = "model.path: no tokenizer could be loaded from this hub name"
 REWARDS = """
 def nothing(data_source, solution_str, ground_truth, extra_info=None):
     return None
-
-def odd(text, truth):
-    return 0.0
 
 def good(data_source, solution_str, ground_truth, extra_info=None):
     return 0.0
@@ -76,7 +58,6 @@ NOTICES = {
     f"{A}.lr=1e-6": f"{A}.lr",
     "algorithm.kl_ctrl.kl_coef=0.001": "algorithm.kl_ctrl.kl_coef",
     f"{A}.kl_loss_coef=0.01": f"{A}.kl_loss_coef",
-    f"critic.optim.lr=1e-3 algorithm.adv_estimator=grpo {R}.n=4": "critic.optim.lr",
 }
 
 
@@ -86,8 +67,7 @@ def laptop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "accelerator", lambda: None)
     found = importlib.util.find_spec
-    missing = ("mlflow", "wandb")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, p=None: None if name in missing else found(name, p))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, p=None: None if name == "wandb" else found(name, p))
     write_prompts("train.parquet", 4)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
