@@ -40,6 +40,10 @@ NOT_RUN: dict[str, dict[str, str]] = {
     },
     "docs/concepts/torchtitan.md": {"pip install": "a package index"},
     "docs/howto/rocm.md": {"docker build": "docker and AMD GPUs"},
+    "docs/howto/sizes.md": {
+        "qwen3-8b-grpo-8gpu": "the hub; tests/examples/test_models.py checks and starts every file"
+    },
+    "examples/README.md": {"qwen3-8b-grpo-8gpu": "eight GPUs; tests/examples/test_models.py starts every file"},
     "examples/rollout_importance_sampling/README.md": {
         "run_with_rollout_is.sh": "the hub and GPUs; tests/docs/test_printed_sampling.py runs it with TINY=1"
     },
