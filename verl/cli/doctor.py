@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl import env
+from verl import __version__, env
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +41,16 @@ def version(package: str) -> str | None:
 
 
 def system() -> list[tuple[str, str]]:
-    rows = [("platform", platform.platform()), ("python", f"{sys.version.split()[0]} at {sys.executable}")]
-    if hasattr(os, "sched_getaffinity"):
-        rows.append(("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"))
-    memory = Path("/proc/meminfo")
-    if memory.exists():
-        kilobytes = int(memory.read_text().split(None, 2)[1])
-        rows.append(("memory", f"{kilobytes / 2**20:.1f} GiB"))
-    rows.append(("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"))
+    kilobytes = int(Path("/proc/meminfo").read_text().split(None, 2)[1])
     shared = Path("/dev/shm")
-    if shared.exists():
-        rows.append(("/dev/shm", f"{shutil.disk_usage(shared).total / 2**30:.1f} GiB"))
-    return rows
+    return [
+        ("platform", platform.platform()),
+        ("python", f"{sys.version.split()[0]} at {sys.executable}"),
+        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("memory", f"{kilobytes / 2**20:.1f} GiB"),
+        ("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"),
+        ("/dev/shm", f"{shutil.disk_usage(shared).total / 2**30:.1f} GiB" if shared.exists() else "there is none"),
+    ]
 
 
 def devices() -> list[tuple[str, str]]:
@@ -91,11 +89,7 @@ def packages() -> list[tuple[str, str]]:
 
 
 def library() -> list[tuple[str, str]]:
-    try:
-        import verl
-    except ImportError as error:
-        return [("verl", f"cannot be imported: {error}")]
-    rows = [("verl", f"{verl.__version__} at {Path(verl.__file__).parent}")]
+    rows = [("verl", f"{__version__} at {ROOT / 'verl'}")]
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         rows.append(("commit", subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()))

@@ -100,11 +100,6 @@ class Queue:
         """Of the prompts, in the order in which they began to wait: among equals the first one is next."""
         self._unknown, self._by_mean, self._by_first, self._by_arrival = (Ranking() for _ in range(4))
 
-    @property
-    def waiting(self) -> int:
-        """Requests whose turn it is not."""
-        return sum(not waiter.turn.done() for line in self._waiting.values() for waiter in line)
-
     def arrived(self) -> int:
         """The place of a request, which it keeps if it has to wait twice."""
         self._arrivals += 1

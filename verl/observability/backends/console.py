@@ -72,6 +72,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("timing_s/update_critic", "critic"),
             ("timing_s/update_actor", "actor"),
             ("timing_s/testing", "validate"),
+            ("timing_s/save_checkpoint", "save"),
             ("timing_s/step", "step"),
         ),
     ),

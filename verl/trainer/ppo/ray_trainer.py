@@ -21,6 +21,7 @@ from verl.config.loading import config_from
 from verl.data import collate_fn as default_collate
 from verl.data import create_rl_sampler, stateful_loader
 from verl.data.loader import LearnsFromSteps
+from verl.data.progress import timed
 from verl.errors import CheckpointError, DataError, RolloutError
 from verl.metrics import notice
 from verl.observability.account import Key
@@ -185,9 +186,11 @@ class RayPPOTrainer:
             notice("trainer.nnodes", "\n".join(["the workers are placed", *places]))
         self._name_roles(groups)
         for name in sorted(groups, key=lambda name: name != "actor"):  # its model is there before what reads it
-            groups[name].init_model()
+            with timed(f"loading {name}"):
+                groups[name].init_model()
         self.replicas = self._keeper(groups, on)
-        sampling.connect(self.config, groups, on, self.replicas)
+        with timed("starting the sampler"):
+            sampling.connect(self.config, groups, on, self.replicas)
 
     def _keeper(self, groups: Mapping[str, Any], on: str) -> ReplicaKeeper | None:
         """Of replicas that come and go (``rollout.max_replacements``)."""
