@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from tests.docs import (
-    test_printed,
-    test_printed_agents,
-    test_printed_cluster,
-    test_printed_data,
-    test_printed_runs,
-    test_printed_sampling,
-    test_printed_start,
-)
 from tests.docs.test_statements import IDS, PAGES, blocks
 from tests.sanity.source_tree import ROOT
 
-FILES = (
-    test_printed,
-    test_printed_agents,
-    test_printed_cluster,
-    test_printed_data,
-    test_printed_runs,
-    test_printed_sampling,
-    test_printed_start,
-)
+FILES = [import_module(f"tests.docs.{file.stem}") for file in sorted(Path(__file__).parent.glob("test_printed*.py"))]
 PARTS = ("docs/start/", "docs/howto/")
 NOT_RUN: dict[str, dict[str, str]] = {
     "CONTRIBUTING.md": {"make install": "the targets of the suite itself"},

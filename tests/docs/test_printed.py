@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.printed import WARMED_UP, bash, block, rewards
 from tests.docs.test_statements import blocks
-from tests.harness.programs import run
 from tests.sanity.source_tree import ROOT
 from verl.data.filtering import filter_of
 
@@ -44,32 +44,6 @@ RUN = {
     "docs/start/quickstart.md": ("adv_estimator=grpo", "adv_estimator=gae"),
 }
 """Page -> what stands in the blocks that a test runs: one below, unless another file is named."""
-WARMED_UP = "outputs/quickstart/sft/global_step_360/model/huggingface"
-
-
-def block(page: str, start: str) -> str:
-    """The block of a page that begins so."""
-    (wanted,) = [one for one in blocks(ROOT / page, "bash", "python") if one.startswith(start)]
-    return wanted
-
-
-def bash(folder: Path, script: str, **shrink: str) -> str:
-    """Run a block in a folder, where ``examples`` are; returns what it printed.
-
-    Args:
-        shrink: settings, by the end of their keys, that are made smaller; each has to be there.
-    """
-    for key, value in shrink.items():
-        script, found = re.subn(rf"(?<=[.]){key}=\S+", f"{key}={value}", script)
-        assert found, f"the block sets no {key}"
-    if not (folder / "examples").exists():
-        (folder / "examples").symlink_to(ROOT / "examples")
-    return run(["bash", "-ec", script], cwd=folder, COLUMNS="120").stdout
-
-
-def rewards(printed: str) -> list[float]:
-    """The mean reward of each step."""
-    return [float(value) for value in re.findall(r"critic/score/mean:([\d.e-]+)", printed)]
 
 
 def rises(values: list[float], start: int, end: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_printed import bash, block, rewards
+from tests.docs.printed import bash, block, rewards
 from tests.docs.test_statements import blocks
 from tests.harness.programs import python
 from tests.harness.runs import records
@@ -41,15 +41,6 @@ def files(folder: Path, *named: str) -> None:
 def yaml(page: str, name: str) -> str:
     (found,) = [one for one in blocks(ROOT / page, "yaml") if one.startswith(f"# {name}")]
     return found
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data and the models of the quickstart, up to the fine-tuned one."""
-    folder = tmp_path_factory.mktemp("made")
-    script = block(QUICKSTART, "python examples/data_preprocess/arithmetic.py")
-    bash(folder, re.split(r"^(?:python -m verl.trainer.main_ppo|verl train) ", script, flags=re.MULTILINE)[0])
-    return folder
 
 
 @pytest.mark.slow
@@ -88,9 +79,9 @@ def test_the_page_of_the_sandbox_prints_what_its_comments_say(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_of_the_endpoint_trains_the_agent_that_it_prints(made):
-    files(made, block(ENDPOINT, "# agent.py"), yaml(ENDPOINT, "loops.yaml"))
-    printed = bash(made, block(ENDPOINT, "verl train grpo"), total_training_steps="3")
+def test_the_page_of_the_endpoint_trains_the_agent_that_it_prints(fine_tuned):
+    files(fine_tuned, block(ENDPOINT, "# agent.py"), yaml(ENDPOINT, "loops.yaml"))
+    printed = bash(fine_tuned, block(ENDPOINT, "verl train grpo"), total_training_steps="3")
     assert len(rewards(printed)) == 3 and max(rewards(printed)) > 0.1, printed[-2000:]
     assert set(map(float, re.findall(r"rollout/agent/calls:([\d.]+)", printed))) == {2}
     assert set(map(float, re.findall(r"rollout/agent/failed:([\d.]+)", printed))) == {0}
@@ -109,8 +100,8 @@ def test_the_server_of_the_page_of_mcp_multiplies(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_check_of_a_model_family_compares_sampler_and_trainer(made):
-    printed = bash(made, block(MODELS, "model=my/base"))
+def test_the_check_of_a_model_family_compares_sampler_and_trainer(fine_tuned):
+    printed = bash(fine_tuned, block(MODELS, "model=my/base"))
     (difference,) = re.findall(r"training/rollout_probs_diff_max:([\d.e-]+)", printed)
     assert float(difference) < 1e-5
 

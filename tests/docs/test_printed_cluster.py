@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.docs.test_printed import bash, block
+from tests.docs.printed import bash, block
 from tests.docs.test_statements import blocks
 from tests.harness.waiting import wait_until
 from tests.sanity.source_tree import ROOT
@@ -48,11 +48,8 @@ QUICKSTART = "python examples/data_preprocess/arithmetic.py"
 
 
 @pytest.fixture(scope="module")
-def made(own_ray_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the quickstart by hand makes, up to its fine-tuned model, which is right now and then."""
-    folder = tmp_path_factory.mktemp("made")
-    bash(folder, block("docs/start/quickstart.md", QUICKSTART).partition("python -m verl.trainer.main_ppo")[0])
-    return folder
+def made(own_ray_folder: str, fine_tuned: Path) -> Path:
+    return fine_tuned
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.docs.test_printed import bash, block
+from tests.docs.printed import bash, block
 from verl.data.vision.images import ImageLimits, load_image
 
 DATA, VISION, REWARDS = "docs/howto/data.md", "docs/howto/vision.md", "docs/howto/rewards.md"
@@ -44,20 +44,10 @@ def series(printed: str, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data and the models of the quickstart, up to its run with rewards."""
-    folder = tmp_path_factory.mktemp("by_hand")
-    script = block("docs/start/quickstart.md", "python examples/data_preprocess/arithmetic.py")
-    bash(folder, re.split(r"^(?:python -m verl\.trainer\.main_ppo|verl train) ", script, flags=re.MULTILINE)[0])
-    assert (folder / "my/sft/global_step_60/model/huggingface").is_dir()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pairs(by_hand: Path) -> tuple[Path, str]:
+def pairs(fine_tuned: Path) -> tuple[Path, str]:
     """The folder with both models that the page of pairs trains, and what this printed."""
-    (by_hand / "pairs.py").write_text(block(PREFERENCE, "import pandas"))
-    return by_hand, bash(by_hand, f"python pairs.py\n{block(PREFERENCE, 'verl dpo')}")
+    (fine_tuned / "pairs.py").write_text(block(PREFERENCE, "import pandas"))
+    return fine_tuned, bash(fine_tuned, f"python pairs.py\n{block(PREFERENCE, 'verl dpo')}")
 
 
 def test_the_page_of_data_shows_a_file_and_what_reads_it(tmp_path):
@@ -142,24 +132,24 @@ def test_ppo_takes_its_reward_from_the_reward_model_of_the_pairs(pairs):
 
 
 @pytest.mark.slow
-def test_fine_tuning_on_two_processes_leaves_a_model(by_hand):
-    bash(by_hand, block(SFT, "torchrun"), total_training_steps="2", save_freq="2")
-    saved = by_hand / "my/sft_on_two/global_step_2/model/huggingface"
+def test_fine_tuning_on_two_processes_leaves_a_model(fine_tuned):
+    bash(fine_tuned, block(SFT, "torchrun"), total_training_steps="2", save_freq="2")
+    saved = fine_tuned / "my/sft_on_two/global_step_2/model/huggingface"
     assert len(list(saved.glob("model-*-of-00002.safetensors"))) == 2, "one file of each process"
 
 
 @pytest.mark.slow
-def test_answers_are_generated_and_scored_as_printed(by_hand):
-    printed = bash(by_hand, block(EVALUATION, "verl generate"))
-    answers = pd.read_parquet(by_hand / "my/answers.parquet")
+def test_answers_are_generated_and_scored_as_printed(fine_tuned):
+    printed = bash(fine_tuned, block(EVALUATION, "verl generate"))
+    answers = pd.read_parquet(fine_tuned / "my/answers.parquet")
     assert {len(row) for row in answers["responses"]} == {4}
     assert "arithmetic" in printed and "pass@4" in printed
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_and_merged_as_printed(by_hand):
-    bash(by_hand, block(LORA, "verl train grpo"), total_training_steps="2", save_freq="2")
-    saved = by_hand / "my/lora/global_step_2/actor/huggingface"
+def test_an_adapter_is_trained_and_merged_as_printed(fine_tuned):
+    bash(fine_tuned, block(LORA, "verl train grpo"), total_training_steps="2", save_freq="2")
+    saved = fine_tuned / "my/lora/global_step_2/actor/huggingface"
     assert (saved / "adapter_model.safetensors").is_file() and not (saved / "model.safetensors").exists()
-    bash(by_hand, block(LORA, "python -m verl.model_merger").replace("global_step_15", "global_step_2"))
-    assert (by_hand / "my/merged/model.safetensors").is_file()
+    bash(fine_tuned, block(LORA, "python -m verl.model_merger").replace("global_step_15", "global_step_2"))
+    assert (fine_tuned / "my/merged/model.safetensors").is_file()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_printed import block
+from tests.docs.printed import block
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.runs import records

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_printed import bash, block
+from tests.docs.printed import bash, block
 from tests.docs.test_statements import METRIC, blocks, code
 from tests.docs.test_troubleshooting import is_shown
 from tests.harness.programs import run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.docs.test_printed import bash, block
+from tests.docs.printed import bash, block
 from tests.docs.test_statements import blocks
 from tests.sanity.source_tree import ROOT
 from verl.config.loading import read_config
@@ -32,15 +32,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
 TRAINING = re.compile(r"^(?:python -m verl\.trainer\.main_ppo|verl train)\b", re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the quickstart has got as far as its fine-tuned model."""
-    folder = tmp_path_factory.mktemp("made")
-    (script,) = [one for one in blocks(ROOT / "docs/start/quickstart.md", "bash") if "demonstrations.py my/" in one]
-    bash(folder, TRAINING.split(script)[0])
-    return folder
-
-
 def trained(folder: Path, page: str, start: str, steps: int) -> tuple[list[dict[str, float]], dict[str, str]]:
     """The metrics of the first steps of a printed run, and its settings as ``key=value`` lines."""
     script = f"trap 'kill $(jobs -p) || true' EXIT\n{block(page, start)}"  # a run that fails leaves no host behind
@@ -54,30 +45,30 @@ def trained(folder: Path, page: str, start: str, steps: int) -> tuple[list[dict[
 
 
 @pytest.mark.slow
-def test_the_page_of_sampling_draws_four_tokens(made):
-    (made / "draw.py").write_text(block(SAMPLING, "import asyncio"))
-    printed = bash(made, "python draw.py")
+def test_the_page_of_sampling_draws_four_tokens(fine_tuned):
+    (fine_tuned / "draw.py").write_text(block(SAMPLING, "import asyncio"))
+    printed = bash(fine_tuned, "python draw.py")
     tokens = re.search(r"token_ids=\(([\d, ]+)\)", printed)
     assert tokens is not None and 1 <= len(re.findall(r"\d+", tokens[1])) <= 4
 
 
 @pytest.mark.slow
-def test_the_printed_partial_rollouts_leave_responses_to_the_next_step(made):
-    rows, _ = trained(made, SAMPLING, "verl train grpo", steps=2)
+def test_the_printed_partial_rollouts_leave_responses_to_the_next_step(fine_tuned):
+    rows, _ = trained(fine_tuned, SAMPLING, "verl train grpo", steps=2)
     assert rows[0]["rollout/partial/left"] == rows[1]["rollout/partial/resumed"]
     assert {"rollout/partial/waiting", "rollout/partial/versions/max"} <= {*rows[1]}
 
 
 @pytest.mark.slow
-def test_the_page_of_algorithms_combines_rloo_with_cispo(made):
-    rows, settings = trained(made, ALGORITHMS, "verl train rloo", steps=2)
+def test_the_page_of_algorithms_combines_rloo_with_cispo(fine_tuned):
+    rows, settings = trained(fine_tuned, ALGORITHMS, "verl train rloo", steps=2)
     assert "adv_estimator: rloo" in settings and "loss_mode: cispo" in settings
     assert all({"actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac"} <= {*row} for row in rows)
 
 
 @pytest.mark.slow
-def test_the_printed_dynamic_sampling_fills_the_batch_with_groups_that_differ(made):
-    rows, _ = trained(made, DYNAMIC, "verl train dapo", steps=2)
+def test_the_printed_dynamic_sampling_fills_the_batch_with_groups_that_differ(fine_tuned):
+    rows, _ = trained(fine_tuned, DYNAMIC, "verl train dapo", steps=2)
     assert all(row["training/zero_advantage_groups"] == 0 for row in rows)
     assert sum(row["training/filter_groups/dropped_groups"] for row in rows) > 0
     assert {"training/zero_variance_groups", "training/num_gen_batches"} <= {*rows[0]}
@@ -85,17 +76,18 @@ def test_the_printed_dynamic_sampling_fills_the_batch_with_groups_that_differ(ma
 
 
 @pytest.mark.slow
-def test_the_page_of_engines_trains_against_a_host(made):
-    rows, settings = trained(made, ENGINES, "export VERL_SERVER_KEY", steps=2)
+def test_the_page_of_engines_trains_against_a_host(fine_tuned):
+    rows, settings = trained(fine_tuned, ENGINES, "export VERL_SERVER_KEY", steps=2)
     assert "name: server" in settings and "VERL_SERVER_KEY" in settings
     assert all(row["perf/weights_sent_mb"] > 1 for row in rows), "the host gets the weights of each step"
     assert any(row["critic/score/mean"] > 0 for row in rows)
 
 
 @pytest.mark.slow
-def test_the_page_of_engines_answers_each_prompt_five_times(made):
-    bash(made, block(ENGINES, "verl generate"))
-    prompts, answers = pq.read_table(made / "my/data/test.parquet"), pq.read_table(made / "my/answers.parquet")
+def test_the_page_of_engines_answers_each_prompt_five_times(fine_tuned):
+    bash(fine_tuned, block(ENGINES, "verl generate"))
+    prompts = pq.read_table(fine_tuned / "my/data/test.parquet")
+    answers = pq.read_table(fine_tuned / "my/answers.parquet")
     assert answers.column_names == [*prompts.column_names, "responses"] and len(answers) == len(prompts)
     assert {len(texts) for texts in answers["responses"].to_pylist()} == {5}
 

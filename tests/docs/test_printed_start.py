@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_printed import WARMED_UP, bash, block, rewards
+from tests.docs.printed import WARMED_UP, bash, block, rewards
 from tests.docs.test_statements import blocks
 from tests.sanity.source_tree import ROOT
 
@@ -48,30 +48,20 @@ NOT_RUN: dict[str, dict[str, str]] = {
 DOOR = ROOT / "benchmarks" / "door"
 
 
-@pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart by hand, up to its fine-tuned model."""
-    folder = tmp_path_factory.mktemp("warmed")
-    script, after, _ = block(QUICKSTART, "python examples/data_preprocess").partition("python -m verl.trainer.main_ppo")
-    assert after
-    bash(folder, script)
-    return folder
-
-
 @pytest.fixture
-def here(warmed: Path, tmp_path: Path) -> Path:
+def here(fine_tuned: Path, tmp_path: Path) -> Path:
     """A folder of a test with what the quickstart leaves."""
-    shutil.copytree(warmed / "my", tmp_path / "my")
+    shutil.copytree(fine_tuned / "my", tmp_path / "my")
     return tmp_path
 
 
 @pytest.fixture(scope="module")
-def digits(warmed: Path) -> tuple[Path, str, str]:
+def digits(fine_tuned: Path) -> tuple[Path, str, str]:
     """The task of the page up to its trained model: the folder, and what the check and the run printed."""
     for name, start in (("rows.py", "import json\n"), ("digits.py", "def compute_score(")):
-        (warmed / "my" / name).write_text(block(OWN, start))
-    checked = bash(warmed, block(OWN, "python my/rows.py"))
-    return warmed, checked, bash(warmed, block(OWN, "verl train grpo"))
+        (fine_tuned / "my" / name).write_text(block(OWN, start))
+    checked = bash(fine_tuned, block(OWN, "python my/rows.py"))
+    return fine_tuned, checked, bash(fine_tuned, block(OWN, "verl train grpo"))
 
 
 @pytest.mark.parametrize(
@@ -173,8 +163,8 @@ def test_a_reward_of_trl_is_wrapped_as_the_page_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_task_of_trl_trains_and_saves(warmed, tmp_path):
-    shutil.copytree(warmed / MODEL, tmp_path / WARMED_UP)
+def test_the_task_of_trl_trains_and_saves(fine_tuned, tmp_path):
+    shutil.copytree(fine_tuned / MODEL, tmp_path / WARMED_UP)
     script = block(TRL, "import verl\n").replace("range(10, 50)", "range(10, 16)", 1).replace("(10, 50)", "(10, 15)")
     (tmp_path / "ours.py").write_text(script)
     assert len(rewards(bash(tmp_path, "python ours.py"))) == 2

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from tests.brief.machine import guides_machine
-from tests.docs.test_printed import block
+from tests.docs.printed import block
 from tests.harness.models import VOCAB_SIZE, tiny_model_dir, tiny_tokenizer
 from tests.harness.programs import python
 from tests.harness.rows import write_prompts
