@@ -10,22 +10,10 @@ from verl.errors import DataError
 
 TRUTHS = ("ground_truth", "answer")
 """Columns of prompts that a reward compares with; the first that is there counts."""
-COLUMNS = frozenset(
-    (
-        *(
-            "prompt",
-            "data_source",
-            "reward_model",
-            "extra_info",
-            "ability",
-            "uid",
-            "agent_name",
-            "raw_prompt",
-            "responses",
-        ),
-        *("tools_kwargs", "interaction_kwargs", "need_tools_kwargs", "image", "images", "video", "videos"),
-    )
-)
+COLUMNS = {
+    *("prompt", "data_source", "reward_model", "extra_info", "ability", "uid", "agent_name", "raw_prompt"),
+    *("responses", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs", "image", "images", "video", "videos"),
+}
 """Of prompts, with a meaning of their name; all others go into ``extra_info``, which a reward function gets."""
 FIX = 'Give rows such as [{"prompt": "2 + 3 =", "answer": "5"}], or the path of a parquet or jsonl file.'
 

@@ -76,17 +76,17 @@ def train(
 
 def sft(*, model: Any, data: Any, val: Any = None, tokenizer: Any = None, **settings: Any) -> Run:
     """Supervised fine-tuning on rows with ``messages``, or with ``prompt`` and ``response``; arguments as `train`."""
-    return _supervised("sft", model, data, val, tokenizer, settings)
+    return _from_objects("sft", model, data, val, tokenizer, None, settings)
 
 
 def dpo(*, model: Any, data: Any, val: Any = None, tokenizer: Any = None, **settings: Any) -> Run:
     """Preference training on rows with ``prompt``, ``chosen`` and ``rejected``; arguments as `train`."""
-    return _supervised("dpo", model, data, val, tokenizer, settings)
+    return _from_objects("dpo", model, data, val, tokenizer, None, settings)
 
 
 def reward_model(*, model: Any, data: Any, val: Any = None, tokenizer: Any = None, **settings: Any) -> Run:
     """A model with a scalar head, from rows with ``prompt``, ``chosen`` and ``rejected``; arguments as `train`."""
-    return _supervised("reward_model", model, data, val, tokenizer, settings)
+    return _from_objects("reward_model", model, data, val, tokenizer, None, settings)
 
 
 def resume(run: Run | str | Path, **settings: Any) -> Run:
@@ -98,10 +98,6 @@ def resume(run: Run | str | Path, **settings: Any) -> Run:
     """
     run = run if isinstance(run, Run) else open_run(run)
     return begin(run.method, [*run.words, *words_of(METHODS[run.method].configuration, settings)])
-
-
-def _supervised(name: str, model: Any, data: Any, val: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Run:
-    return _from_objects(name, model, data, val, tokenizer, None, settings)
 
 
 def _from_objects(

@@ -141,9 +141,7 @@ def _begin(name: str, words: Words) -> int:
         from verl.cli.dry_run import check
 
         return check(method, words.rest)
-    if (
-        name in SUPERVISED and env.get_int("WORLD_SIZE", 1) > 1
-    ):  # torchrun's ranks: the folder is for the settings to name, not for each rank
+    if name in SUPERVISED and env.get_int("WORLD_SIZE", 1) > 1:  # a rank of torchrun does not choose the folder
         return method.main(words.rest)
     from verl.api.start import begin
     from verl.cli.last_words import tell_end

@@ -11,8 +11,6 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from verl.errors import MissingDependencyError
-
 __all__ = ["PreTrainedModel", "load_trained"]
 
 
@@ -21,15 +19,10 @@ def load_trained(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
     Args:
         arguments: of ``from_pretrained``.
-
-    Raises:
-        MissingDependencyError: an adapter needs peft.
     """
     if (Path(folder) / "adapter_config.json").is_file():
-        try:
-            from peft import AutoPeftModel
-        except ImportError as error:
-            raise MissingDependencyError("peft loads an adapter", got=str(folder), fix="pip install peft") from error
+        from peft import AutoPeftModel
+
         adapted: PreTrainedModel = AutoPeftModel.from_pretrained(str(folder), **arguments)
         return adapted
     config = AutoConfig.from_pretrained(folder)

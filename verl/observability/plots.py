@@ -98,15 +98,6 @@ def positions(rows: Sequence[tuple[int, dict[str, float]]], x: str) -> dict[int,
     return places
 
 
-def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Exponential moving average; ``weight`` (0 to 1, exclusive) is that of the past, corrected at the beginning."""
-    mean, share, result = 0.0, 0.0, []
-    for value in values:
-        mean, share = weight * mean + (1 - weight) * value, weight * share + (1 - weight)
-        result.append(mean / share)
-    return result
-
-
 def plot_run(
     path: Paths,
     out: str | Path,
@@ -158,7 +149,10 @@ def plot_run(
 def _draw(axis: Any, one: Series, across: Sequence[float], smooth: float) -> None:
     marker = "o" if len(one.steps) <= 30 else None
     if smooth:
-        (line,) = axis.plot(across, smoothed(one.values, smooth), label=one.label)
+        import pandas as pd
+
+        mean = pd.Series(one.values).ewm(alpha=1 - smooth).mean()  # corrected at the beginning
+        (line,) = axis.plot(across, mean, label=one.label)
         axis.plot(across, one.values, alpha=0.25, color=line.get_color(), label="_")
     else:
         axis.plot(across, one.values, marker=marker, ms=4, label=one.label)
