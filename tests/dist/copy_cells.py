@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.dist.engine_cells import loss_of, share, shared_model, sharded
+from tests.dist.engine_cells import loss_of, sharded, share, shared_model
 from tests.harness.engines import ragged_batch
 from verl.distributed import Ranks
 from verl.errors import EngineError

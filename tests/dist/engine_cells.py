@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.harness.vision import tiny_vision_dir
-from tests.harness.vision import seen_batch
-from tests.harness.engines import gradients, make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
 from tests.engines.hybrids import DELTA
+from tests.harness.engines import gradients, make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
+from tests.harness.vision import seen_batch, tiny_vision_dir
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.mapping import from_mapping

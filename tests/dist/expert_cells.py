@@ -20,6 +20,7 @@ from tests.dist.engine_cells import (
     sharded,
     share,
     shared_model,
+    whole_gradient,
 )
 from tests.dist.resume_cells import load, save
 from tests.harness.engines import gradients, make_engine, ragged_batch, relative_error

@@ -15,8 +15,8 @@ from tests.megatron.layouts import ADAPTERS, ERRORS, PARITY
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "appendix" / "parity.md"
 HEAD = """# Which layouts over processes there are
 
-Each cell computes with FSDP2 from equal weights what the plain engine does: log-probs, entropies, loss and gradient of a ragged
-mini-batch, cut into micro-batches, agree to a relative L2 error of 1e-5 in float32, over gloo
+Each cell computes with FSDP2 from equal weights what the plain engine does: log-probs, entropies, loss and gradient of
+a ragged mini-batch, cut into micro-batches, agree to a relative L2 error of 1e-5 in float32, over gloo
 (`tests/dist/test_parity_matrix.py`). A number instead of a cross is the reason why a cell does not exist; it stands
 below. `python -m tests.dist.parity --write` writes this page; without `--write` it runs all cells and prints the
 largest error of each.

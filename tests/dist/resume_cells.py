@@ -42,7 +42,7 @@ def save(engine: Engine, ranks: Ranks, root: Path) -> None:
     records = save_part(ModelPart(engine), f"{beside}/actor", CONTENTS)
     written = [{name: FileRecord(**r) for name, r in answer.items()} for answer in everyones(records, ranks)]
     ranks.only_first(lambda: writer.complete({"actor": {k: r for answer in written for k, r in answer.items()}}))
-    ranks.only_first(lambda: writer.close())
+    ranks.only_first(lambda: writer.close())  # noqa: PLW0108 - the first rank alone has a writer
 
 
 def everyones(records: dict[str, FileRecord], ranks: Ranks) -> list[dict[str, dict]]:
@@ -173,7 +173,7 @@ def loaded_into_a_frozen_engine(ranks: Ranks, folder: Path) -> dict:
 
 
 def by_hand(ranks: Ranks, folder: Path) -> dict:
-    """A module and an optimizer of one's own, cut along rows and columns: files, bits of a resume, and sharded by none."""
+    """A module and an optimizer, cut along rows and columns: files, bits of a resume, and sharded by none."""
     root = folder / "by-hand"
 
     def made(cut: bool) -> tuple:

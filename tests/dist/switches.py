@@ -7,18 +7,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.harness.ranks import run_cells
 from tests.dist.sharing_cells import sharing
 from tests.dist.switch_cells import switches
+from tests.harness.ranks import run_cells
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "appendix" / "switches.md"
 HEAD = """# What each switch changes
 
-Seen on two processes with FSDP2 over gloo, with models of two layers (three units with the root), width 32 and a vocabulary of
-259, in float32. The rows of the first table are shared by both processes; those of the second are all on the first one,
-and each of its numbers is what arithmetic says: tokens of the rows, (P-1)/P (N/P) (2H + 2h) d numbers for Ulysses, 1/P
-of the experts. `python -m tests.dist.switches --write` makes this page, and the tests
-check it.
+Seen on two processes with FSDP2 over gloo, with models of two layers (three units with the root), width 32 and a
+vocabulary of 259, in float32. The rows of the first table are shared by both processes; those of the second are all on
+the first one, and each of its numbers is what arithmetic says: tokens of the rows, (P-1)/P (N/P) (2H + 2h) d numbers
+for Ulysses, 1/P of the experts. `python -m tests.dist.switches --write` makes this page, and the tests check it.
 
 Not seen here, because on a CPU they change nothing: `param_offload`, `optimizer_offload`, `offload_policy`,
 `model.enable_activation_offload` (`tests/gpu`), `model.use_liger`.

@@ -6,8 +6,8 @@ import pytest
 
 from tests.dist import expert_cells as cells
 from tests.dist.engine_cells import ROWS
-from tests.harness.ranks import cells_on_demand
 from tests.harness.engines import ragged_batch
+from tests.harness.ranks import cells_on_demand
 from verl.engines.rows import AlignedRows
 
 pytestmark = pytest.mark.slow

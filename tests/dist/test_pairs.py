@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.models import tiny_model_dir
 from tests.harness.programs import python
+from tests.harness.ranks import TIMEOUT
 from tests.harness.rows import write_prompts
 from tests.harness.runs import logged
-from tests.harness.ranks import TIMEOUT
-from tests.harness.models import tiny_model_dir
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

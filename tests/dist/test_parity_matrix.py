@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import parity
-from tests.harness.ranks import cells_on_demand
 from tests.dist.parity_cells import SIZES, Beside, layouts
+from tests.harness.ranks import cells_on_demand
 
 pytestmark = pytest.mark.slow
 

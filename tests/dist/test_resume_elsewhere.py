@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness.training_programs import PROGRAMS, SAVE_AT, STEPS
 from tests.harness.engines import relative_error
+from tests.harness.training_programs import PROGRAMS, SAVE_AT, STEPS
 
 pytestmark = pytest.mark.slow
 

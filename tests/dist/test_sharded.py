@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from tests.dist import engine_cells as cells
 from tests.dist import copy_cells, kl_cells, loading_cells, switch_cells, switches
+from tests.dist import engine_cells as cells
 from tests.dist import resume_cells as resume
 from tests.harness.ranks import cells_on_demand
 
@@ -300,7 +300,7 @@ def test_no_rank_holds_more_than_its_share_of_the_weights_and_a_few_layers_while
 
 @world("same_ranks_same_bits")
 def test_a_resumed_engine_is_bitwise_the_one_that_went_on(runs, size, name):
-    for rank, answer in enumerate(runs[size][name]):
+    for answer in runs[size][name]:
         assert answer["metrics"][0] == answer["metrics"][1] and answer["rng"]
         assert answer["different"] == [] and answer["same_names"] and answer["same_scalars"]
     share = [answer["bytes"] for answer in runs[size][name]]
@@ -364,7 +364,7 @@ def test_a_module_of_ones_own_is_saved_by_every_rank_and_goes_on_sharded_or_not(
         assert list(answer["files"]) == names
         weights = [weight for file in names[:2] for weight in answer["files"][file]]
         assert sorted(weights) == ["0.bias", "0.weight", "1.bias", "1.weight"], "each weight is stored once"
-        # Rank 0 has two moments of 12 + 3 + 9 + 2 numbers, rank 1 of 12 + 3 + 9 + 1, and so it writes three of four counters.
+        # Rank 0 has two moments of 12 + 3 + 9 + 2 numbers, rank 1 of 12 + 3 + 9 + 1: it writes three of four counters.
         assert answer["sizes"] == [8 * 26 + 4 * 1, 8 * 25 + 4 * 3]
 
 

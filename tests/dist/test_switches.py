@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import switches
-from tests.harness.ranks import run_cells
 from tests.dist.sharing_cells import sharing
+from tests.harness.ranks import run_cells
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.engine_cells import BUCKETS, TILED, Case, compare, loss_of, sharded, share, shared_model
-from tests.harness.engines import ragged_batch
 from tests.engines.hybrids import DELTA
+from tests.harness.engines import ragged_batch
 from verl.distributed import Ranks
 from verl.engines.rows import AlignedRows
 from verl.errors import ConfigError
