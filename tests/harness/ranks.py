@@ -21,7 +21,11 @@ from typing import Any
 from verl.ports import free_port
 
 Cell = Callable[[Any, Path], Any]
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "verl.protocol"]
+PRELOADED = [
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "datasets", "hydra", "pandas"),
+    *("verl.protocol", "verl.trainer.sft_trainer"),
+]
+"""Imported once, before any rank is forked: 0.8 instead of 3.5 processor seconds for a rank that trains two steps."""
 TIMEOUT = 400.0
 """Seconds after which ranks are taken to hang in a cell, however busy the machine is."""
 GRACE = 0.5
