@@ -66,6 +66,7 @@ def expected(path: Path, batch: DataProto) -> dict[str, Any]:
     """By transformers and formulas alone: log-probs, and with ``old_log_probs`` PPO's clipped loss and its gradient.
 
     The loss is the mean over all response tokens of max(-A r, -A clip(r, 1 - CLIP, 1 + CLIP)), r = exp(new - old).
+    ``slope`` is the mean of |A| r: no loss moves by more than this times the largest change of a log-prob.
     """
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +81,9 @@ def expected(path: Path, batch: DataProto) -> dict[str, Any]:
     loss = (per_token * mask).sum() / mask.sum()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    return {"log_probs": log_probs.detach() * mask, "loss": float(loss.detach()), "grad_norm": float(norm)}
+    slope = (advantages.abs() * ratio.detach() * mask).sum() / mask.sum()
+    numbers = {"loss": loss.detach(), "slope": slope, "grad_norm": norm}
+    return {"log_probs": log_probs.detach() * mask, **{name: float(value) for name, value in numbers.items()}}
 
 
 BUILD: dict[str, Callable[[Path], Any]] = {

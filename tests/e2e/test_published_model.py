@@ -46,11 +46,15 @@ def reference(published, batch):
 def test_log_probs_and_the_first_loss_are_those_of_transformers(published, batch, reference, tmp_path, engine):
     step = FirstStep(engine, published, dict(batch.batch.items()))
     by_rank = run_cells(ENGINES[engine], [step], tmp_path)[engine]
+    rows = [reference["log_probs"][rank :: len(by_rank)] for rank in range(len(by_rank))]
+    gap = max(float((torch.tensor(one["log_probs"]) - its).abs().max()) for one, its in zip(by_rank, rows))
+    assert gap < 1e-4
+    # Advantages of both signs cancel in the mean, so rounding is bounded by its log-probs, not by a part of the loss.
+    bound = reference["slope"] * gap + 1e-6
     for rank, one in enumerate(by_rank):
-        gap = float((torch.tensor(one["log_probs"]) - reference["log_probs"][rank :: len(by_rank)]).abs().max())
-        print(f"{engine}, rank {rank}: log-probs {gap:.1e}, loss {abs(one['loss'] / reference['loss'] - 1):.1e}")
-        assert gap < 1e-4
-        assert one["loss"] == pytest.approx(reference["loss"], rel=1e-5, abs=1e-6)
+        off = abs(one["loss"] - reference["loss"])
+        print(f"{engine}, rank {rank}: log-probs {gap:.1e}, loss {off:.1e}, at most {bound:.1e}")
+        assert off <= bound
         assert one["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
         assert one["next_loss"] < one["loss"]
 

@@ -101,7 +101,7 @@ def test_without_ray_the_message_says_what_to_install_and_what_works_without(pro
     run = subprocess.run([sys.executable, "-c", code], check=False, cwd=project_root, capture_output=True, text=True)
     last = run.stderr.strip().splitlines()[-1]
     assert "MissingDependencyError: trainer.runtime" in last
-    assert "pip install 'ray>=2.52'" in last and "trainer.runtime=local" in last
+    assert "pip install -e '.[ray]'" in last and "trainer.runtime=local" in last
 
 
 def test_importing_the_package_loads_neither_ray_nor_torch(project_root):
