@@ -62,10 +62,18 @@ def answers(path: Path) -> DataProto:
     return batch.union(DataProto.from_dict(tensors={"old_log_probs": (log_probs + drift) * mask}))
 
 
+def clipped_loss(log_probs: Tensor, batch: DataProto) -> Tensor:
+    """The mean over all response tokens of max(-A r, -A clip(r, 1 - CLIP, 1 + CLIP)), r = exp(new - old)."""
+    tensors = batch.batch
+    mask, advantages = tensors["response_mask"], tensors["advantages"]
+    ratio = (log_probs - tensors["old_log_probs"]).exp()
+    per_token = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
+    return (per_token * mask).sum() / mask.sum()
+
+
 def expected(path: Path, batch: DataProto) -> dict[str, Any]:
     """By transformers and formulas alone: log-probs, and with ``old_log_probs`` PPO's clipped loss and its gradient.
 
-    The loss is the mean over all response tokens of max(-A r, -A clip(r, 1 - CLIP, 1 + CLIP)), r = exp(new - old).
     ``slope`` is the mean of |A| r: no loss moves by more than this times the largest change of a log-prob.
     """
     from transformers import AutoModelForCausalLM
@@ -76,12 +84,11 @@ def expected(path: Path, batch: DataProto) -> dict[str, Any]:
     log_probs = padded_logits(model, batch).log_softmax(-1).gather(-1, tensors["responses"].unsqueeze(-1)).squeeze(-1)
     if "old_log_probs" not in tensors.keys():
         return {"log_probs": log_probs.detach() * mask}
-    ratio, advantages = (log_probs - tensors["old_log_probs"]).exp(), tensors["advantages"]
-    per_token = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
-    loss = (per_token * mask).sum() / mask.sum()
+    loss = clipped_loss(log_probs, batch)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    slope = (advantages.abs() * ratio.detach() * mask).sum() / mask.sum()
+    ratio = (log_probs.detach() - tensors["old_log_probs"]).exp()
+    slope = (tensors["advantages"].abs() * ratio * mask).sum() / mask.sum()
     numbers = {"loss": loss.detach(), "slope": slope, "grad_norm": norm}
     return {"log_probs": log_probs.detach() * mask, **{name: float(value) for name, value in numbers.items()}}
 
