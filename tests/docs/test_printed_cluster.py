@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.docs.printed import bash, block
 from tests.docs.test_statements import blocks
+from tests.harness.programs import replica_processes
 from tests.harness.waiting import wait_until
 from tests.sanity.source_tree import ROOT
 from verl.engines.plain import PlainEngine
@@ -29,7 +30,7 @@ RESHARDING = "docs/concepts/resharding.md"
 RUN: dict[str, tuple[str, ...]] = {
     ASYNC: ("verl train grpo",),
     REPLAY: ("verl train grpo --preset", "verl train grpo --config"),
-    ELASTIC: ("verl train grpo", "python -m verl.trainer.replicas"),
+    ELASTIC: ("verl train grpo",),
     NODES: ("verl train grpo",),
     PROFILING: ("verl train grpo",),
     DEBUGGING: ("python -m pdb", "python -m verl.rewards.check"),
@@ -98,33 +99,14 @@ def under_way(folder: Path, script: str) -> Iterator[threading.Thread]:
             raise errors[0]
 
 
-def replicas_in(folder: Path) -> dict[str, Any]:
-    """What a run says of its replicas; no replicas while it says nothing."""
-    try:
-        return json.loads((folder / "replicas.json").read_text())
-    except FileNotFoundError:
-        return {"replicas": [], "replaced": 0}
-
-
 @pytest.mark.slow
-def test_the_page_of_replicas_replaces_one_and_lets_one_leave(made):
+def test_the_page_of_replicas_replaces_one_that_is_killed(made):
     folder = made / "my/elastic"
-
-    def serving(replaced: int) -> bool:
-        seen = replicas_in(folder)
-        return seen["replaced"] >= replaced and [one["state"] for one in seen["replicas"]] == ["serving"] * 2
-
     with under_way(made, block(ELASTIC, "verl train grpo")) as run:
-        wait_until(lambda: serving(0) or not run.is_alive())
-        os.kill(replicas_in(folder)["replicas"][0]["processes"][0], signal.SIGKILL)
-        wait_until(lambda: serving(1) or not run.is_alive())
-        printed = bash(made, block(ELASTIC, "python -m verl.trainer.replicas"))
-    (shown,) = blocks(ROOT / ELASTIC, "text")
-    form = re.sub(r"[\d.]+", "N", shown.splitlines()[0])
-    assert re.sub(r"[\d.]+", "N", printed).splitlines().count(form) == 4
-    assert printed.count("1 of 8 replacements used.") == 2
-    last = steps_of(folder)[-1]
-    assert (last["rollout/replicas/replaced"], last["rollout/replicas/alive"]) == (1, 1)
+        wait_until(lambda: (folder / "metrics.jsonl").exists() or not run.is_alive())
+        os.kill(min(replica_processes()), signal.SIGKILL)
+    steps = steps_of(folder)
+    assert len(steps) == 50 and steps[-1]["rollout/replicas/replaced"] == 1 <= steps[-1]["rollout/replicas/alive"]
 
 
 @pytest.mark.slow

@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +67,13 @@ def fine_tuned(folder: Path, steps: int, *words: str) -> Path:
     ends = (f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}", "checkpoint.save_contents=[model]")
     trained(folder, "sft", "model.path=base", *ends, *words, program="sft_trainer")
     return folder / f"sft/global_step_{steps}/model/huggingface"
+
+
+def replica_processes() -> set[int]:
+    """Ids of the processes below this one that lead a replica on Ray, by their titles."""
+    pids = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "".join(child.cmdline()).startswith("ray::ReplicaWorker"):
+                pids.add(child.pid)
+    return pids

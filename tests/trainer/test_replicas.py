@@ -1,72 +1,15 @@
-"""The command that shows and changes the replicas of a run, and which runs have replicas that come and go."""
+"""Which runs have replicas that are replaced when they are lost."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from verl.config import elastic, load_config
-from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.single_controller.ray import unit
-from verl.trainer.replicas import __main__ as command
-from verl.trainer.replicas import files
-
-RUN = {
-    "controller": os.getpid(),
-    "node": os.uname().nodename,
-    "replaced": 1,
-    "allowed": 3,
-    "said": "A replica could not join: no room",
-    "replicas": [{"name": "replica 2", "state": "serving", "processes": [7], "node": "10.0.0.1"}],
-}
-
-
-def test_the_command_shows_the_replicas_of_a_run_and_asks_for_another_number_of_them(tmp_path, capsys):
-    files.write_seen(tmp_path, RUN)
-    assert command.main([str(tmp_path)]) == 0 and files.take_wanted(tmp_path) is None
-    assert capsys.readouterr().out == (
-        "replica 2  serving  processes [7] on 10.0.0.1\n1 of 3 replacements used. A replica could not join: no room\n"
-    )
-    assert command.main([str(tmp_path), "--count", "5"]) == 0
-    assert files.take_wanted(tmp_path) == 5 and files.take_wanted(tmp_path) is None
-    assert command.main([str(tmp_path), "--count", "0"]) == 2
-    assert "error: --count: no number of replicas. Got 0. Allowed: 1 to 4096." in capsys.readouterr().err
-    files.forget(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_is_over_or_has_fixed_replicas_is_no_run_whose_replicas_can_be_changed(tmp_path, capsys):
-    with subprocess.Popen(["true"]) as over:
-        over.wait()
-    for content in (None, json.dumps({**RUN, "controller": over.pid})):
-        if content is not None:
-            (tmp_path / files.SEEN).write_text(content)
-        assert command.main([str(tmp_path), "--count", "2"]) == 2
-        assert "no run is under way here whose replicas come and go" in capsys.readouterr().err
-        assert not (tmp_path / files.WANTED).exists()
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", "no JSON", json.dumps({**RUN, "replicas": [3]}), json.dumps({**RUN, "replicas": [{}]})]
-)
-def test_a_file_of_replicas_in_another_form_is_named(tmp_path, capsys, content):
-    (tmp_path / files.SEEN).write_text(content)
-    assert command.main([str(tmp_path), "--count", "2"]) == 2
-    assert "replicas.json holds something else than a run writes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "[3]", '{"count": "3"}', '{"count": true}', '{"count": 0}', '{"count": 1e9}'])
-def test_a_file_that_asks_for_no_number_is_refused_once_and_gone(tmp_path, text):
-    (tmp_path / files.WANTED).write_text(text)
-    with pytest.raises(ConfigError, match=r"replicas_wanted\.json holds no number of replicas"):
-        files.take_wanted(tmp_path)
-    assert files.take_wanted(tmp_path) is None
-
 
 OWN_POOL = (
     "trainer.runtime=ray",
@@ -89,7 +32,7 @@ def no_files(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_files")
-def test_replicas_come_and_go_in_a_pool_of_their_own_and_elsewhere_a_notice_says_why_not():
+def test_replicas_of_a_separate_pool_are_replaced_and_elsewhere_a_notice_says_why_not():
     allowed = "actor_rollout_ref.rollout.max_replacements=2"
     own = configured(*OWN_POOL, allowed)
     assert elastic.is_elastic(own) and not elastic.problems(own)

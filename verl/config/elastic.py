@@ -1,4 +1,4 @@
-"""Rules about replicas that are replaced, join and leave while a run goes on (``rollout.max_replacements``)."""
+"""Rules about replicas that are replaced while a run goes on (``rollout.max_replacements``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "actor_rollout_ref.rollout.max_replacements"
 
 
 def is_elastic(cfg: PPOTrainerConfig) -> bool:
-    """Whether replicas are processes on their own, which come and go."""
+    """Whether each replica is a separate process, which is replaced when it is lost."""
     return cfg.actor_rollout_ref.rollout.max_replacements > 0 and not _why_not(cfg)
 
 
@@ -38,7 +38,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
             notice(KEY, f"has no effect: {why}")
         elif cfg.actor_rollout_ref.rollout.profiler.enable:
             notice(
-                f"{KEY}, profiler", "replicas that come and go are not profiled, only the process with their service"
+                f"{KEY}, profiler", "replicas that are replaced are not profiled, only the process with their service"
             )
 
 

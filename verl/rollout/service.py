@@ -1,4 +1,4 @@
-"""Sampling as a service: replicas of one policy behind one sampler, which may come and go while it runs.
+"""Sampling as a service: replicas of one policy behind one sampler, which may be lost and replaced while it runs.
 
 Consumes: requests, and the word that new weights were sent. Waits for: the replica that was chosen. Unblocked by: its
 answer, or its loss, after which the request goes to another one. What a request samples is a function of its key, so it
@@ -14,10 +14,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from verl.errors import RolloutError, WorkerError, suggest
+from verl.errors import RolloutError, WorkerError
 from verl.metrics import notice
 from verl.rollout.base import Completion, Moved, Request, Sampler
-from verl.rollout.change import ChangeEvent
 from verl.rollout.gated import Gate
 from verl.rollout.lost import LOSSES, EngineLostError
 from verl.rollout.reports import AttemptReport, DrawnReports
@@ -43,11 +42,9 @@ class Replica:
         self.completed = 0
         self.lost_at: float | None = None
         self.reason = ""
-        self.is_leaving = False
         self.is_broken = False
         self.ids: set[str] = set()
         self._reports = DrawnReports(name, sampler)
-        self._change = ChangeEvent()
 
     @property
     def load(self) -> int:
@@ -76,12 +73,6 @@ class Replica:
             if report is not None:
                 self._reports.end(report)
             self.ids.discard(request.id)
-            self._change.tell()
-
-    async def drained(self) -> None:
-        """Return once it has no requests; the caller ensures that none are added."""
-        while self.ids:
-            await self._change.wait()
 
     def recovered(self) -> None:
         """It answered."""
@@ -367,30 +358,6 @@ class SamplerService(Sampler):
         moved, self._moved = self._moved, []
         return moved
 
-    async def remove(self, name: str) -> Sampler:
-        """Remove a replica once it has answered its requests; it gets no new ones meanwhile.
-
-        Returns:
-            Its sampler, which is no longer used.
-
-        Raises:
-            RolloutError: there is none of this name, or no other.
-        """
-        replica = next((replica for replica in self.replicas if replica.name == name), None)
-        if replica is None:
-            raise RolloutError("no such replica", got=name, allowed=self._names(), fix=suggest(name, self._names()))
-        if not [other for other in self.replicas if other is not replica and not other.is_leaving]:
-            raise RolloutError("the last replica cannot be removed", got=name, fix="Add another one first.")
-        replica.is_leaving = True
-        try:
-            await replica.drained()
-        except BaseException:
-            replica.is_leaving = False
-            raise
-        self.replicas.remove(replica)
-        self._router.forget(replica)
-        return replica.sampler
-
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)
         self._given_up |= self._in_flight if wanted is None else self._in_flight & wanted
@@ -489,7 +456,7 @@ class SamplerService(Sampler):
                 return None
 
     def _alive(self) -> list[Replica]:
-        return [replica for replica in self.replicas if not replica.is_lost and not replica.is_leaving]
+        return [replica for replica in self.replicas if not replica.is_lost]
 
     def _due(self) -> Replica | None:
         """A lost replica that one request may try; the next ones wait for its result."""

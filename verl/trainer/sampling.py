@@ -11,8 +11,8 @@ from verl.config.topology import OWN_POOL, Topology, beyond_one_machine
 from verl.metrics import notice
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.handle import Handle
+from verl.trainer.keeper import ReplicaKeeper
 from verl.trainer.placement import topology_of
-from verl.trainer.replicas.keeper import ReplicaKeeper
 from verl.workers.loops import RolloutWorker
 from verl.workers.replica import ReplicaWorker
 from verl.workers.sending import senders
@@ -32,7 +32,7 @@ def connect(
     Args:
         groups: role -> worker group, whose models are loaded. The actors are connected to replicas in another pool.
         device: of the actors.
-        keeper: of replicas that come and go; they are started here. None: the group of the samplers has them.
+        keeper: of replicas that are replaced; they are started here. None: the group of the samplers has them.
     """
     group, topology = groups.get("rollout"), topology_of(config)
     if group is None:

@@ -273,7 +273,7 @@ class ModelWorker(ProfiledWorker):
     def change_feeds(self, changes: list[FeedChange]) -> SyncResult:
         """Feed other replicas of another pool from here on; ``changes`` has one entry per rank."""
         self.sending.wait()
-        assert self.sender is not None, "replicas come and go in a pool of their own, after `feed`"
+        assert self.sender is not None, "replicas of a separate pool are replaced, after `feed`"
         return self.sender.change(changes[self.rank])
 
     def _send(self, version: int) -> None:

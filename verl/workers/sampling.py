@@ -58,16 +58,12 @@ class ReplicaState:
 
     Args:
         requests: ids of those that it has.
-        completed: requests that it has answered.
-        is_lost: it gets no requests.
         broken: the error by which its engine was lost; empty otherwise.
         reported: tokens that it has drawn of these requests, by its last report.
     """
 
-    requests: tuple[str, ...]
-    completed: int
-    is_lost: bool
-    broken: str
+    requests: tuple[str, ...] = ()
+    broken: str = ""
     reported: int = 0
 
 
@@ -105,7 +101,6 @@ class SamplingWorker(ReplicaWorker):
         self.shares = shares
         self.data, self.scoring = data, scoring
         self.bytes_sent = 0.0
-        self._connected: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -123,7 +118,7 @@ class SamplingWorker(ReplicaWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def connect(self, replicas: dict[str, Handle], loops: Sequence[Handle] = ()) -> None:
-        """Register what is in other processes; replaces the list of an earlier call.
+        """Register what is in other processes, once.
 
         From here on requests run in this event loop where others need it too: agent loops elsewhere, and a trainer
         elsewhere whose weights arrive while requests run.
@@ -133,17 +128,13 @@ class SamplingWorker(ReplicaWorker):
             loops: handles on `RolloutWorker`s; none: agent loops run in this process.
         """
         self._loop = asyncio.get_running_loop() if loops or not self.is_beside else None
-        for name in sorted(self._connected - set(replicas)):
-            await self.service.remove(name)
         for name, handle in replicas.items():
-            if name not in self._connected:
-                await self.service.add(name, RemoteSampler(handle))
-        self._connected = set(replicas)
+            await self.service.add(name, RemoteSampler(handle))
         self.agent_loops.run_in([RemoteRunner(handle) for handle in loops])
 
     @property
     def is_elastic(self) -> bool:
-        """Whether replicas come and go while the run goes on."""
+        """Whether lost replicas are replaced while the run goes on."""
         return self.config.rollout.max_replacements > 0 and not self.is_beside
 
     async def add_replica(self, name: str, handle: Handle) -> None:
@@ -151,10 +142,6 @@ class SamplingWorker(ReplicaWorker):
         sampler = RemoteSampler(handle)
         await sampler.confirm(self.service.version)
         await self.service.add(name, sampler)
-
-    async def remove_replica(self, name: str) -> None:
-        """Return once a replica has answered its last request and gets no more."""
-        await self.service.remove(name)
 
     async def discard_replica(self, name: str) -> None:
         """A replica's process is gone, or will be ended at once."""
@@ -168,9 +155,7 @@ class SamplingWorker(ReplicaWorker):
         """What each replica does, and which requests moved since the last call."""
         service = self.service
         replicas = {
-            one.name: ReplicaState(
-                tuple(sorted(one.ids)), one.completed, one.is_lost, one.reason if one.is_broken else "", one.reported
-            )
+            one.name: ReplicaState(tuple(sorted(one.ids)), one.reason if one.is_broken else "", one.reported)
             for one in service.replicas
         }
         return ServiceState(replicas, tuple(service.take_moved()))

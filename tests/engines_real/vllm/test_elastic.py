@@ -1,4 +1,4 @@
-"""Engines of vLLM that are killed, stopped and added amid a run on Ray: it goes on with the right weights."""
+"""Engines of vLLM that are killed and stopped amid a run on Ray: it goes on with the right weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.programs import command, curve, metrics
+from tests.harness.programs import command, curve, metrics, replica_processes
 from tests.harness.rows import write_prompts
-from verl.trainer.replicas import __main__ as replicas
 
 pytestmark = pytest.mark.slow
 STEPS, GROUPS, SAMPLES, LENGTH = 3, 4, 2, 48
@@ -60,16 +59,8 @@ SETTINGS = (
 )
 
 
-def seen_in(folder: Path) -> dict[str, dict]:
-    """The replicas that a run shows, by name; empty while there are none."""
-    try:
-        return {one["name"]: one for one in json.loads((folder / "replicas.json").read_text())["replicas"]}
-    except OSError:
-        return {}
-
-
 def disturb(folder: Path, over: threading.Event) -> None:
-    """Stop both replicas amid requests, kill the first, ask for a third, and open the gate when all is well again."""
+    """Stop both replicas amid requests, kill the first, and open the gate when two others are there."""
 
     def until(condition):
         while not condition() and not over.wait(0.005):
@@ -80,22 +71,19 @@ def disturb(folder: Path, over: threading.Event) -> None:
 
     run = folder / "run"
     ledger = run / "ledger.jsonl"
-    until(lambda: len(seen_in(run)) == 2 and asked())
-    first = seen_in(run)
-    pids = [one["processes"][0] for one in first.values()]
-    for pid in pids if not over.is_set() else ():
+    until(lambda: len(replica_processes()) == 2 and asked())
+    first = replica_processes()
+    for pid in first if not over.is_set() else ():
         os.kill(pid, signal.SIGSTOP)
     until(lambda: asked() == GROUPS)  # there are more samples than one of them has slots
     if over.is_set():
         return
-    os.kill(pids[0], signal.SIGKILL)
-    assert replicas.main([str(run), "--count", "3"]) == 0
-    until(lambda: not seen_in(run).keys() & first.keys()
-          and [one["state"] for one in seen_in(run).values()] == ["serving"] * 3)  # fmt: skip
+    os.kill(min(first), signal.SIGKILL)
+    until(lambda: len(replica_processes() - first) == 2)
     (folder / "go").touch()
 
 
-def test_engines_that_die_hang_and_join_amid_a_run_sample_with_its_weights_and_lose_nothing(
+def test_engines_that_die_and_hang_amid_a_run_sample_with_its_weights_and_lose_nothing(
     folder, tmp_path, own_ray_folder
 ):
     """The trainer's log-probs are those of every replica in every step, so each had its version before it served."""
@@ -112,8 +100,10 @@ def test_engines_that_die_hang_and_join_amid_a_run_sample_with_its_weights_and_l
         thread.join()
     steps, said = metrics(tmp_path, "e2e", "run"), done.stdout + done.stderr
     assert len(steps) == STEPS and max(curve(steps, "training/rollout_probs_diff_max")) < 1e-4
-    assert curve(steps, "rollout/replicas/alive")[-1] == 3 and curve(steps, "rollout/replicas/replaced")[-1] >= 2
-    assert re.search(r"process \d+ on node [\d.]+, stopped by a signal\) made no progress for .*It serves \S+, ", said)
+    assert curve(steps, "rollout/replicas/alive")[-1] >= 1 and curve(steps, "rollout/replicas/replaced")[-1] >= 2
+    assert re.search(
+        r"process \d+ on node [\d.]+, stopped by a signal\) has not answered for .*It has \d+ requests, ", said
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     assert 0 < sum(curve(steps, "rollout/replicas/resent")) <= sum(line["event"] == "moved" for line in lines)
     assert curve(steps, "count/total_generated_samples")[-1] == STEPS * GROUPS * SAMPLES

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +18,7 @@ from verl.observability import ledger_reader
 from verl.observability.gantt import busy_seconds, by_role
 from verl.observability.schedule import Script, counts_of
 from verl.observability.spans import read_spans
-from verl.trainer.replicas import __main__ as replicas
-from verl.trainer.replicas.keeper import ReplicaKeeper
+from verl.trainer.keeper import UNKNOWN, ReplicaKeeper
 
 pytestmark = pytest.mark.slow
 
@@ -74,27 +71,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def seen_in(folder: Path) -> dict:
-    """The replicas that a run shows, by name; empty while there are none."""
-    try:
-        return {one["name"]: one for one in json.loads((folder / "replicas.json").read_text())["replicas"]}
-    except OSError:
-        return {}
-
-
-def states_in(folder: Path) -> list[str]:
-    return [one["state"] for one in seen_in(folder).values()]
-
-
 def disturb_replacements(monkeypatch) -> None:
-    """The first one is stopped when weights are about to be sent to it, the second one is killed before it has loaded.
-
-    Both take the place that the run's pool reserved; one that joins has a place of its own.
-    """
+    """The first one is stopped before it is sent weights, the next one in its place is killed before it loads."""
     serve, start, stopped, killed = ReplicaKeeper._serve, ReplicaKeeper._start, [], []
 
     def stop_first(keeper, one):
-        if one.own is None and not stopped:
+        if not stopped:
             stopped.append(one)
             os.kill(one.unit.members[0].pid, signal.SIGSTOP)
         return serve(keeper, one)
@@ -110,8 +92,10 @@ def disturb_replacements(monkeypatch) -> None:
     monkeypatch.setattr(ReplicaKeeper, "_start", kill_second)
 
 
-def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(train, in_turn, task, monkeypatch):
-    """One is killed and one is stopped, both with requests in flight, a third one joins, and two replacements fail."""
+def test_replicas_that_die_and_hang_while_a_run_goes_on_change_no_number(train, in_turn, task, monkeypatch):
+    """One is killed and one is stopped, both with requests in flight, and two replacements fail."""
+    keepers, watch = [], ReplicaKeeper.watch
+    monkeypatch.setattr(ReplicaKeeper, "watch", lambda keeper, moved: (keepers.append(keeper), watch(keeper, moved)))
     disturb_replacements(monkeypatch)
     (task / "gated.py").write_text(GATED)
     folder, over = task / "elastic", threading.Event()
@@ -122,15 +106,14 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
 
     def disturb():
         ledger = folder / "ledger.jsonl"
-        until(lambda: len(seen_in(folder)) == 2 and ledger.exists() and '"asked"' in ledger.read_text())
-        first = seen_in(folder)
-        pids = [first[name]["processes"][0] for name in ("replica 0", "replica 1")]
+        until(lambda: keepers and ledger.exists() and '"asked"' in ledger.read_text())
+        first = list(keepers[0]._replicas) if keepers else []
+        pids = [one.unit.members[0].pid for one in first]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(0.3)  # so that requests are sent to both
         os.kill(pids[0], signal.SIGKILL)
-        assert replicas.main([str(folder), "--count", "3"]) == 0
-        until(lambda: [len(seen_in(folder).keys() & first.keys()), states_in(folder)] == [0, ["serving"] * 3])
+        until(lambda: len(keepers[0]._replicas) == 2 and not {*map(id, keepers[0]._replicas)} & {*map(id, first)})
         (task / "go").touch()
 
     thread = threading.Thread(target=disturb)
@@ -151,16 +134,15 @@ def test_replicas_that_die_hang_and_join_while_a_run_goes_on_change_no_number(tr
     moved = sum(step["rollout/replicas/resent"] for step in run.steps)
     lines = records(folder / "ledger.jsonl")
     assert 0 < moved <= sum(line["event"] == "moved" for line in lines)
-    assert run.steps[-1]["rollout/replicas/alive"] == 3 and run.steps[-1]["rollout/replicas/replaced"] >= 4
+    assert run.steps[-1]["rollout/replicas/alive"] == 2 and run.steps[-1]["rollout/replicas/replaced"] >= 4
     said = notices()["rollout, replica 1, replaced"]
     culprit = r"\(process \d+ on node [\d.]+, stopped by a signal\)"
-    assert re.search(culprit + r" made no progress for .*It serves \S+, ", said)
+    assert re.search(culprit + r" has not answered for .*It has \d+ requests, ", said)
     failures = r"rollout, replica \d, replacement \d failed"
     failed = [text for key, text in notices().items() if re.fullmatch(failures, key)]
     assert len(failed) == 2 and all("its replacement did not start: WorkerError: " in text for text in failed)
-    assert re.search(r"hangs: replica \d " + culprit + r" made no progress for .*It serves no request", failed[0])
+    assert re.search(r"hangs: replica \d " + culprit + r" has not answered for .*It has 0 requests", failed[0])
     assert re.search(r"the worker replica \d died", failed[1])
-    assert not (folder / "replicas.json").exists()
 
 
 def test_a_run_in_order_of_completion_whose_requests_met_new_weights_is_replayed_in_one_process(train):
@@ -188,9 +170,9 @@ def test_a_run_in_order_of_completion_whose_requests_met_new_weights_is_replayed
 
 def test_requests_of_a_killed_replica_go_on_elsewhere_from_what_it_had_reported(train, task, monkeypatch, capsys):
     """Each part with the log-probs and the version that drew it; nothing of such a run is replayed with other bits."""
-    stopped, killed, ask = [], [], ReplicaKeeper._ask
+    stopped, killed, why = [], [], ReplicaKeeper._why_hung
 
-    def kill_one_that_reported(keeper, one, known):
+    def kill_one_that_reported(keeper, one, known=UNKNOWN):
         """Stop it first: one that still has requests by the next look has not answered them, however fast it is."""
         pid = one.unit.members[0].pid
         if one in stopped and not killed:
@@ -200,9 +182,9 @@ def test_requests_of_a_killed_replica_go_on_elsewhere_from_what_it_had_reported(
         elif known.reported > 100 and not stopped and not killed:
             stopped.append(one)
             os.kill(pid, signal.SIGSTOP)
-        ask(keeper, one, known)
+        return why(keeper, one, known)
 
-    monkeypatch.setattr(ReplicaKeeper, "_ask", kill_one_that_reported)
+    monkeypatch.setattr(ReplicaKeeper, "_why_hung", kill_one_that_reported)
     loose = (*STREAM, *OWN_POOL, "actor_rollout_ref.rollout.full_determinism=false",
              "algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.requests_at_update=pause",
              "actor_rollout_ref.rollout.max_replacements=2", "trainer.hang_seconds=60",

@@ -293,23 +293,20 @@ def test_an_agent_loop_whose_failures_are_to_stop_the_run_ends_it_with_its_first
     beside.close()
 
 
-async def a_turn():
-    """Of the loop: what was ready before it has run."""
+def test_no_more_groups_are_sampled_at_once_than_the_limit_allows():
+    async def turn():
+        """Of the loop: what was ready before it has run."""
 
-
-def test_as_many_groups_are_sampled_at_once_as_the_replicas_that_there_are_now_may_have():
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     run = RunState(config, reward=lambda batch: {}, total_steps=9)
     slow = Slow()
-    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, 2, each=1)
+    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, 2)
     prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
-    for expected in (2, 5):
-        run.replicas = lambda: expected  # noqa: B023
-        beside.begin(dict.fromkeys(range(10 * expected, 10 * expected + 6), prompt), run.open(1))
-        wait_until(lambda: slow.begun >= expected)  # noqa: B023
-        for _ in range(10):
-            asyncio.run_coroutine_threadsafe(a_turn(), beside._loop).result()  # for one more if it came
-        assert slow.begun == expected
+    beside.begin(dict.fromkeys(range(6), prompt), run.open(1))
+    wait_until(lambda: slow.begun >= 2)
+    for _ in range(10):
+        asyncio.run_coroutine_threadsafe(turn(), beside._loop).result()  # for one more if it came
+    assert slow.begun == 2
     beside.close()
 
 

@@ -90,10 +90,6 @@ class RayResourcePool(ResourcePool):
         """The place of every process in the order of the ranks."""
         return [slot for group in self.get_placement_groups(strategy, device_name=device_name) for slot in _of(group)]
 
-    def further(self, processes: int) -> RayResourcePool:
-        """One more pool of the same kind, of processes on one node; nothing is reserved yet."""
-        return RayResourcePool([processes], **_settings(self))
-
     def close(self) -> None:
         """Give the reservation back; workers that still live in it are stopped."""
         for group in self.pgs or ():

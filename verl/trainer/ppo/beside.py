@@ -142,19 +142,17 @@ class Beside:
 
     Args:
         limit: groups that are sampled at once.
-        each: of them per replica; the limit follows the number of replicas where that changes.
     """
 
     takes_turns = False
 
-    def __init__(self, roles: Roles, limit: int, each: int = 1):
+    def __init__(self, roles: Roles, limit: int):
         self.roles, self._handle = roles, roles["rollout"].group.handle(0)
         self._done: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._scorer = futures.ThreadPoolExecutor(1, thread_name_prefix="verl-score")
         self._loop = asyncio.new_event_loop()
         # Taken by each group's coroutine in this loop's thread, in order of admission; released with its answer.
         self._slots = asyncio.Semaphore(limit)
-        self._limit, self._each = limit, each
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
         if not self.takes_turns:
             self._thread.start()
@@ -168,8 +166,6 @@ class Beside:
     def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since
-        if ctx.run.replicas is not None:
-            self._resize(self._each * max(1, ctx.run.replicas()))
         for number, prompt in prompts.items():
             self.in_flight += 1
             half = ctx.run.open(ctx.step)
@@ -177,14 +173,6 @@ class Beside:
             accounting.ask(asked, half)
             spans = None if follow is None else follow[number]
             asyncio.run_coroutine_threadsafe(self._group(number, asked, half, spans), self._loop)
-
-    def _resize(self, limit: int) -> None:
-        """More places are there at once; fewer when groups that have them have ended."""
-        for _ in range(limit - self._limit):
-            self._loop.call_soon_threadsafe(self._slots.release)
-        for _ in range(self._limit - limit):
-            asyncio.run_coroutine_threadsafe(self._slots.acquire(), self._loop)
-        self._limit = limit
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done: list[Done] = []
@@ -282,9 +270,6 @@ class Driven(Beside):
     def __init__(self, roles: Roles):
         super().__init__(roles, limit=1 << 16)
 
-    def _resize(self, limit: int) -> None:
-        """All groups begin at once, however many replicas there are."""
-
     def _look(self) -> list[Ended]:
         self._loop.run_until_complete(asyncio.sleep(TURN_SECONDS))
         return []
@@ -315,7 +300,7 @@ def sampling_of(roles: Roles, ctx: StepContext) -> Sampling:
         notice("algorithm.adv_estimator", why)
         return InTurn(roles)
     each = ctx.config.async_training.concurrent_samples_per_replica
-    return Beside(roles, each * len(topology_of(ctx.config).replicas), each)
+    return Beside(roles, each * len(topology_of(ctx.config).replicas))
 
 
 def _is_of_group(error: BaseException) -> bool:

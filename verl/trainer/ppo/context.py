@@ -118,7 +118,6 @@ class RunState:
         step: the last step that has begun; 0 before the first.
         ledger: what became of every sample; None in a run that keeps none.
         spans: when the stages of all steps began and ended.
-        replicas: how many sample now; None where their number does not change.
         record: the decisions of an asynchronous schedule; None in a run that keeps none.
         updates: the optimizer steps that were taken and skipped.
     """
@@ -131,7 +130,6 @@ class RunState:
     step: int = 0
     ledger: Ledger | None = None
     spans: Spans = field(default_factory=Spans)
-    replicas: Callable[[], int] | None = None
     record: ScheduleRecord | None = None
     updates: Updates = field(default_factory=Updates)
 

@@ -37,6 +37,7 @@ from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, 
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.stacks import Process
 from verl.trainer import build, placement, runtime, sampling
+from verl.trainer.keeper import ReplicaKeeper
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, record, stages
 from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callbacks
@@ -53,7 +54,6 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.oversampling import key_of_prompts_at_once, prompts_at_once
 from verl.trainer.ppo.sample_texts import SampleTexts
 from verl.trainer.ppo.validation import ValidationSamples, Validator
-from verl.trainer.replicas.keeper import ReplicaKeeper
 from verl.trainer.signals import StepDropped, StopSignals
 from verl.trainer.watchdog import Watchdog
 from verl.workers.replica import ReplicaWorker
@@ -177,7 +177,7 @@ class RayPPOTrainer:
         places: list[str] = []
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes, placement.random_streams(classes))
-            # The service is a process anywhere; the pool is for replicas, which come and go.
+            # The service is a process anywhere; the pool is for replicas, which are replaced.
             is_elastic = "rollout" in classes and elastic.is_elastic(self.config)
             group = make_group(None if is_elastic else pool, together, seed=self.config.trainer.seed)
             places.append(group.placement())
@@ -193,7 +193,7 @@ class RayPPOTrainer:
             sampling.connect(self.config, groups, on, self.replicas)
 
     def _keeper(self, groups: Mapping[str, Any], on: str) -> ReplicaKeeper | None:
-        """Of replicas that come and go (``rollout.max_replacements``)."""
+        """Of replicas that are replaced (``rollout.max_replacements``)."""
         if "rollout" not in groups or not elastic.is_elastic(self.config):
             return None
         arguments = build.worker_arguments(self.config, "rollout", self.total_training_steps, on)
@@ -252,7 +252,6 @@ class RayPPOTrainer:
         self._open_records()
         keeper = self.replicas
         if keeper is not None:
-            self.state.replicas = lambda: keeper.number
             keeper.watch(self._note_moved)
         self.checkpoints.remember()
         self.schedule.publish(self.roles, self.ctx)

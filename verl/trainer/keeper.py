@@ -1,8 +1,8 @@
-"""The replicas of a pool of their own, as processes that may be lost: who watches, replaces, adds and removes them.
+"""The replicas of a separate pool, as processes that may be lost: who watches and replaces them.
 
-Consumes: deaths, answers of the replicas, the number that a user wants. Waits for: a new process, and for the first
-trainer, which sends it the version that is sampled with, between two of its calls. Unblocked by: either one's end;
-whoever waits for samples hears of both through the sampling service.
+Consumes: deaths, and answers of the replicas. Waits for: a new process, and for the first trainer, which sends it the
+version that is sampled with, between two of its calls. Unblocked by: either one's end; what waits for samples hears of
+both through the sampling service.
 
 A coroutine of one thread does all of it; other threads read numbers. No sample is lost with a replica: the service
 sends its requests to another one, or lets them wait for one. What a request samples follows from its key and the
@@ -13,28 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOTrainerConfig
 from verl.config.elastic import KEY
 from verl.config.refusals import raise_all
 from verl.config.topology import beyond_one_machine, processes_of
-from verl.errors import ConfigError, VerlError, WorkerError, printable
+from verl.errors import VerlError, WorkerError
 from verl.metrics import notice
-from verl.observability.places import file_of_run
 from verl.rollout.base import Moved
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.handle import Handle
 from verl.stacks import Process
-from verl.trainer.replicas import files
 from verl.workers.sampling import ReplicaState, ServiceState
 from verl.workers.sending import FeedChange, SyncResult, fed_sampler
 
@@ -46,7 +42,7 @@ LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 10.0
 REPORT_LOOKS = 10
 """For so many looks a death is expected to be reported after somebody heard of it, with what the process wrote last."""
-UNKNOWN = ReplicaState((), 0, True, "")
+UNKNOWN = ReplicaState()
 """A replica that the service does not have."""
 
 
@@ -56,21 +52,16 @@ class Placed:
 
     Args:
         rank: of the actor that sends it weights.
-        own: the pool that was reserved for it alone; None: it lies in the run's.
-        seen: when it last made progress, on the clock that never goes back.
-        heard: when it last answered.
+        heard: when it last answered, on the clock that never goes back.
     """
 
     name: str
     unit: Unit
     slots: Sequence[Any]
     rank: int
-    own: Any = None
     state: str = "serving"
-    seen: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     question: asyncio.Task[Any] | None = None
-    counted: Any = None
 
 
 class ReplicaKeeper:
@@ -94,14 +85,12 @@ class ReplicaKeeper:
         self._replicas: list[Placed] = []
         self._joining: list[Placed] = []
         """Those that take the last version before they serve."""
-        self._spare: list[tuple[Sequence[Any], Any]] = []
         self._gone: list[str] = []
         self._started = self._coming = self._at_trainer = 0
-        self.replaced, self.error, self._said = 0, "", ""
+        self.replaced, self.error = 0, ""
         self._resent = 0
         self._limit = config.trainer.hang_seconds
         self._looked = time.monotonic()
-        self._folder = Path(config.trainer.default_local_dir)
         self._moved: Callable[[Sequence[Moved]], None] = lambda moved: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -162,7 +151,8 @@ class ReplicaKeeper:
             moved: is called in that thread with the requests that went to another replica.
         """
         self._moved = moved
-        files.forget(self._folder)
+        for one in self._replicas:
+            one.heard = time.monotonic()  # what was loaded since their start may have taken longer than the limit
         self._loop = asyncio.new_event_loop()
         self._looking = self._loop.create_task(self._look_for_ever())
         self._thread = threading.Thread(target=self._run, name="verl-replicas", daemon=True)
@@ -174,8 +164,6 @@ class ReplicaKeeper:
         if loop is not None and looking is not None and thread is not None and thread.is_alive():
             loop.call_soon_threadsafe(looking.cancel)
             thread.join(CLOSE_SECONDS)
-        if thread is not None:
-            files.forget(self._folder)
         self._thread = None
 
     @property
@@ -185,16 +173,11 @@ class ReplicaKeeper:
         is_looking = self._thread is not None and now - self._looked < max(half, 1.0)
         # One that waits for a trainer is not counted: the trainer may be what hangs.
         is_starting = self._coming > self._at_trainer
-        return is_looking and (is_starting or any(now - one.seen > half for one in self._placed))
+        return is_looking and (is_starting or any(now - one.heard > half for one in self._placed))
 
     @property
     def _placed(self) -> list[Placed]:
         return [*self._replicas, *self._joining]
-
-    @property
-    def number(self) -> int:
-        """Replicas that there are, or that are on their way."""
-        return len(self._replicas) + self._coming
 
     def metrics(self) -> dict[str, float]:
         """Replicas that serve, replacements so far, and requests that moved since the last call."""
@@ -226,15 +209,10 @@ class ReplicaKeeper:
         await asyncio.get_running_loop().shutdown_default_executor()
 
     async def _look_for_ever(self) -> None:
-        shown = None
         while not self.error:
             try:
                 await self._look()
-                seen = self._seen()
-                if seen != shown:
-                    shown = seen
-                    files.write_seen(self._folder, seen)
-            except (OSError, VerlError) as error:
+            except VerlError as error:
                 notice("rollout, replicas", f"they cannot be looked after for now: {error}")
             self._looked = time.monotonic()
             await asyncio.sleep(LOOK_SECONDS)
@@ -244,75 +222,39 @@ class ReplicaKeeper:
         self._resent += len(state.moved)
         if state.moved:
             self._moved(state.moved)
-        for one in [one for one in self._replicas if one.state != "ending"]:
+        for one in [one for one in self._replicas if one.state == "serving"]:
             self._looked = time.monotonic()  # to look at one that is silent takes long
+            self._ask(one)
             known = state.replicas.get(one.name, UNKNOWN)
-            self._ask(one, known)
             reason = one.unit.death or known.broken or await self._why_hung(one, known)
-            if reason and one.state == "leaving":  # its requests fail, and it has none any more
-                await asyncio.to_thread(one.unit.close)
-            elif reason:
+            if reason:
                 one.state = "ending"
                 self._begin(self._replace(one, known, reason))
-        self._meet(await asyncio.to_thread(self._wanted))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    def _ask(self, one: Placed, known: ReplicaState) -> None:
-        """A replica makes progress if it answers, and computes where it has requests."""
+    def _ask(self, one: Placed) -> None:
         if one.question is None:
             one.question = asyncio.ensure_future(one.unit.handle.call("status"))
             one.question.add_done_callback(_heard)
-        if not one.question.done():
-            return
-        question, one.question = one.question, None
-        if question.cancelled() or question.exception() is not None:
-            return
-        one.heard = time.monotonic()
-        counted = (question.result(), known.completed)
-        if not known.requests or counted != one.counted:
-            one.seen = one.heard
-        one.counted = counted
+        if one.question.done():
+            question, one.question = one.question, None
+            if not question.cancelled() and question.exception() is None:
+                one.heard = time.monotonic()
 
-    async def _why_hung(self, one: Placed, known: ReplicaState) -> str:
-        """What is known of a replica that made no progress for too long; empty for others."""
-        if self._limit is None or self._waits_for_another(one, self._limit / 2):
-            return ""
-        late = time.monotonic() - one.seen
-        if late <= self._limit:
+    async def _why_hung(self, one: Placed, known: ReplicaState = UNKNOWN) -> str:
+        """What is known of a replica that has not answered for too long; empty for others."""
+        late = time.monotonic() - one.heard
+        if self._limit is None or late <= self._limit:
             return ""
         processes = await asyncio.to_thread(one.unit.look_at)
         node = one.unit.members[0].address  # also of a process that this node looked at itself
         who = " and ".join(str(dataclasses.replace(process, node=node)) for process in processes)
-        serves = f"It serves {', '.join(known.requests[:8])}" if known.requests else "It serves no request"
-        more = f" and {len(known.requests) - 8} more" if len(known.requests) > 8 else ""
-        where = await asyncio.to_thread(self._write_stacks, one, processes)
-        return f"hangs: {who} made no progress for {late:.1f} seconds. {serves}{more}. {where}"
-
-    def _waits_for_another(self, one: Placed, half: float) -> bool:
-        """Whether it answers and another one does not: an update that both take holds it until the other is ended.
-
-        Every look at it moves its clock, not only the one at which its time is up: the other one may be ended first.
-        """
-        now = time.monotonic()
-        waits = now - one.heard <= half and any(now - other.heard > half for other in self._placed)
-        if waits:
-            one.seen = max(one.seen, now - half)  # that long it has to go on, once the other one is gone
-        return waits
-
-    def _write_stacks(self, one: Placed, processes: Sequence[Process]) -> str:
-        if not any(process.stacks for process in processes):
-            return "It shows no stacks"
-        text = "\n\n".join(f"{process}\n{process.stacks}" for process in processes)
-        try:
-            path = file_of_run(self._folder / f"hang-{one.name.replace(' ', '-')}.txt")
-            path.write_text(printable(text) + "\n", encoding="utf-8")
-        except OSError as error:
-            return f"Its stacks could not be written: {error.strerror}"
-        return f"{path} has its stacks"
+        drawn = f"{len(known.requests)} requests, of which {known.reported} tokens are known"
+        return f"hangs: {who} has not answered for {late:.1f} seconds. It has {drawn}"
 
     # ---- replacing ---------------------------------------------------------------------------------------------
 
@@ -334,7 +276,7 @@ class ReplicaKeeper:
                 self.replaced += 1
                 notice(told, f"replacement {self.replaced} of {allowed} starts: {reason}")
                 try:
-                    return await self._add(one.slots, one.rank, one.own)
+                    return await self._add(one.slots, one.rank)
                 except Exception as error:  # boundary: whatever the new process or its engine raises
                     reason = f"its replacement did not start: {type(error).__name__}: {error}"
                     told = f"rollout, {name}, replacement {self.replaced} failed"  # what is told twice is shown once
@@ -350,7 +292,7 @@ class ReplicaKeeper:
         with suppress(WorkerError):  # the service is gone, and whoever waits for it hears that
             await self._service.call("give_up", self.error)
 
-    async def _add(self, slots: Sequence[Any], rank: int, own: Any) -> None:
+    async def _add(self, slots: Sequence[Any], rank: int) -> None:
         """Start a replica, send it the last version, and let it serve.
 
         Raises:
@@ -361,7 +303,7 @@ class ReplicaKeeper:
         try:
             limit = self.config.trainer.ray_wait_register_center_timeout
             await asyncio.wait_for(unit.call_all("init_model"), limit)
-            one = Placed(name, unit, slots, rank, own)
+            one = Placed(name, unit, slots, rank)
             await self._unless_it_hangs(one, self._serve(one))
         except BaseException:
             self._gone.append(name)
@@ -384,8 +326,8 @@ class ReplicaKeeper:
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
-                self._ask(one, UNKNOWN)
-                reason = await self._why_hung(one, UNKNOWN)
+                self._ask(one)
+                reason = await self._why_hung(one)
                 if reason:
                     await asyncio.to_thread(one.unit.close)
                     await asyncio.wait({task}, timeout=CLOSE_SECONDS)
@@ -428,82 +370,6 @@ class ReplicaKeeper:
         where = f"the trainers and {unit.name} lie on 2 machines ({here}, {there})"
         raise_all(beyond_one_machine(self.config, where, 2))
         return str(here)
-
-    # ---- joining and leaving -----------------------------------------------------------------------------------
-
-    def _wanted(self) -> int | None:
-        try:
-            return files.take_wanted(self._folder)
-        except ConfigError as error:
-            self._said = str(error)
-            return None
-
-    def _meet(self, count: int | None) -> None:
-        """Begin to add or remove replicas."""
-        if count is None:
-            return
-        self._said = ""
-        staying = [one for one in self._replicas if one.state == "serving"]
-        number = len(staying) + self._coming
-        for _ in range(count - number):
-            self._begin(self._join())
-        for one in staying[count:] if count < number else ():
-            one.state = "leaving"
-            self._begin(self._leave(one))
-
-    async def _join(self) -> None:
-        self._coming += 1
-        own = None
-        try:
-            if self._spare:
-                slots, own = self._spare.pop()
-            else:
-                own = self._pool.further(self._each)
-                slots = await asyncio.to_thread(own.slots, "STRICT_PACK", self.device)
-            ranks = [[one.rank for one in self._replicas].count(rank) for rank in range(len(self._actors.addresses))]
-            await self._add(slots, ranks.index(min(ranks)), own)
-        except Exception as error:  # boundary: whatever the new process, its engine or the cluster raises
-            self._said = f"A replica could not join: {error}"
-            notice("rollout, replicas", self._said)
-            if own is not None:
-                await asyncio.to_thread(own.close)
-        finally:
-            self._coming -= 1
-
-    async def _leave(self, one: Placed) -> None:
-        """A replica ends once it has answered its requests."""
-        try:
-            await self._service.call("remove_replica", one.name)
-            one.state = "ending"
-            await self._change([FeedChange((one.name,))] * len(self._actors.addresses))
-            await asyncio.to_thread(one.unit.close)
-            self._replicas.remove(one)
-            self._spare.append((one.slots, one.own))
-        except VerlError as error:
-            self._said = f"{one.name} could not leave: {error}"
-            notice("rollout, replicas", self._said)
-            one.state = "serving" if one.state == "leaving" else one.state
-
-    def _seen(self) -> dict[str, Any]:
-        replicas = [
-            {
-                "name": one.name,
-                "state": one.state,
-                "processes": [member.pid for member in one.unit.members],
-                "node": one.unit.members[0].address,
-            }
-            for one in self._replicas
-        ]
-        replicas += [{"name": "another one", "state": "starting", "processes": [], "node": ""}] * self._coming
-        allowed = self.config.actor_rollout_ref.rollout.max_replacements
-        return {
-            "controller": os.getpid(),
-            "node": os.uname().nodename,
-            "replaced": self.replaced,
-            "allowed": allowed,
-            "said": self._said,
-            "replicas": replicas,
-        }
 
 
 def _heard(question: asyncio.Task[Any]) -> None:

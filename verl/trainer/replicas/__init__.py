@@ -1,1 +1,0 @@
-"""Replicas that are replaced, join and leave while a run goes on."""
