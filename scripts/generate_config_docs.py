@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from recipe import prime, spin, sppo
-from verl.config import views
-from verl.config.docs import page
+from scripts import config_views
+from scripts.config_page import page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
@@ -19,7 +19,7 @@ RECIPES = (prime.RECIPE, spin.RECIPE, sppo.RECIPE)
 
 def made() -> dict[Path, str]:
     """Every file and what it has to say."""
-    shown = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in views.files().items()}
+    shown = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in config_views.files().items()}
     return {PAGE: page(RECIPES), **shown}
 
 

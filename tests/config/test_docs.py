@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from scripts import generate_config_docs
+from scripts.config_outline import parts
+from scripts.config_page import page
 from scripts.generate_config_docs import RECIPES
-from verl.config.docs import page
 from verl.config.groups import PPO, SFT
 from verl.config.node import ABSENT, UNSET, leaves
-from verl.config.outline import parts
 from verl.config.recipes import with_recipes
 from verl.config.schema import schema_of
 

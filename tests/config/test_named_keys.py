@@ -47,7 +47,7 @@ SERVES = {
 }
 """Programs that run a file or folder; what is not listed belongs to main_ppo."""
 TABLES = (
-    *("verl/registry.py", "verl/config/upstream_only.py", "verl/config/aliases.py", "verl/config/docs.py"),
+    *("verl/registry.py", "verl/config/upstream_only.py", "verl/config/aliases.py"),
     *("verl/api/answers.py", "verl/cli/help.py", "verl/cli/last_words.py"),
 )
 NO_SETTINGS = {"torch.optim", "module.path", "module.name"}

@@ -61,7 +61,8 @@ def _lines(name: str, commented: bool = False) -> Iterator[str]:
         for depth in range(shared, len(sections)):
             yield f"{'  ' * depth}{sections[depth]}:\n"
         above = sections
-        said = f"{'  ' * len(sections)}{'# ' if commented else ''}{last}: {_value(leaf, chosen if commented else engines | chosen)}"
+        value = _value(leaf, chosen if commented else engines | chosen)
+        said = f"{'  ' * len(sections)}{'# ' if commented else ''}{last}: {value}"
         yield f"{said}  # {leaf.meaning}\n" if commented else f"{said}\n"
 
 

@@ -1,4 +1,4 @@
-"""The trees of all programs cut into parts that can be read one by one: each section once, with all places it occurs at."""
+"""The trees of all programs in parts that can be read one by one: each section once, with all places it occurs at."""
 
 from __future__ import annotations
 

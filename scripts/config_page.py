@@ -1,4 +1,4 @@
-"""The page ``docs/reference/configuration.md``, made from the declarations, so that it cannot say anything else than they do."""
+"""The page ``docs/reference/configuration.md``, made from the declarations of the settings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from scripts.config_outline import OutlinePart, parts
 from verl.config.groups import PPO, SFT, Program
 from verl.config.node import ABSENT, UNSET
-from verl.config.outline import OutlinePart, parts
 from verl.config.recipes import Recipe, with_recipes
 from verl.config.schema import schema_of
 from verl.config.upstream_only import rows
@@ -26,11 +26,10 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
   `~key` takes a setting back to its default.
 - From a file: `--config-path DIR --config-name NAME` reads `DIR/NAME.yaml` over the defaults, with or without a
   `defaults:` list; the command line wins over the file.
-- [`every_setting.yaml`](../../verl/trainer/config/every_setting.yaml) is a file to copy from: every setting of an RL run that
-  works, behind a comment sign.
-- `--cfg job` prints the resolved configuration and leaves, with an error if no machine can run it (packages, devices and
-  folders are not looked at); a run writes the same into its folder
-  (`trainer.default_local_dir`).
+- [`every_setting.yaml`](../../verl/trainer/config/every_setting.yaml) is a file to copy from: every setting of an RL
+  run that works, behind a comment sign.
+- `--cfg job` prints the resolved configuration and leaves, with an error if no machine can run it (packages, devices
+  and folders are not looked at); a run writes the same into its folder (`trainer.default_local_dir`).
 - A key that does not exist is an error that names the nearest one. Older spellings work and say what they are called
   today: see [the last table](#older-spellings).
 
@@ -58,12 +57,13 @@ def page(recipes: Iterable[Recipe] = ()) -> str:
         *(_part(part) for part in sft),
         "## Settings of recipes\n",
         "They are there where the run names the recipe: where its estimator, its policy loss or its schedule is one of "
-        "the recipe's. A recipe of your own brings settings the same way: [extending](../howto/extending.md#settings-of-your-own).\n",
+        "the recipe's. A recipe of your own brings settings the same way: "
+        "[extending](../howto/extending.md#settings-of-your-own).\n",
         *(_recipe(recipe) for recipe in recipes),
         "## Known and not built yet\n",
         "Settings of features that do not exist in this version. They are known by name, so that a script that carries "
-        "them with upstream's defaults (`verl/config/upstream_only.yaml`) runs, and any other value is refused by the name "
-        "of the feature.\n",
+        "them with upstream's defaults (`verl/config/upstream_only.yaml`) runs, and any other value is refused by the "
+        "name of the feature.\n",
         _upstream_only("feature"),
         "## Known and without effect\n",
         "Settings that have nothing to change here. Setting one gives a notice with the reason.\n",
