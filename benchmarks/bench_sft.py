@@ -52,13 +52,13 @@ OURS = (
     MARKS
     + """
 from verl.config import load_config
-from verl.data import stateful_loader
+from verl.data import StatefulLoader
 from verl.trainer import launch, PROGRAM as program
 
 def build(config, tokenizer, ctx):
     trainer = program.build(config, tokenizer, ctx)
     loader = trainer.train_loader  # in the order of the file, as the peer's
-    trainer.train_loader = stateful_loader(
+    trainer.train_loader = StatefulLoader(
         loader.dataset, batch_size=ROWS, shuffle=False, seed=1, num_workers=0, drop_last=True, collate_fn=COLLATE
     )
     train = trainer._train

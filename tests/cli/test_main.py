@@ -14,7 +14,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from verl.api.methods import BY_REWARD
 from verl.cli.completion import candidates, script
-from verl.cli.help import SETTINGS, program_help
+from verl.cli.help import COMMANDS, SETTINGS, program_help
 from verl.cli.main import PRESETS, main
 from verl.config.groups import program_of
 from verl.config.schema import schema_of
@@ -55,6 +55,21 @@ def test_the_help_of_a_command_names_its_settings_in_60_lines(command):
     assert len(text.splitlines()) <= 60
     assert all(f"\n{key}=" in text for key in SETTINGS[configuration])
     assert {*SETTINGS[configuration]} <= {*schema_of(program_of(configuration)[0].root).leaves}
+
+
+@pytest.mark.parametrize("command", ["resume", "data", "doctor", "completion"])
+def test_a_command_without_settings_has_one_line_of_help(command, capsys):
+    (line,) = [f"verl {usage}: {meaning}\n" for usage, meaning in COMMANDS.items() if usage.split()[0] == command]
+    for flag in ("--help", "-h"):
+        assert main([command, flag]) == 0 and capsys.readouterr().out == line
+
+
+def test_a_deleted_working_directory_is_one_message(tmp_path):
+    code = "import os; os.rmdir(os.getcwd()); from verl.cli.main import main; raise SystemExit(main())"
+    words = [sys.executable, "-c", code, "train", "--config", "settings.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: the working directory was deleted. Change to one that exists: cd ~\n"
 
 
 def test_the_command_finds_modules_of_the_working_directory(here):

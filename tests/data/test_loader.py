@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from verl.data.loader import EpochSampler, stateful_loader
+from verl.data.loader import EpochSampler, StatefulLoader
 from verl.errors import ConfigError, DataError
+from verl.metrics import notices, reset_notices
 
 
 class Numbers(Dataset):
@@ -24,7 +25,7 @@ class Numbers(Dataset):
 
 
 def loader(count=10, batch_size=3, **options):
-    return stateful_loader(Numbers(count), batch_size, **{"seed": 1, **options})
+    return StatefulLoader(Numbers(count), batch_size, **{"seed": 1, **options})
 
 
 def numbers(batches):
@@ -42,6 +43,14 @@ def test_an_epoch_gives_every_row_once_and_leaves_out_the_small_rest():
     whole = numbers(loader(drop_last=False))
     assert [len(batch) for batch in whole] == [3, 3, 3, 1] and len(loader(drop_last=False)) == 4
     assert sorted(n for batch in whole for n in batch) == list(range(10))
+
+
+def test_rows_that_fill_no_batch_are_left_out_with_a_notice():
+    reset_notices()
+    loader(count=9)
+    assert not notices()
+    loader(count=11, key="data.train_batch_size")
+    assert notices() == {"data.train_batch_size": "an epoch leaves out 2 of 11 rows, which fill no batch of 3"}
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_alone():

@@ -15,7 +15,7 @@ from tests.harness.rows import addition_rows, write_prompts
 from verl.config import DataConfig
 from verl.config.data import PromptFilterConfig
 from verl.data.collate import collate_fn
-from verl.data.loader import stateful_loader
+from verl.data.loader import StatefulLoader
 from verl.data.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, ModelError
 from verl.metrics import notices
@@ -310,7 +310,7 @@ def test_a_subclass_may_choose_rows_of_the_table(tmp_path, tokenizer):
 
 def test_loader_processes_give_the_rows_that_this_process_gives(tmp_path, tokenizer):
     found = dataset(tmp_path, tokenizer, 6)
-    here, there = (stateful_loader(found, 2, seed=1, num_workers=n) for n in (0, 1))
+    here, there = (StatefulLoader(found, 2, seed=1, num_workers=n) for n in (0, 1))
     for one, other in zip(here, there, strict=True):
         assert one["raw_prompt_ids"].tolist() == other["raw_prompt_ids"].tolist()
 

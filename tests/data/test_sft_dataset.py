@@ -10,7 +10,7 @@ import pytest
 from tests.harness.rows import turns, write_prompts
 from verl.config import SFTDataConfig
 from verl.data import sft_dataset
-from verl.data.loader import stateful_loader
+from verl.data.loader import StatefulLoader
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.errors import ConfigError, DataError, ModelError
 from verl.metrics import notices
@@ -139,7 +139,7 @@ def test_rows_are_padded_to_the_maximum_or_a_batch_to_its_longest(tmp_path, toke
         padded["attention_mask"].sum() == LENGTH and padded["loss_mask"].sum() == 2 and len(padded["loss_mask"]) == 30
     )
     found = dataset(tmp_path, tokenizer, rows)
-    batch = next(iter(stateful_loader(found, 2, shuffle=False, collate_fn=found.collate)))
+    batch = next(iter(StatefulLoader(found, 2, shuffle=False, collate_fn=found.collate)))
     assert {name: tuple(value.shape) for name, value in batch.items()} == dict.fromkeys(batch, (2, LENGTH + 1))
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id and batch["attention_mask"].sum(-1).tolist() == [26, 27]
 

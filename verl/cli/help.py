@@ -62,6 +62,11 @@ def overview() -> str:
     return "\n".join(lines)
 
 
+def line_of(command: str) -> str:
+    """The line of the overview that says what a command does."""
+    return next(f"verl {name}: {meaning}" for name, meaning in COMMANDS.items() if name.split()[0] == command)
+
+
 def program_help(command: str, configuration: str) -> str:
     """``verl train grpo --help`` and its siblings: at most 60 lines."""
     from verl.api.methods import BY_REWARD

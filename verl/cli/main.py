@@ -13,6 +13,8 @@ from verl.errors import ConfigError, VerlError, suggest
 
 PRESETS = Path(__file__).parent / "presets"
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
+ONE_LINE = ("resume", "data", "doctor", "completion")
+"""Commands whose help is their line of the overview."""
 
 
 @dataclass
@@ -65,8 +67,6 @@ class Words:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0, 2 after a message to the user, 128 + signal."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and not sys.flags.safe_path:  # modules of the working directory, as for `python -m verl`
-        sys.path.insert(0, os.getcwd())
     if not words or words[0] in HELP:
         from verl.cli.help import overview
 
@@ -78,12 +78,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     command, *rest = words
+    if command in ONE_LINE and rest[:1] in ([name] for name in HELP):
+        from verl.cli.help import line_of
+
+        print(line_of(command))
+        return 0
     try:
+        here = _working_directory()
+        if argv is None and not sys.flags.safe_path:  # its modules can be imported, as for `python -m verl`
+            sys.path.insert(0, here)
         return _program(command)(rest)
     except VerlError as error:
         from verl.trainer.command import report
 
         return report(error)
+
+
+def _working_directory() -> str:
+    """Its path.
+
+    Raises:
+        ConfigError: it was deleted, so that no relative path means anything.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory was deleted", fix="Change to one that exists: cd ~") from None
 
 
 def _program(command: str) -> Callable[[list[str]], int]:

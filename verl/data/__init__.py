@@ -11,7 +11,6 @@ _HOMES = {
     "collate_fn": "verl.data.collate",
     "sft_collate": "verl.data.collate",
     "StatefulLoader": "verl.data.loader",
-    "stateful_loader": "verl.data.loader",
     "create_rl_dataset": "verl.data.build",
     "create_rl_sampler": "verl.data.build",
     "create_preference_datasets": "verl.data.build",

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from verl import env
 from verl.data.collate import collate_fn as collate_rows
 from verl.errors import ConfigError, DataError
+from verl.metrics import notice
 
 
 @runtime_checkable
@@ -108,6 +110,8 @@ class StatefulLoader:
         if drop_last and rows < batch_size:
             fix = f"Set {key}={rows} or less."
             raise DataError(f"the dataset has {rows} rows, fewer than one batch of {batch_size}", key=key, fix=fix)
+        if drop_last and rows % batch_size:
+            notice(key, f"an epoch leaves out {rows % batch_size} of {rows} rows, which fill no batch of {batch_size}")
         self.sampler = sampler or EpochSampler(rows, shuffle=shuffle, seed=seed)
         if num_workers and isinstance(self.sampler, HasState | LearnsFromSteps):
             raise ConfigError(
@@ -176,35 +180,18 @@ class StatefulLoader:
         if isinstance(self.sampler, HasEpoch):
             self.sampler.set_epoch(self._epoch)
         skip = 0 if isinstance(self.sampler, HasState) else self._rows_given
-        batches = _Batches(self.sampler, self.batch_size, self.drop_last, skip)
+        rows: Any = islice(self.sampler, skip, None)
         if self.num_workers:
             env.set_default("TOKENIZERS_PARALLELISM", "false")  # forked tokenizers must not start threads
         loader = DataLoader(
             self.dataset,
-            batch_sampler=batches,
+            batch_sampler=BatchSampler(rows, self.batch_size, self.drop_last),
             num_workers=self.num_workers,
             collate_fn=_CountRows(self._collate),
             # Seeds the workers. A generator of its own: the global one belongs to the training loop.
             generator=torch.Generator().manual_seed(self._epoch),
         )
         yield from loader
-
-
-class _Batches(Sampler[list[int]]):
-    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool, skip: int):
-        self.sampler, self.batch_size, self.drop_last, self.skip = sampler, batch_size, drop_last, skip
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for position, row in enumerate(self.sampler):
-            if position < self.skip:
-                continue
-            batch.append(row)
-            if len(batch) == self.batch_size:
-                yield batch
-                batch = []
-        if batch and not self.drop_last:
-            yield batch
 
 
 class _CountRows:
@@ -215,28 +202,3 @@ class _CountRows:
 
     def __call__(self, rows: list[Any]) -> tuple[int, Any]:
         return len(rows), self.collate(rows)
-
-
-def stateful_loader(
-    dataset: Dataset,
-    batch_size: int,
-    shuffle: bool = True,
-    seed: int | None = None,
-    num_workers: int = 0,
-    drop_last: bool = True,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    sampler: Sampler[int] | None = None,
-    key: str = "data.train_batch_size",
-) -> StatefulLoader:
-    """A `StatefulLoader`; see there for the arguments and errors."""
-    return StatefulLoader(
-        dataset,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        num_workers=num_workers,
-        drop_last=drop_last,
-        collate_fn=collate_fn,
-        sampler=sampler,
-        key=key,
-    )

@@ -26,7 +26,8 @@ from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
 from verl.config.provenance import Provenance, check_resume
 from verl.config.sft import EACH_EPOCH
 from verl.config.topology import backend_of
-from verl.data import stateful_loader
+from verl.data import StatefulLoader
+from verl.data.progress import timed
 from verl.distributed import Ranks
 from verl.metrics import notice
 from verl.observability.profiler import ProfiledSteps, RoleProfiler
@@ -75,17 +76,18 @@ class SupervisedTrainer:
         self.ctx = ctx or Spmd(Ranks(), config.trainer.seed)
         data, trainer = config.data, config.trainer
         common = {"seed": trainer.seed, "num_workers": data.num_workers, "collate_fn": collate}
-        self.train_loader = stateful_loader(
+        self.train_loader = StatefulLoader(
             train_dataset, batch_size=data.train_batch_size, shuffle=True, drop_last=True, **common
         )
         self.val_loader = None
         if val_dataset is not None:
             rows = min(data.train_batch_size, len(val_dataset))
-            self.val_loader = stateful_loader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
+            self.val_loader = StatefulLoader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
         self.total_steps = trainer.total_training_steps or len(self.train_loader) * trainer.total_epochs
         self.save_every, self.test_every = self._steps_of(trainer.save_freq), self._steps_of(trainer.test_freq)
         self.copies = CopyCheck(trainer.copy_check_freq)
-        self.part = self._make_part()
+        with timed("loading the model"):
+            self.part = self._make_part()
         self.profiler = RoleProfiler("model", config.profiler, self.ctx.ranks.rank)
         first, last = trainer.profile_interval
         self.profiled_steps = ProfiledSteps(list(range(first, last + 1)) if first > 0 else None)
@@ -156,7 +158,9 @@ class SupervisedTrainer:
             with Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
                 self.places |= tracking.start(self.total_steps, self.step, self.places)
                 if trainer.val_before_train and self.val_loader is not None and self.step == 0:
-                    tracking.log(self.validate(), 0)
+                    with timed("validating"):
+                        before = self.validate()
+                    tracking.log(before, 0)
                 with StopSignals(drop_at_once=False) as stop:
                     self._run_steps(tracking, stop)
         finally:

@@ -154,6 +154,17 @@ def test_one_request_without_an_answer_does_not_hold_up_the_others(model):
     assert ended[-1] == "silent" and len(ended) == 21
 
 
+def test_a_run_that_waits_for_a_server_says_so(model, monkeypatch):
+    monkeypatch.setattr("verl.rollout.server.sampler.SILENT_SECONDS", 0.0)
+    reset_notices()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        ask(over(SimpleNamespace(url=url), model))
+    said = notices()[url]
+    assert said.startswith("no server answers yet (") and "server.max_start_wait_time" in said
+
+
 def test_a_server_that_is_not_there_is_named_with_its_address(model):
     with socket.socket() as held:  # nobody else can take its place
         held.bind(("127.0.0.1", 0))

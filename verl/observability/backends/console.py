@@ -67,10 +67,12 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "seconds",
         (
+            ("timing_s/wait_for_samples", "wait for samples"),
             ("timing_s/gen", "generate"),
             ("timing_s/reward", "reward"),
             ("timing_s/update_critic", "critic"),
             ("timing_s/update_actor", "actor"),
+            ("timing_s/update_weights", "sync"),
             ("timing_s/testing", "validate"),
             ("timing_s/save_checkpoint", "save"),
             ("timing_s/step", "step"),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
 from verl.data.loader import LearnsFromSteps
+from verl.data.progress import timed
 from verl.metrics import log, notice
 from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
@@ -195,7 +196,7 @@ class Validate(Callback):
         if resumed and not settings.val_only:
             notice("trainer.val_before_train", "the run goes on, so the model is validated at the next test_freq only")
             return
-        with trainer.ctx.stop.droppable(), trainer.ctx.timed("testing"):
+        with trainer.ctx.stop.droppable(), trainer.ctx.timed("testing"), timed("validating"):
             metrics = trainer.validate()
         trainer.log(metrics, trainer.ctx.step)
 

@@ -18,8 +18,8 @@ from verl.algorithms.upstream_forms import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, elastic, to_dict
 from verl.config.loading import config_from
+from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
-from verl.data import create_rl_sampler, stateful_loader
 from verl.data.loader import LearnsFromSteps
 from verl.data.progress import timed
 from verl.errors import CheckpointError, DataError, RolloutError
@@ -129,7 +129,7 @@ class RayPPOTrainer:
             sampler = create_rl_sampler(data, train_dataset)
         if isinstance(sampler, LearnsFromSteps):
             self.callbacks.insert(0, UpdateCurriculum(sampler))
-        loader = stateful_loader(
+        loader = StatefulLoader(
             train_dataset,
             batch_size=prompts_at_once(data),
             shuffle=data.shuffle,
@@ -145,7 +145,7 @@ class RayPPOTrainer:
         self.total_training_steps = self.schedule.length_of(self.config, self.steps_per_epoch)
         self.val_loader = None
         if val_dataset is not None:
-            self.val_loader = stateful_loader(
+            self.val_loader = StatefulLoader(
                 val_dataset,
                 batch_size=data.val_batch_size or len(val_dataset),
                 shuffle=data.validation_shuffle,
