@@ -2,7 +2,7 @@
 
 Shrunk are the model (a tiny one of the same family), lengths, batch, and the number of ranks with the sizes that divide
 them. The training engine stays. One thing is swapped, the sampler: hf in place of vLLM, which is not installed in this
-environment, since it needs an older transformers.
+environment, since it needs an older transformers. `tests/engines_real/vllm/test_examples.py` has vLLM itself.
 """
 
 from __future__ import annotations
@@ -245,15 +245,21 @@ def tiny_model(name: str) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("model")
 
 
-@pytest.mark.slow
-@every_file
-def test_a_file_shrunk_in_size_trains_a_step_with_its_engine(name, workplace):
-    tiny_model(name)
+def train_shrunk(name: str, sampler: dict[str, Any]) -> dict[str, float]:
+    """The metrics of one step, on the tiny model in this folder."""
     write_prompts("train.parquet", 8)
     Path("scorer.py").write_text(LETTERS)
-    words = {**SMALLER, **HERE, **ANOTHER, **ranks(name)}
+    words = {**SMALLER, **HERE, **sampler, **ranks(name)}
     settings = [f"{key}={value}" for key, value in words.items()]
     done = python("-m", "verl", "train", "grpo", "--config", str(FILES[name]), *settings)
     (step,) = [json.loads(line)["data"] for line in Path("small/metrics.jsonl").read_text().splitlines()]
     assert 0 < step["actor/grad_norm"] < float("inf"), done.stdout[-2000:]
     assert ("actor/kl_loss" in step) == config_of(name).actor_rollout_ref.actor.use_kl_loss
+    return step
+
+
+@pytest.mark.slow
+@every_file
+def test_a_file_shrunk_in_size_trains_a_step_with_its_engine(name, workplace):
+    tiny_model(name)
+    train_shrunk(name, ANOTHER)
