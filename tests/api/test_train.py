@@ -132,7 +132,7 @@ def test_a_signal_saves_ends_the_run_and_it_goes_on(here):
     before = signal.getsignal(signal.SIGINT)
     run = verl.train(model="model", data=ROWS, reward="stopping.py:score", **SHORT)
     assert run.stopped.startswith("SIGINT: ") and signal.getsignal(signal.SIGINT) is before
-    assert verl.resume(run).steps == 2
+    assert run.resume().steps == 2
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,13 @@ class Run:
 
         return load_trained(self.model_path, **arguments)
 
+    def resume(self, **settings: Any) -> Run:
+        """Go on from the newest checkpoint, bit for bit; see `verl.resume`."""
+        import verl  # loads the programs
+
+        run: Run = verl.resume(self, **settings)
+        return run
+
     def plot(
         self, keys: list[str] | None = None, path: str | Path | None = None, x: str = "step", smooth: float = 0.0
     ) -> Any:
