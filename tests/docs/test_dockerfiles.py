@@ -1,4 +1,4 @@
-"""The install lines of the Dockerfiles, run as they stand: pip resolves them, and downloads and installs nothing."""
+"""The install lines of the Dockerfiles, run as they stand: pip resolves them and installs nothing."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ def test_the_install_lines_of_a_container_resolve(name, tmp_path):
         assert done.returncode == 0, f"{line}\n{done.stderr.decode()[-2000:]}"
     resolved = json.loads((shim.parent / "resolved.json").read_text())
     assert "verl" in resolved and "ray" in resolved
-    assert {"cuda-vllm": "vllm", "cuda-sglang": "sglang"}.get(name, "verl") in resolved
+    assert name.removeprefix("cuda-") in resolved or not name.startswith("cuda-")

@@ -1,4 +1,4 @@
-"""Rules about replicas that are replaced while a run goes on (``rollout.max_replacements``)."""
+"""Rules about replicas that are replaced during a run (``rollout.max_replacements``)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Placed:
 
 
 class ReplicaKeeper:
-    """Starts the replicas of a run (`start`), and looks after them while it goes on (`watch`).
+    """Starts the replicas of a run (`start`), and looks after them during it (`watch`).
 
     Args:
         config: of the run.
@@ -271,15 +271,15 @@ class ReplicaKeeper:
             await asyncio.to_thread(one.unit.close)
             self._replicas.remove(one)
             self._gone.append(name)
-            told = f"rollout, {name}, replaced"
+            subject = f"rollout, {name}, replaced"
             while self.replaced < allowed:
                 self.replaced += 1
-                notice(told, f"replacement {self.replaced} of {allowed} starts: {reason}")
+                notice(subject, f"replacement {self.replaced} of {allowed} starts: {reason}")
                 try:
                     return await self._add(one.slots, one.rank)
                 except Exception as error:  # boundary: whatever the new process or its engine raises
                     reason = f"its replacement did not start: {type(error).__name__}: {error}"
-                    told = f"rollout, {name}, replacement {self.replaced} failed"  # what is told twice is shown once
+                    subject = f"rollout, {name}, replacement {self.replaced} failed"  # a notice is printed once
             await self._end(name, reason)
         except Exception as error:  # boundary: the service is gone, or Ray
             await self._end(name, f"{reason}. It could not be replaced: {error}")

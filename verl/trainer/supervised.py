@@ -159,8 +159,8 @@ class SupervisedTrainer:
                 self.places |= tracking.start(self.total_steps, self.step, self.places)
                 if trainer.val_before_train and self.val_loader is not None and self.step == 0:
                     with timed("validating"):
-                        before = self.validate()
-                    tracking.log(before, 0)
+                        metrics = self.validate()
+                    tracking.log(metrics, 0)
                 with StopSignals(drop_at_once=False) as stop:
                     self._run_steps(tracking, stop)
         finally:

@@ -134,7 +134,7 @@ class SamplingWorker(ReplicaWorker):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether lost replicas are replaced while the run goes on."""
+        """Whether lost replicas are replaced during the run."""
         return self.config.rollout.max_replacements > 0 and not self.is_beside
 
     async def add_replica(self, name: str, handle: Handle) -> None:

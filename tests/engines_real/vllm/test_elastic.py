@@ -1,4 +1,4 @@
-"""Engines of vLLM that are killed and stopped amid a run on Ray: it goes on with the right weights."""
+"""Engines of vLLM that are killed and stopped amid a run on Ray, which continues with the right weights."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ MARKS = {"vllm": "/version", "sglang": "/get_model_info", "tgi": "/info", "verl"
 UPDATE_SECONDS = 600.0
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 10.0
-"""That a server may take to its first answer before the user is told what the run waits for."""
+"""That a server may take to its first answer before a notice says what the run waits for."""
 _R = "actor_rollout_ref.rollout"
 _S = f"{_R}.server"
 
@@ -378,7 +378,7 @@ class ServerSampler(GatedSampler):
 
     async def _until_up(self) -> None:
         """Return once it answers; one of this library before the key is sent, another one only where it may be sent."""
-        began, seconds, is_told = time.monotonic(), min(5.0, self.timeout), False
+        began, seconds, has_notice = time.monotonic(), min(5.0, self.timeout), False
         while True:
             try:
                 if self._api_key and self.api in ("auto", "verl") and await self._client.proves(self._api_key, seconds):
@@ -398,8 +398,8 @@ class ServerSampler(GatedSampler):
                     f"no server answers at {self.url}: {last}", key=f"{_S}.url", got=self.url,
                     fix=f"Is it running? {_S}.max_start_wait_time says how long to wait for it.",
                 )  # fmt: skip
-            if waited > SILENT_SECONDS and not is_told:
-                is_told = True
+            if waited > SILENT_SECONDS and not has_notice:
+                has_notice = True
                 left = f"{self.max_start_wait - waited:.0f} s more ({_S}.max_start_wait_time)"
                 notice(self.url, f"no server answers yet ({last}); the run waits for it, {left}")
             await asyncio.sleep(POLL_SECONDS)
