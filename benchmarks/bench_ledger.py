@@ -4,10 +4,10 @@
 
 Two real runs of `bench_grpo_step.py` (16 prompts x 8 samples x 32 tokens) in one process, where nothing overlaps:
 under ``fully_async`` and under ``sync``. Timed from inside, by the clock and by the CPU's time, and divided by the step
-(two runs would differ by more than that): all that writes the ledger, the trace or the recorded schedule, its digest of
+(two runs would differ by more than that): all that writes the ledger, the spans or the decisions, its digest of
 every step included; the check of every trained token against the bound; and the queue with all that its groups need,
 from single prompts to the batch that is trained on. A synchronous step does part of this, too: it writes ledger and
-trace, and the filter and the pool make its batch. That is measured in the second run, and subtracted.
+spans, and the filter and the pool make its batch. That is measured in the second run, and subtracted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bench_grpo_step import WARMUP, make_inputs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from verl.config import load_config  # noqa: E402
-from verl.observability.ledger import Ledger  # noqa: E402
-from verl.observability.schedule import ScheduleRecord  # noqa: E402
-from verl.observability.spans import Spans  # noqa: E402
+from verl.journal.ledger import Ledger  # noqa: E402
+from verl.journal.schedule import ScheduleRecord  # noqa: E402
+from verl.journal.spans import Spans  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402
 from verl.trainer.ppo import accounting, beside, record, stages, staleness  # noqa: E402
@@ -144,9 +144,9 @@ def measure(mode: str, steps: int) -> Rows:
             "trainer.default_local_dir=run", "trainer.device=cpu", f"trainer.v1.trainer_mode={mode}", *MODES[mode],
         ]  # fmt: skip
         run_ppo(load_config("ppo_trainer", words), Runner)
-        sizes = {name: Path("run", name).stat().st_size / steps for name in ("ledger.jsonl", "trace.jsonl")}
+        size = Path("run/journal.jsonl").stat().st_size / steps
         os.chdir(home)
-    print(f"{mode}, bytes per step: " + ", ".join(f"{name} {size:.0f}" for name, size in sizes.items()))
+    print(f"{mode}: {size:.0f} bytes of the journal per step")
     return clock.rows[WARMUP:]
 
 

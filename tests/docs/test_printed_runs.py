@@ -116,13 +116,13 @@ def test_the_page_of_watching_leaves_metrics_curves_and_samples(watched):
 @pytest.mark.slow
 def test_the_ledger_and_the_chart_are_read_as_printed(watched):
     folder, _ = watched
-    account, step = bash(folder, block(TRACKING, "python -m verl.observability.ledger_reader")).split("last complete")
+    account, step = bash(folder, block(TRACKING, "python -m verl.journal.ledger_reader")).split("last complete")
     assert (
         re.search(r"^trained on +1280\b", account, re.MULTILINE)
         and step.count("trained in step 2,") == 40
         and "88 more" in step
     )
-    table = bash(folder, block(TRACKING, "python -m verl.observability.gantt"))
+    table = bash(folder, block(TRACKING, "python -m verl.journal.gantt"))
     assert "idle" in table and (folder / "my/watched/gantt.svg").read_text().startswith("<svg")
 
 

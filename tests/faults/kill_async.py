@@ -49,13 +49,13 @@ from tests.harness.forked_runs import (
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.scorers import scorer
+from verl.journal.ledger_reader import History
+from verl.journal.spans import read_spans
 from verl.json_text import read_json
-from verl.observability.ledger_reader import History
-from verl.observability.spans import read_spans
 
 PROMPTS, SAMPLES, GROUPS, LENGTH = 24, 4, 8, 8
 """Prompts of the data set, answers to each, prompts of a step, tokens of an answer."""
-FOLLOW, RECORDS = "trainer.replay_from", "schedule*.jsonl"
+FOLLOW, RECORDS = "trainer.replay_from", "journal*.jsonl"
 MODE, R, A = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 SCORER = scorer(f"sum(c.isdigit() for c in solution_str) / {LENGTH}")
 COMMON = (

@@ -4,12 +4,12 @@ A worker imports this module through ``external_lib``, the controller before its
 nothing of it. ``VERL_TEST_FAULT=<point>:<n>:<SIGNAL>`` hits at the n-th time that a process reaches the point;
 ``PAUSE`` instead of a signal writes the process's number into the file ``paused`` and waits until that is removed,
 ``FULL`` limits the size of files, ``ENOSPC`` takes the room of the disk
-below the ledger, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on
+below the journal, ``AWAY`` puts a file in the place of the run's folder, ``SLOW`` delays from there on
 and adds a byte to the file ``slow`` each time.
 
 Points of a step: generation, loop (of an agent), scoring, backward, optimizer_begin, optimizer_end. Of a save: begin,
 shard (after every tensor), files, manifest, published, tracker, retention:renamed. Of new weights: send (a rank of the
-actor), take (a sampler, after every bucket). Of the ledger: ledger (before a line), torn (in the middle of it). A
+actor), take (a sampler, after every bucket). Of the journal: ledger (before a line), torn (in the middle of it). A
 process that is killed at its point writes the line "<process> <point>" into the file ``hits`` before.
 """
 
@@ -162,7 +162,7 @@ def _inside_weights(fault: Fault) -> None:
 
 def _inside_ledger(fault: Fault) -> None:
     """Reach ``ledger`` before entries are written, and ``torn`` once half of their bytes are in the file."""
-    from verl.observability.ledger import Ledger
+    from verl.journal.file import Journal
 
     class Torn:
         def __init__(self, file: Any):
@@ -184,14 +184,14 @@ def _inside_ledger(fault: Fault) -> None:
             fault.reach("torn")
             return written + self._file.write(data[half:])
 
-    begin = Ledger.__init__
+    begin = Journal.__init__
 
     @functools.wraps(begin)
     def opened(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         self._file = Torn(self._file)
 
-    Ledger.__init__ = opened
+    Journal.__init__ = opened
 
 
 _fault = Fault(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None

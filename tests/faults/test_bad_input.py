@@ -65,11 +65,11 @@ def test_a_disk_that_is_full_while_the_ledger_writes_ends_the_run_with_one_error
     server: Server, whole, folder
 ):
     """After half a line of step 3."""
-    ended = server.start(folder, grpo(), "ledger:13:ENOSPC").wait()
+    ended = server.start(folder, grpo(), "ledger:16:ENOSPC").wait()
     assert ended.status == 2, ended.output[-2000:]
     (told,) = errors(ended.output)
-    assert "trainer.ledger: the ledger of the samples cannot be written: No space left on device" in told
-    assert "Make room" in told and "it goes on from its last checkpoint" in told
+    assert "trainer.default_local_dir: the journal of the run cannot be written: No space left on device" in told
+    assert "Make room" in told and "it continues from its last checkpoint" in told
     assert "Traceback" not in ended.output
     assert newest_step(folder) == 2
     finish(server, folder, grpo())

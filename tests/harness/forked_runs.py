@@ -23,6 +23,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.scorers import LETTERS
 from tests.harness.waiting import HANGS, wait_until
+from verl.journal.file import Entry, entries_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMINGS = ("timing", "perf/", "memory")
@@ -200,14 +201,14 @@ def samples(folder: Path) -> dict[str, str]:
 
 
 def ledgers(folder: Path) -> list[Path]:
-    """The ledgers of the runs in a folder, without what was repeated."""
-    return [p for p in (folder / "run").glob("ledger*.jsonl") if ".replaced" not in p.name]
+    """The journals of the runs in a folder."""
+    return list((folder / "run").glob("journal*.jsonl"))
 
 
-def ledger(folder: Path) -> list[str]:
-    """The entries about samples and steps; those that say when the run began and went on are not compared."""
-    file = newest(ledgers(folder))
-    return [line for line in file.read_text().splitlines() if not line.startswith('{"event":"run"')]
+def ledger(folder: Path) -> list[Entry]:
+    """The entries that hold about samples and steps: neither decisions nor times."""
+    held = entries_in(newest(ledgers(folder)))
+    return [entry for entry in held if entry["event"] not in ("run", "span") and "t" not in entry]
 
 
 def newest(places: list[Path]) -> Path:
@@ -218,7 +219,7 @@ def newest(places: list[Path]) -> Path:
 def assert_same_end(whole: Path, hit: Path, steps: int = STEPS) -> None:
     """Weights, optimizer, controller, metrics of every step and samples of every step are equal to the last bit.
 
-    So are the ledgers: no sample is lost, and a step that was repeated has replaced what the ledger said of it.
+    So are the ledgers: no sample is lost, and a step that was repeated has replaced what the journal said of it.
     """
     one, other = weights(whole / f"run/global_step_{steps}"), weights(hit / f"run/global_step_{steps}")
     assert one.keys() == other.keys() and len(one) > 20

@@ -11,7 +11,7 @@ from tests.harness.plugin import within
 from tests.harness.samplers import prompt
 from tests.rollout.test_updates_in_flight import hf, turns, weights
 from verl.errors import ReplayError
-from verl.observability.schedule import Draws, Notes, counts_of
+from verl.journal.schedule import Draws, Notes, counts_of
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.followed import FollowedService
 

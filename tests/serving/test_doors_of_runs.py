@@ -48,7 +48,7 @@ LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"0.0.0.0", "::"}
 COLUMNS = ("loopback", "every interface", "its address", "names", "sockets")
 TORCHS_OWN = "torchinductor_* 0755"
 """A folder that torch makes once one of its modules is imported, sooner or later in a run."""
-PRIVATE = {"config.yaml", "ledger.jsonl", "schedule.jsonl", "trace.jsonl"}
+PRIVATE = {"config.yaml", "journal.jsonl"}
 """Records of a run that nobody else may read."""
 ONE_STEP = "trainer.total_training_steps=1"
 

@@ -13,7 +13,7 @@ def test_each_dumped_sample_has_the_names_of_the_ledger_and_its_row_of_the_data(
     prepare()
     train("trainer.rollout_data_dir=dumps", "trainer.ledger=true", "trainer.default_local_dir=run")
     dumped = records("dumps/1.jsonl")
-    events = {event["event"]: event for event in records("run/ledger.jsonl")}
+    events = {event["event"]: event for event in records("run/journal.jsonl")}
     asked, scores = events["asked"], events["scored"]["score"]
     rows = zip(asked["uid"], asked["row"], strict=True)
     names = [(uid, sample, row) for uid, row in rows for sample in range(asked["each"])]

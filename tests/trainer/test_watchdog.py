@@ -14,7 +14,7 @@ import pytest
 from tests.harness.programs import python
 from verl import stacks
 from verl.errors import WorkerError
-from verl.observability.spans import Activity, Span, Spans, now
+from verl.journal.spans import Activity, Span, Spans, now
 from verl.trainer.watchdog import Watchdog, hanging_threads
 
 SLEEPER = (
@@ -126,7 +126,7 @@ def test_a_run_that_does_not_hear_of_it_is_ended_after_a_while(tmp_path):
     code = """if True:
         import signal, sys, time
         from pathlib import Path
-        from verl.observability.spans import Spans
+        from verl.journal.spans import Spans
         from verl.trainer import watchdog
         watchdog.GRACE_SECONDS = 0.2
         signal.pthread_sigmask(signal.SIG_BLOCK, {watchdog.SIGNAL})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.loading import write_private
 from verl.errors import CheckpointError, DataError
+from verl.journal.places import newest_file
 from verl.json_text import read_json
-from verl.observability.places import newest_file
 from verl.observability.plots import plot_run, read_metrics
 
 if TYPE_CHECKING:

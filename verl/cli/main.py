@@ -207,7 +207,7 @@ def _help(command: str, configuration: str, words: Words) -> int:
 
 def _plots(rest: list[str]) -> int:
     from verl.api.run import METRICS
-    from verl.observability.places import newest_file
+    from verl.journal.places import newest_file
     from verl.observability.plots import main as plots
 
     return plots([str(newest_file(Path(word) / METRICS) or word) if Path(word).is_dir() else word for word in rest])

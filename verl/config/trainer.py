@@ -128,13 +128,13 @@ class TrainerConfig(ConfigNode):
     )
     ledger: bool = setting(
         True,
-        "record in default_local_dir what became of every sample (ledger.jsonl), and check at the end of the run that "
+        "record in default_local_dir what became of every sample (journal.jsonl), and check at the end of the run that "
         "none was lost or trained on twice",
         upstream=ABSENT,
     )
     trace: bool = setting(
         True,
-        "record in default_local_dir when each stage of a step began and ended (trace.jsonl), for a Gantt chart",
+        "record in default_local_dir when each stage of a step began and ended (journal.jsonl), for a Gantt chart",
         upstream=ABSENT,
     )
     hang_seconds: float | None = setting(
@@ -169,7 +169,7 @@ class TrainerConfig(ConfigNode):
     )
     replay_from: str | None = setting(
         None,
-        "folder of a run under an asynchronous schedule (default_local_dir), whose recorded decisions (schedule.jsonl) this "
+        "folder of a run under an asynchronous schedule (default_local_dir), whose recorded decisions (journal.jsonl) this "
         "run takes again, for the same weights bit for bit; null: none",
         upstream=ABSENT,
         path=True,

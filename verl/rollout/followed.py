@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from verl.errors import ReplayError
-from verl.observability.schedule import Draws, Notes, Span
+from verl.journal.schedule import Draws, Notes, Span
 from verl.rollout.base import Completion, Request
 from verl.rollout.change import ChangeEvent
 from verl.rollout.resume import continued, joined

@@ -18,9 +18,9 @@ from typing import Any
 
 from verl import stacks
 from verl.errors import WorkerError, printable
-from verl.observability.gantt import WAITING, role_of
-from verl.observability.places import file_of_run
-from verl.observability.spans import Activity, Spans, now
+from verl.journal.gantt import WAITING, role_of
+from verl.journal.places import file_of_run
+from verl.journal.spans import Activity, Spans, now
 from verl.terminal import tell
 from verl.trainer.signals import Hung, kill_descendants
 

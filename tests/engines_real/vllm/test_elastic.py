@@ -70,7 +70,7 @@ def disturb(folder: Path, over: threading.Event) -> None:
         return ledger.read_text().count('"asked"') if ledger.exists() else 0
 
     run = folder / "run"
-    ledger = run / "ledger.jsonl"
+    ledger = run / "journal.jsonl"
     until(lambda: len(replica_processes()) == 2 and asked())
     first = replica_processes()
     for pid in first if not over.is_set() else ():
@@ -104,6 +104,6 @@ def test_engines_that_die_and_hang_amid_a_run_sample_with_its_weights_and_lose_n
     assert re.search(
         r"process \d+ on node [\d.]+, stopped by a signal\) has not answered for .*It has \d+ requests, ", said
     )
-    lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert 0 < sum(curve(steps, "rollout/replicas/resent")) <= sum(line["event"] == "moved" for line in lines)
     assert curve(steps, "count/total_generated_samples")[-1] == STEPS * GROUPS * SAMPLES

@@ -17,7 +17,7 @@ import ray
 from tests.harness.waiting import wait_until
 from tests.single_controller.ray.workers import Counter, Dice, PlainUserError
 from verl.errors import ConfigError, WorkerError
-from verl.observability.spans import Spans
+from verl.journal.spans import Spans
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.ray import fleet as fleets
 from verl.single_controller.ray import host_object, runtime

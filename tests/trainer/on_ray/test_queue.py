@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.harness.runs import records
+from verl.journal import ledger_reader
+from verl.journal.gantt import busy_seconds, by_role
+from verl.journal.schedule import Script, counts_of
+from verl.journal.spans import read_spans
 from verl.metrics import notices
-from verl.observability import ledger_reader
-from verl.observability.gantt import busy_seconds, by_role
-from verl.observability.schedule import Script, counts_of
-from verl.observability.spans import read_spans
 from verl.trainer.keeper import UNKNOWN, ReplicaKeeper
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def test_replicas_that_die_and_hang_while_a_run_goes_on_change_no_number(train, 
             pass
 
     def disturb():
-        ledger = folder / "ledger.jsonl"
+        ledger = folder / "journal.jsonl"
         until(lambda: keepers and ledger.exists() and '"asked"' in ledger.read_text())
         first = list(keepers[0]._replicas) if keepers else []
         pids = [one.unit.members[0].pid for one in first]
@@ -132,7 +132,7 @@ def test_replicas_that_die_and_hang_while_a_run_goes_on_change_no_number(train, 
     ours, theirs = run.weights(3), in_turn.weights(3)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     moved = sum(step["rollout/replicas/resent"] for step in run.steps)
-    lines = records(folder / "ledger.jsonl")
+    lines = records(folder / "journal.jsonl")
     assert 0 < moved <= sum(line["event"] == "moved" for line in lines)
     assert run.steps[-1]["rollout/replicas/alive"] == 2 and run.steps[-1]["rollout/replicas/replaced"] >= 4
     said = notices()["rollout, replica 1, replaced"]
@@ -191,7 +191,7 @@ def test_requests_of_a_killed_replica_go_on_elsewhere_from_what_it_had_reported(
              "data.max_response_length=1500", "actor_rollout_ref.rollout.ignore_eos=true",
              "actor_rollout_ref.model.override_config.max_position_embeddings=2048")  # fmt: skip
     run = train("kept", 1, *loose)
-    lines = records(run.folder / "ledger.jsonl")
+    lines = records(run.folder / "journal.jsonl")
     kept = [line["kept"] for line in lines if line["event"] == "moved"]
     assert killed and kept and 5 < max(kept) < 1500, kept
     tokens = [line["tokens"] for line in lines if line["event"] == "sampled"]

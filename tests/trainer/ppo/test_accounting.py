@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from verl.observability.ledger import Ledger
-from verl.observability.ledger_reader import History
+from verl.journal.file import Journal
+from verl.journal.ledger import Ledger
+from verl.journal.ledger_reader import History
 from verl.protocol import DataProto
 from verl.trainer.ppo import accounting
 
@@ -33,14 +34,16 @@ def batch() -> DataProto:
 
 
 def test_every_row_of_a_batch_is_trained_on_or_dropped_for_its_own_reason(tmp_path):
-    ctx = SimpleNamespace(step=6, epoch=0, ledger=Ledger(tmp_path), learned_from=None, learns_from_pairs=False)
+    journal = Journal(tmp_path)
+    journal.begin()
+    ctx = SimpleNamespace(step=6, epoch=0, ledger=Ledger(journal), learned_from=None, learns_from_pairs=False)
     rows = batch()
     accounting.ask(rows, ctx)
     accounting.sampled(rows, ctx)
     accounting.chosen(rows, rows.select_idxs([0, 0, 1, 2, 3, 4]), ctx)  # PF-PPO drew the first twice, the last never
     accounting.trained(rows, ctx)
     ctx.ledger.check([])
-    samples = History.of(ctx.ledger.path).samples
+    samples = History.of(journal.path).samples
     assert [one.facts.get("reason", one.stage) for one in samples] == [
         "trained", "unscorable", "given_up", "failed_loop", "rejected", "not_drawn"
     ]  # fmt: skip

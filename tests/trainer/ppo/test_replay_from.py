@@ -12,10 +12,10 @@ import pytest
 
 from tests.harness.runs import Seen, differing, records, train
 from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
+from verl.journal.file import NAME, entries_in, line_of
+from verl.journal.ledger_reader import History
+from verl.journal.schedule import Script
 from verl.metrics import notices, reset_notices
-from verl.observability.ledger import line_of, lines_of
-from verl.observability.ledger_reader import History
-from verl.observability.schedule import NAME, Script
 from verl.trainer.ppo import beside, record
 from verl.trainer.ppo.groups import Done, GroupRows
 
@@ -120,7 +120,8 @@ def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_
     rule = f"{RULES}.max_off_policy_strategy=drop"
     explored("anew", 7, rule)
     assert "again" in [one["event"] for one in Script.read(Path("anew")).decisions]
-    assert Path("anew/schedule.replaced.jsonl").is_file() and not same("anew", "run_drop")
+    replaced = len(list(entries_in(Path("anew", NAME), replaced=True))) - len(list(entries_in(Path("anew", NAME))))
+    assert replaced > 0 and not same("anew", "run_drop")
     run("anew_again", rule, "trainer.replay_from=anew")
     assert same("anew_again", "anew") and taken("anew_again") == taken("anew")
 
@@ -130,7 +131,7 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
     lines = Path("run_drop", NAME).read_text().splitlines(keepends=True)
     Path("early").mkdir()
     Path("early", NAME).write_text(lines[0])  # of a run that was killed before its first checkpoint
-    Path("early", "schedule-2.jsonl").write_text("".join(lines[: len(lines) // 2]) + '{"event":"ended","st')
+    Path("early", "journal-2.jsonl").write_text("".join(lines[: len(lines) // 2]) + '{"event":"ended","st')
     reset_notices()
     seen = run("after_early", f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=early")
     followed = Script.read(Path("early")).decisions
@@ -138,7 +139,7 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
         len(seen.batches) == 3
         and f"the record ends after {len(followed)} decisions" in notices()["trainer.replay_from"]
     )
-    ours = records(Path("after_early", NAME))[1:]
+    ours = [one for one in records(Path("after_early", NAME)) if "t" in one]
     assert [one["event"] for one in ours[: len(followed)]] == [one["event"] for one in followed]
     assert seen.metrics[-1]["replay/decisions_left"] == 0
 
@@ -146,16 +147,17 @@ def test_a_record_that_ends_early_is_followed_to_its_end_and_the_run_goes_on():
 @pytest.mark.usefixtures("recorded")
 def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first():
     script = Script.read(Path("run_drop"))
-    lines = list(lines_of(Path("run_drop", NAME)))
-    number = next(n for n, one in enumerate(lines) if one["event"] == "trained")
-    lines[number]["grad_norm"] += 1e-12
+    lines = list(entries_in(Path("run_drop", NAME)))
+    number = next(n for n, one in enumerate(lines) if one["event"] == "update")
+    lines[number] = {**lines[number], "grad_norm": lines[number]["grad_norm"] + 1e-12}
+    decision = lines[number]["t"]
     Path("wrong").mkdir()
     Path("wrong", NAME).write_bytes(b"".join(map(line_of, lines)))
     with pytest.raises(
-        ReplayError, match=rf"decision {number - 1} differs .* trained grad_norm={lines[number]['grad_norm']}"
+        ReplayError, match=rf"decision {decision} differs .* update grad_norm={lines[number]['grad_norm']}"
     ):
         run("wrong_here", f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=wrong")
-    assert script.decisions[number - 1]["event"] == "trained"
+    assert script.decisions[decision]["event"] == "update"
 
 
 @pytest.mark.usefixtures("recorded")
@@ -179,7 +181,7 @@ def test_a_group_of_which_no_sample_has_a_score_is_left_out_counted_and_left_out
     again = run("picky_again", picky, "trainer.replay_from=picky")
     assert same("picky_again", "picky") and taken("picky_again") == taken("picky")
     counts = [[step.get("reward/unscorable", 0.0) for step in one.metrics] for one in (seen, again)]
-    dropped = [History.of(Path(folder, "ledger.jsonl")).dropped for folder in ("picky", "picky_again")]
+    dropped = [History.of(Path(folder, NAME)).dropped for folder in ("picky", "picky_again")]
     assert counts[0] == counts[1] and dropped[0] == dropped[1]
     assert dropped[0]["unscorable"] == sum(counts[0]) > 0
     assert "not this one" in notices()["reward, groups"]
@@ -198,17 +200,17 @@ def test_a_run_of_which_no_group_gets_a_score_ends_with_one_error():
 @pytest.mark.parametrize(
     "line",
     [
-        '{"event":"weights"}',
-        '{"event":"admit","groups":3}',
-        '{"event":"ended","groups":[7]}',
-        '{"event":"ended","groups":[{"group":0,"why":""}]}',
-        '{"event":"ended","groups":[{"group":0,"why":"","requests":{"a":{"spans":[1],"finish":""}}}]}',
+        '{"event":"weights","t":0}',
+        '{"event":"admit","t":0,"groups":3}',
+        '{"event":"ended","t":0,"groups":[7]}',
+        '{"event":"ended","t":0,"groups":[{"group":0,"why":""}]}',
+        '{"event":"ended","t":0,"groups":[{"group":0,"why":"","requests":{"a":{"spans":[1],"finish":""}}}]}',
     ],
 )
 def test_a_damaged_decision_is_named_with_its_line(tmp_path, line):
     first = '{"event":"run","format":1,"settings":{}}'
     (tmp_path / "schedule.jsonl").write_text(f"{first}\n{line}\n")
-    with pytest.raises(DataError, match=r"line 2 of the record is damaged.*schedule\.jsonl"):
+    with pytest.raises(DataError, match=r"entry 2 of the record is damaged.*schedule\.jsonl"):
         Script.read(tmp_path)
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.harness.runs import train
 from verl.errors import CheckpointError, ConfigError, DataError, RolloutError
+from verl.journal.account import Account
+from verl.journal.ledger_reader import fill
 from verl.json_text import read_json
 from verl.metrics import notices, reset_notices
-from verl.observability.account import Account
-from verl.observability.ledger_reader import fill
 from verl.storage.remote import FsspecFolder
 from verl.trainer import expiry
 from verl.trainer.ppo.callbacks import Callback, SaveCheckpoint
@@ -86,7 +86,7 @@ def test_an_error_after_a_save_leaves_the_metrics_and_the_account_of_the_step_th
     (log,) = Path("logs").rglob("ended.jsonl")
     assert [read_json(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
     account = Account()
-    fill(account, Path("ended/ledger.jsonl"))
+    fill(account, Path("ended/journal.jsonl"))
     assert account.trained == 3 * 4 * 4 and not account.faults
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from verl import env
+from verl.journal.places import file_of_run
 from verl.json_text import read_json
-from verl.observability.places import file_of_run
 from verl.observability.tracker import Tracker, numbers
 
 

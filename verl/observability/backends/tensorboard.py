@@ -8,7 +8,7 @@ from typing import Any
 
 from verl import env
 from verl.errors import MissingDependencyError
-from verl.observability.places import folder_of_run
+from verl.journal.places import folder_of_run
 from verl.observability.tracker import Sample, Tracker, numbers
 
 

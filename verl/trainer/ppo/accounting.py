@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.observability.account import Key
+from verl.journal.account import Key
 from verl.protocol import DataProto
 from verl.protocol.lazy import row_bounds
 from verl.trainer.ppo.correction import KEPT_MASK
@@ -65,7 +65,7 @@ def scored(samples: DataProto, ctx: StepContext) -> None:
 
 
 def drop(samples: DataProto, reason: str, ctx: StepContext) -> None:
-    """Samples that will not be trained on, for one of `verl.observability.account.REASONS`."""
+    """Samples that will not be trained on, for one of `verl.journal.account.REASONS`."""
     if ctx.ledger is not None:
         ctx.ledger.dropped(ctx.step, reason, keys_of(samples))
 

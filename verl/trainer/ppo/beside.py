@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 from verl.agent_loop.failed import RunStops
 from verl.errors import RewardError, RolloutError
+from verl.journal.schedule import Draws
 from verl.metrics import notice
-from verl.observability.schedule import Draws
 from verl.protocol import DataProto
 from verl.rewards.failures import NothingScored
 from verl.single_controller.base import Roles

@@ -25,6 +25,7 @@ from verl.checkpoint.retention import delete
 from verl.config import PPOTrainerConfig
 from verl.config.provenance import Provenance, check_resume
 from verl.errors import CheckpointError, VerlError
+from verl.journal.file import Position
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import Roles
@@ -45,11 +46,13 @@ class Boundary:
         state: what goes into ``trainer.json``.
         batches: rows that wait for a later step, by the name of their part: samples for the next batch, prompts in
             work, and what the schedule has sampled ahead.
+        position: in the run's journal, where there is one.
     """
 
     step: int
     state: Mapping[str, Any]
     batches: Mapping[str, DataProto]
+    position: Position | None
 
 
 class Carrier(Protocol):
@@ -106,8 +109,8 @@ class RunCheckpoints:
         self.places: dict[str, str] = {}
         """Other places that the run writes to, by tracker or setting: names, kept in each checkpoint."""
         self.resumed = False
-        self.decisions: int | None = None
-        """Of an asynchronous schedule, that the loaded checkpoint knows."""
+        self.position: Position | None = None
+        """Of the loaded checkpoint in the run's journal."""
         self.on_saved: Callable[[int, Path, bool], None] | None = None
         """Called after each complete checkpoint: its step, its folder, whether it was written in the background."""
         self._boundary: Boundary | None = None
@@ -172,11 +175,14 @@ class RunCheckpoints:
             "kl": self.run.kl_controller.state_dict(),
             "rng": rng.rng_state(),
         }
-        if self.run.record is not None:
-            state["decisions"], self.run.record.boundary = self.run.record.count, self.run.step
+        journal, record = self.run.journal, self.run.record
+        if record is not None:
+            record.boundary = self.run.step
+        position = None if journal is None else journal.position(0 if record is None else record.count)
         surplus, unfinished = self.run.pool.peek(), self.run.unfinished
         batches = self.schedule.carried() | ({} if unfinished is None else unfinished.state())
-        return Boundary(self.run.step, state, batches if surplus is None else {**batches, SURPLUS: surplus})
+        batches = batches if surplus is None else {**batches, SURPLUS: surplus}
+        return Boundary(self.run.step, state, batches, position)
 
     def _save(self, boundary: Boundary) -> Path:
         if self.writer is None:
@@ -187,8 +193,8 @@ class RunCheckpoints:
             parts[REFERENCE] = lambda folder: _of_all(reference.save_checkpoint(str(folder), ("model",)))
         for name, batch in boundary.batches.items():
             parts[name] = partial(_save_batch, batch)
-        folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True,
-            texts=self.provenance.files(self.places))  # fmt: skip
+        texts = self.provenance.files(self.places) | ({} if boundary.position is None else boundary.position.files())
+        folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True, texts=texts)
         self._saved = (boundary.step, folder)
         return folder
 
@@ -221,7 +227,7 @@ class RunCheckpoints:
         self.run.kl_controller.load_state_dict(state["kl"])
         rng.set_rng_state(state["rng"])
         self.run.step = int(state["step"])
-        self.decisions = state.get("decisions")
+        self.position = Position.read(folder)
         saved = [name for name in reader.parts if (folder / name / BATCH).is_file()]
         batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
         if SURPLUS in batches:

@@ -20,11 +20,12 @@ from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
 from verl.config.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
 from verl.errors import ConfigError, DataError
+from verl.journal.account import Key
+from verl.journal.file import Journal
+from verl.journal.ledger import Ledger
+from verl.journal.schedule import ScheduleRecord, Script
+from verl.journal.spans import Spans
 from verl.metrics import MetricSet, Timers, notice
-from verl.observability.account import Key
-from verl.observability.ledger import Ledger
-from verl.observability.schedule import ScheduleRecord, Script
-from verl.observability.spans import Spans
 from verl.protocol import DataProto
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.ppo.replay import RolloutReplay
@@ -116,7 +117,8 @@ class RunState:
         steps_per_epoch: batches of prompts in an epoch.
         stop: whether a signal asks the run to end.
         step: the last step that has begun; 0 before the first.
-        ledger: what became of every sample; None in a run that keeps none.
+        journal: what the run writes of itself; None in a run that keeps none.
+        ledger: what became of every sample, in the journal; None in a run that keeps none.
         spans: when the stages of all steps began and ended.
         record: the decisions of an asynchronous schedule; None in a run that keeps none.
         updates: the optimizer steps that were taken and skipped.
@@ -128,6 +130,7 @@ class RunState:
     steps_per_epoch: int = 1
     stop: StopSignals = field(default_factory=StopSignals)
     step: int = 0
+    journal: Journal | None = None
     ledger: Ledger | None = None
     spans: Spans = field(default_factory=Spans)
     record: ScheduleRecord | None = None

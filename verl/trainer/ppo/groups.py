@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from verl.errors import ConfigError, DataError
+from verl.journal.schedule import Notes
 from verl.metrics import notice
-from verl.observability.schedule import Notes
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.protocol.lazy import trimmed_axis

@@ -23,10 +23,9 @@ from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps
 from verl.data.progress import timed
 from verl.errors import CheckpointError, DataError, RolloutError
+from verl.journal.account import Key
+from verl.journal.places import folder_of_run
 from verl.metrics import notice
-from verl.observability.account import Key
-from verl.observability.ledger import Ledger
-from verl.observability.places import folder_of_run
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto, traffic
@@ -239,17 +238,15 @@ class RayPPOTrainer:
                 self.replicas.close()
             self.checkpoints.close()
             self.state.spans.flush()
-            if self.state.ledger is not None:
-                self.state.ledger.close()
-            if self.state.record is not None:
-                self.state.record.close()
+            if self.state.journal is not None:
+                self.state.journal.close()
 
     def _run(self) -> None:
         self.load_checkpoint()
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         self._open_trackers()
-        self._open_records()
+        record.open_journal(self.config, self.state, self.checkpoints, self.script, self._waiting())
         keeper = self.replicas
         if keeper is not None:
             keeper.watch(self._note_moved)
@@ -271,22 +268,6 @@ class RayPPOTrainer:
         trainer, places = self.config.trainer, self.checkpoints.places
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
         places |= self.tracking.start(self.total_training_steps, self.ctx.step, places)
-
-    def _open_records(self) -> None:
-        trainer, places = self.config.trainer, self.checkpoints.places
-        folder, step = Path(trainer.default_local_dir), self.state.step
-        if trainer.trace and not trainer.val_only:
-            trace = self.state.spans.record_in(folder, step > 0, places.get("trace"))
-            if trace is not None:
-                places["trace"] = trace.name
-        if trainer.ledger and not trainer.val_only:
-            ledger = Ledger(folder, step, places.get("ledger"), self._waiting())
-            self.state.ledger, places["ledger"] = ledger, ledger.path.name
-        if not trainer.val_only:
-            known = self.checkpoints.provenance, places, self.checkpoints.decisions
-            self.state.record = record.open_record(self.config, self.state, *known, self.script)
-        if self.state.record is not None:
-            places[record.PLACE] = self.state.record.path.name
 
     def _look_at_workers(self) -> list[Process]:
         apart = [] if self.replicas is None else self.replicas.look_at()

@@ -1,8 +1,8 @@
-"""The recorded schedule of a run: opened, compared before a replay begins, and told of each step."""
+"""The journal of a run: opened, compared before a replay begins, and told of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,18 @@ from verl.config.provenance import Provenance, check_replay
 from verl.config.queues import samples_beside
 from verl.config.root import of_schedule
 from verl.errors import ConfigError
-from verl.observability.schedule import KEY, ScheduleRecord, Script, digest, finite
+from verl.journal.account import Key
+from verl.journal.file import Journal
+from verl.journal.ledger import Ledger
+from verl.journal.schedule import KEY, ScheduleRecord, Script, digest, finite
 from verl.protocol import DataProto
 from verl.trainer.ppo import staleness
+from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState, StepContext
 
 TRAINS = ("actor", "critic", "ref", "rm")
-PLACE = "schedule"
-"""Of the record's name in a checkpoint."""
+PLACE = "journal"
+"""Of its name in a checkpoint."""
 
 
 def script_of(config: PPOTrainerConfig) -> Script | None:
@@ -51,35 +55,47 @@ def script_of(config: PPOTrainerConfig) -> Script | None:
     return script
 
 
-def open_record(
+def open_journal(
     config: PPOTrainerConfig,
     state: RunState,
-    provenance: Provenance,
-    places: Mapping[str, str],
-    count: int | None,
+    checkpoints: RunCheckpoints,
     script: Script | None,
-) -> ScheduleRecord | None:
-    """The record of a run under an asynchronous schedule, which nobody else writes.
+    waiting: Sequence[Key],
+) -> None:
+    """Open what the run writes of itself: the ledger, the decisions of an asynchronous schedule, and the spans.
 
     Args:
-        places: names of files, of the checkpoint that the run goes on from.
-        count: decisions that this checkpoint knows.
+        checkpoints: knows the file and the place in it, in a run that resumes.
+        script: the decisions that the run follows.
+        waiting: the samples that the checkpoint holds.
     """
-    if not of_schedule(config).off_policy:
-        return None
-    if script is not None:
-        if state.step and count is None:
-            raise ConfigError("the checkpoint knows no recorded schedule, so no replay can go on from it", key=KEY,
-                got=str(script.path), fix="Set trainer.resume_mode=disable to replay from the beginning.")  # fmt: skip
-        script.begin(count or 0)
-    about = {
-        "processes": _processes(config),
-        "beside": samples_beside(config) and not state.open(0).needs_reward_baselines,
-        "settings": provenance.settings,
-        "content": provenance.content,
-    }
-    folder = Path(config.trainer.default_local_dir)
-    return ScheduleRecord(folder, about, state.step, places.get(PLACE), count, script)
+    trainer, places, known = config.trainer, checkpoints.places, checkpoints.position
+    is_async = of_schedule(config).off_policy
+    if trainer.val_only or not (trainer.ledger or trainer.trace or is_async):
+        return
+    about: dict[str, Any] = {}
+    if is_async:
+        if script is not None:
+            if state.step and known is None:
+                why = "the checkpoint knows no recorded schedule, so no replay can continue from it"
+                fix = "Set trainer.resume_mode=disable to replay from the beginning."
+                raise ConfigError(why, key=KEY, got=str(script.path), fix=fix)
+            script.begin(0 if known is None else known.decisions)
+        about = {
+            "processes": _processes(config),
+            "beside": samples_beside(config) and not state.open(0).needs_reward_baselines,
+            "settings": checkpoints.provenance.settings,
+            "content": checkpoints.provenance.content,
+        }
+    journal = state.journal = Journal(Path(trainer.default_local_dir), state.step, places.get(PLACE), known)
+    places[PLACE] = journal.path.name
+    state.ledger = Ledger(journal) if trainer.ledger else None
+    state.record = ScheduleRecord(journal, script) if is_async else None
+    journal.begin([writer for writer in (state.ledger, state.record) if writer is not None], **about)
+    if state.ledger is not None:
+        state.ledger.resume(state.step, waiting)
+    if trainer.trace:
+        state.spans.record_in(journal)
 
 
 def note_step(batch: DataProto, ctx: StepContext) -> None:
@@ -101,7 +117,7 @@ def note_step(batch: DataProto, ctx: StepContext) -> None:
     oldest, newest = (None, None) if versions is None or not len(versions[0]) else (
         int(versions[0].min()), int(versions[1].max()))  # fmt: skip
     norm = finite(ctx.metrics.values().get("actor/grad_norm"))
-    record.add("trained", step=ctx.step, samples=digest(samples), oldest=oldest, newest=newest, grad_norm=norm)
+    record.add("update", step=ctx.step, samples=digest(samples), oldest=oldest, newest=newest, grad_norm=norm)
     if record.script is not None:
         left = len(record.script.decisions) - record.script.at
         ctx.metrics.add("replay/decisions_left", float(left), "last")

@@ -1,4 +1,4 @@
-"""Sampling whose decisions are recorded, and in a replay are those of the recorded run (`verl.observability.schedule`).
+"""Sampling whose decisions are recorded, and in a replay are those of the recorded run (`verl.journal.schedule`).
 
 Training sees groups end in an order and at moments that nobody decides. Given these, all else follows: what is
 admitted, taken and dropped. So a replay hands out groups at the recorded moments, lets the recorded versions draw their
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import ReplayError
+from verl.journal.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
 from verl.metrics import notice
-from verl.observability.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
 from verl.protocol import DataProto
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.beside import Sampling

@@ -1,22 +1,22 @@
 """What became of every sample of a run: each is sampled, then trained on, dropped for a named reason, or still waiting.
 
-The entries of a ledger are applied one after the other, by the run that writes them and by whoever reads the file. Only
-samples in flight are held, so a run of any length needs the memory of its open ones.
+The entries of a journal are applied one after the other, by the run that writes them and by those who read the file.
+Only samples in flight are held, so a run of any length needs the memory of its open ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from verl.journal.file import RUN, Entry
 
 MOST_ASKED = 1 << 20
 """Samples that one entry may ask for: a damaged one must not take the memory of its reader."""
 Key = tuple[str, int]
 """A prompt's uid and the number of the answer among those to it."""
-Entry = Mapping[str, Any]
-"""One line of a ledger."""
 
 REASONS = {
     "filtered_group": "all answers to its prompt came out the same (algorithm.filter_groups)",
@@ -33,6 +33,8 @@ REASONS = {
     "repeated": "the run went on from a checkpoint that did not hold it; its prompt was sampled again",
 }
 """Why a sample is not trained on."""
+NOT_OF_SAMPLES = (RUN, "span")
+"""Events besides the decisions, which have a place ``t`` in their order."""
 NAMED = 8
 """Samples that a message names."""
 
@@ -78,19 +80,21 @@ class Account:
         self._ids: dict[Key, list[int]] = {}
 
     def apply(self, entry: Entry) -> None:
-        """Take in one entry.
+        """Take in one entry; those that say nothing of samples change nothing.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
         """
         kind, step = entry["event"], int(entry.get("step", 0))
+        if kind in NOT_OF_SAMPLES or "t" in entry:
+            return
         if kind == "asked":
             self._ask(entry, step)
         elif kind in ("trained", "dropped"):
             self._settle(kind, entry, step)
         elif kind == "end":
             self.last_step = step
-        elif kind != "run":
+        else:
             self._note(kind, entry, step)
         for uid, sample in entry.get("unknown", ()):
             self.faults.append(f"{uid}#{sample} was {kind} in step {step}, and was not in flight then")

@@ -1,4 +1,4 @@
-"""Who worked when: ``python -m verl.observability.gantt RUN -o gantt.svg [--steps 2-5]`` draws a run's trace.
+"""Who worked when: ``python -m verl.journal.gantt RUN -o gantt.svg [--steps 2-5]`` draws a run's trace.
 
 A row per role, time from left to right, and a shade per step, so that sampling for step k + 1 beside the training of
 step k is seen as such. It also prints for how many seconds each role was idle.
@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from verl.errors import DataError, VerlError
-from verl.observability.spans import Span, read_spans
+from verl.journal.spans import Span, read_spans
 
 ROLES = {
     "sampling": ("gen", "gen_max"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
-from verl.metrics import reset_notices
-from verl.observability import gantt
-from verl.observability.spans import NAME, Span, Spans, read_spans
+from verl.journal import gantt
+from verl.journal.file import NAME, Journal
+from verl.journal.spans import Span, Spans, read_spans
 
 OVERLAPPING = [
     Span("step", 1, "main", 0, 10), Span("gen", 1, "main", 0, 4), Span("reward", 1, "main", 4, 5),
@@ -17,6 +17,13 @@ OVERLAPPING = [
     Span("old_log_prob", 1, "main", 5, 6), Span("ref", 1, "main", 5.5, 6), Span("adv", 1, "main", 6, 6),
     Span("step", 2, "main", 10, 14), Span("gen", 3, "ahead", 9, 12), Span("update_actor", 2, "main", 10, 13),
 ]  # fmt: skip
+
+
+def recorded(folder: Path, *of_before) -> tuple[Spans, Journal]:
+    spans, journal = Spans(), Journal(folder, *of_before)
+    journal.begin()
+    spans.record_in(journal)
+    return spans, journal
 
 
 def test_idle_seconds_are_those_that_no_span_of_the_role_covers():
@@ -45,8 +52,7 @@ def test_a_picture_shows_the_sampling_of_the_next_step_beside_the_training_of_th
 
 
 def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsys):
-    spans, met = Spans(), threading.Barrier(2, timeout=60)  # two threads of this test
-    spans.record_in(tmp_path)
+    spans, met = recorded(tmp_path)[0], threading.Barrier(2, timeout=60)  # two threads of this test
 
     def ahead() -> None:
         with spans.span("gen", 2):
@@ -78,8 +84,7 @@ def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsy
 
 
 def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_thread(tmp_path):
-    spans = Spans()
-    spans.record_in(tmp_path)
+    spans, _ = recorded(tmp_path)
     first, second = spans.apart("gen", 1, "group 0"), spans.apart("gen", 2, "group 1")
     first.__enter__()
     time.sleep(1e-4)  # times are written in microseconds
@@ -93,41 +98,25 @@ def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_
     assert one.begin <= other.begin <= one.end <= other.end
 
 
-def test_half_a_line_of_a_run_that_was_killed_is_cut_off_before_it_goes_on(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    for kept in ('{"step": 1, "stage": "gen", "thread": "a", "begin": 1.0, "end": 2.0}\n', ""):
-        path.write_text(kept + '{"step": 2, "sta')
-        spans = Spans()
-        assert spans.record_in(tmp_path, goes_on=True, before="trace.jsonl") == path
-        with spans.span("gen", 3):
-            pass
-        spans.flush()
-        assert [one.step for one in read_spans(tmp_path)] == ([1, 3] if kept else [3])
-
-
 def test_a_trace_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path, caplog):
-    spans = Spans()
-    assert spans.record_in(tmp_path).name == NAME
-    shutil.rmtree(tmp_path)
-    for step in (1, 2):
-        with spans.span("gen", step):
-            pass
-        spans.flush()
-    assert caplog.text.count("cannot be written") == 1
-    tmp_path.write_text("in the way")
-    reset_notices()
-    assert Spans().record_in(tmp_path) is None and caplog.text.count("cannot be written") == 2
+    spans, journal = recorded(tmp_path)
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        journal._file = full
+        for step in (1, 2):
+            with spans.span("gen", step):
+                pass
+            spans.flush()
+    assert caplog.text.count("cannot be written: No space left on device") == 1
 
 
-def test_each_run_has_a_trace_of_its_own_and_the_newest_is_read(tmp_path):
+def test_each_run_has_a_journal_of_its_own_and_the_newest_is_read(tmp_path):
     def run(step: int, *of_before) -> str:
-        spans = Spans()
-        path = spans.record_in(tmp_path, *of_before)
+        spans, journal = recorded(tmp_path, *of_before)
         with spans.span("gen", step):
             pass
         spans.flush()
-        return path.name
+        return journal.path.name
 
-    assert [run(1), run(2), run(3, True, "trace-2.jsonl")] == [NAME, "trace-2.jsonl", "trace-2.jsonl"]
-    assert [one.step for one in read_spans(tmp_path)] == [2, 3]
+    assert [run(1), run(2), run(3, 2, "journal-2.jsonl")] == [NAME, "journal-2.jsonl", "journal-2.jsonl"]
+    assert [one.step for one in read_spans(tmp_path)] == [2, 3], "also of a process whose steps were repeated"
     assert [one.step for one in read_spans(tmp_path / NAME)] == [1]

@@ -1,11 +1,8 @@
-"""The schedule of an asynchronous run, one JSON line per decision, so that a later run can take the same ones.
+"""The schedule in a run's journal: the decisions of an asynchronous run, so that a later run can take the same ones.
 
-There is no time in it: the clock is the number of decisions before (``t``). A decision is written before anything
-counts on it, and a line is in the file as soon as the call returns, whatever happens to the process. A run that goes on
-from a checkpoint keeps the lines that the checkpoint knows; later ones go to ``<schedule>.replaced.jsonl``. So the file
-always holds one undisturbed schedule.
+There is no time in a decision: the clock is the number of decisions before it (``t``). The first entry of the journal
+has the settings and the content behind them.
 
-- ``run``: a process begins; the settings and the content behind them, the first time. No decision.
 - ``weights``: the samplers have a version.
 - ``admit``: groups begin, with the newest version and the identities of their prompts. ``again``: a resumed run samples
   groups from their prompts anew.
@@ -13,7 +10,7 @@ always holds one undisturbed schedule.
   tokens of each of its spans, and how it ended), or why the group came to nothing. ``calls``: how often training had
   looked in vain since the decision before. ``answers``: the tokens whose weights no later checkpoint has.
 - ``drop``: groups that are discarded as too stale. ``take``: the groups of a chunk.
-- ``trained``: a digest of the step's samples, their versions, and the norm of the gradient.
+- ``update``: a digest of the step's samples, their versions, and the norm of the gradient.
 """
 
 from __future__ import annotations
@@ -27,13 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError, ReplayError
-from verl.metrics import notice
-from verl.observability.account import Entry
-from verl.observability.ledger import entry_of, line_of, lines_of
-from verl.observability.places import file_of_run, newest_file, set_aside
+from verl.journal.file import FORMAT, RUN, Entry, Journal, entries_in, journal_in
 
-KEY, NAME, FORMAT = "trainer.replay_from", "schedule.jsonl", 1
-RUN, NOT_COMPARED = "run", ("t", "answers")
+KEY, NOT_COMPARED = "trainer.replay_from", ("t", "answers")
 _GROUPS: dict[str, type] = {"groups": list}
 READ: dict[str, dict[str, type]] = {
     "weights": {"version": int},
@@ -72,42 +65,33 @@ class Draws:
 
 
 class ScheduleRecord:
-    """The schedule that a run writes.
+    """The decisions that a run writes.
 
     Args:
-        folder: the run's.
-        about: of the run, for the first line: what a replay is compared with.
-        step: the step that the run goes on from; 0: it begins.
-        before: name of its file so far, where the checkpoint knows it.
-        count: decisions that the checkpoint knows; None: it knows of no record.
+        journal: gets them, once it has begun.
         script: every decision must be the one that it has; see `Script`.
 
     Attributes:
         count: decisions so far.
         boundary: the last step whose end a checkpoint may hold.
-
-    Raises:
-        DataError: the file cannot be read or written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        about: Mapping[str, Any],
-        step: int = 0,
-        before: str | None = None,
-        count: int | None = None,
-        script: Script | None = None,
-    ):
-        self.path, self.script, self.count, self.boundary = folder / NAME, script, 0, step
-        self._version: int | None = None
-        try:
-            self.path = file_of_run(self.path, step > 0, before)
-            kept = self._go_on(count) if step > 0 and self.path.exists() else 0
-            self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            raise self._failed(error) from error
-        self._write({"event": RUN, "format": FORMAT, "step": step, **({} if kept else about)})
+    def __init__(self, journal: Journal, script: Script | None = None):
+        self._journal, self.script, self.boundary = journal, script, journal.step
+        self.start_over()
+
+    def take_in(self, entry: Entry) -> None:
+        """An entry that the checkpoint knows."""
+        if "t" in entry:
+            self.count += 1
+            self._version = entry["version"] if entry["event"] == "weights" else self._version
+
+    def start_over(self) -> None:
+        """No decision is known."""
+        self.count, self._version = 0, None
+
+    count: int
+    _version: int | None
 
     def add(self, event: str, **facts: Any) -> None:
         """A decision was taken.
@@ -118,7 +102,7 @@ class ScheduleRecord:
         entry = {"event": event, "t": self.count, **facts}
         if self.script is not None:
             self.script.check(entry)
-        self._write(entry)
+        self._journal.write(entry)
         self.count += 1
 
     def weights(self, version: int) -> None:
@@ -126,42 +110,6 @@ class ScheduleRecord:
         if version != self._version:
             self.add("weights", version=version)
             self._version = version
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _go_on(self, count: int | None) -> int:
-        """Keep the first ``count`` decisions and set the rest aside; returns how many bytes are kept."""
-        kept = 0
-        with self.path.open("rb") as file:
-            for line in file if count is not None else ():
-                entry = entry_of(line)
-                if entry is None or (entry["event"] != RUN and self.count == count):
-                    break
-                kept += len(line)
-                self.count += entry["event"] != RUN
-                self._version = entry["version"] if entry["event"] == "weights" else self._version
-        if count is None or self.count < count:
-            notice(self.path.name, f"{self.path} does not reach the checkpoint: no replay can begin before this step")
-            kept = self.count = 0
-        set_aside(self.path, kept)
-        return kept
-
-    def _write(self, entry: Entry) -> None:
-        line = line_of(entry)
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: OSError) -> DataError:
-        return DataError(
-            f"the schedule of the run cannot be written: {error.strerror}",
-            key="trainer.default_local_dir",
-            got=str(self.path),
-            fix="Make room or mend the folder and start the run again: it goes on from its last checkpoint.",
-        )
 
 
 class Script:
@@ -190,24 +138,26 @@ class Script:
         Raises:
             DataError: there is none, or it cannot be followed.
         """
-        path = newest_file(place / NAME) or place / NAME if place.is_dir() else place
-        try:
-            entries = list(lines_of(path))
-        except OSError as error:
-            raise DataError(f"there is no recorded schedule: {error.strerror}", key=KEY, got=str(path),
-                fix="Only runs under an asynchronous trainer.v1.trainer_mode record one.") from error  # fmt: skip
-        if not entries or entries[0]["event"] != RUN or "settings" not in entries[0]:
-            raise DataError("the record does not begin with a run's settings", key=KEY, got=str(path))
-        if entries[0].get("format") != FORMAT:
-            raise DataError("a record of another format", key=KEY, got=entries[0].get("format"), allowed=[FORMAT])
-        for number, entry in enumerate(entries, start=1):
+        path = journal_in(place, "decisions")
+        fix = "Only runs under an asynchronous trainer.v1.trainer_mode record their decisions."
+        if path is None:
+            raise DataError("there is no recorded schedule", key=KEY, got=str(place), fix=fix)
+        entries = entries_in(path)
+        about = next(entries, {"event": ""})
+        if about["event"] != RUN or "settings" not in about:
+            raise DataError("the record does not begin with a run's settings", key=KEY, got=str(path), fix=fix)
+        if type(about.get("format")) is not int:
+            raise DataError("a record of another format", key=KEY, got=about.get("format"), allowed=[FORMAT])
+        decisions = []
+        for number, entry in enumerate(entries, start=2):
             try:
-                _check(entry, path)
+                if "t" in entry:
+                    decisions.append(_checked(entry, path))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 fix = "Copy the record again from where the run wrote it."
-                message = f"line {number} of the record is damaged: it is no decision of the kind {entry['event']!r}"
+                message = f"entry {number} of the record is damaged: it is no decision of the kind {entry['event']!r}"
                 raise DataError(message, key=KEY, got=str(path), fix=fix) from error
-        return cls(path, entries[0], [entry for entry in entries if entry["event"] != RUN])
+        return cls(path, about, decisions)
 
     @property
     def is_over(self) -> bool:
@@ -320,8 +270,10 @@ def _shown(entry: Entry) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _check(entry: Entry, path: Path) -> None:
-    """What a replay reads of a decision is there; raises as reading it would, or as `_check_order`."""
+def _checked(entry: Entry, path: Path) -> Entry:
+    """The decision, in which all is there that a replay reads; raises as reading it would, or as `_check_order`."""
+    if entry["event"] == "trained":  # so an earlier release named it
+        entry = {**entry, "event": "update"}
     if any(type(entry[name]) is not kind for name, kind in READ.get(entry["event"], {}).items()):
         raise TypeError
     _decision(entry)
@@ -329,6 +281,7 @@ def _check(entry: Entry, path: Path) -> None:
         if type(end["group"]) is not int:
             raise TypeError
         _check_order(end, path)
+    return entry
 
 
 def _check_order(end: Mapping[str, Any], path: Path) -> None:

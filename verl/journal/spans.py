@@ -1,13 +1,11 @@
 """When each stage of a run began and ended, by thread: what a Gantt chart is drawn from, and what a watchdog looks at.
 
 A schedule may sample for one step in a thread of its own while another thread trains the step before; each enters its
-stages here through `StepContext.timed`. Times are seconds since 1970, measured on the clock that never goes back.
+stages here through `StepContext.timed`. Times are seconds since 1970, measured on a monotonic clock.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError
-from verl.json_text import read_json
+from verl.journal.file import NAME, Journal, entries_in, journal_in
 from verl.metrics import notice
-from verl.observability.places import file_of_run, newest_file
 
-KEY, NAME = "trainer.trace", "trace.jsonl"
-LONGEST_LINE = 1 << 16  # bytes, far more than a line has
+KEY, EVENT = "trainer.trace", "span"
 _START = time.time() - time.perf_counter()
 
 
@@ -59,7 +55,7 @@ class Spans:
     """The stages of a run, finished ones and open ones.
 
     Example:
-        >>> spans = Spans(); spans.record_in(folder)
+        >>> spans = Spans(); spans.record_in(journal)
         >>> with spans.span("gen", step=3): generate()
         >>> spans.flush()
     """
@@ -69,7 +65,7 @@ class Spans:
         self._lock = threading.Lock()
         self._open: dict[int, Activity] = {}
         self._done: list[Span] = []
-        self._path: Path | None = None
+        self._journal: Journal | None = None
 
     @contextmanager
     def span(self, stage: str, step: int) -> Iterator[None]:
@@ -88,7 +84,7 @@ class Spans:
             yield
         finally:
             with self._lock:
-                if self._path is not None:
+                if self._journal is not None:
                     self._done.append(Span(stage, step, lane, begin, now()))
 
     def _enter(self, stage: str, step: int) -> Span:
@@ -107,7 +103,7 @@ class Spans:
             activity.progress = end = now()
             if not activity.stages:
                 del self._open[ident]
-            if self._path is not None:
+            if self._journal is not None:
                 self._done.append(Span(one.stage, one.step, one.thread, one.begin, end))
 
     def progress(self, ident: int | None = None, seconds_ago: float = 0.0) -> None:
@@ -128,73 +124,47 @@ class Spans:
         with self._lock:
             return [Activity(one.ident, list(one.stages), one.progress) for one in self._open.values()]
 
-    def record_in(self, folder: Path, goes_on: bool = False, before: str | None = None) -> Path | None:
-        """Append finished stages at every `flush` to a file of this run, which is returned; None: none can be written.
-
-        Args:
-            folder: the run's.
-            goes_on: the run goes on, and so does its file.
-            before: the name of that file, where the checkpoint knows it.
-        """
-        try:
-            self._path = file_of_run(folder / NAME, goes_on, before)
-            if self._path.is_file():
-                _end_line(self._path)
-        except OSError as error:
-            self._give_up(folder / NAME, error)
-        return self._path
+    def record_in(self, journal: Journal) -> None:
+        """Append finished stages to the journal of the run at every `flush`."""
+        self._journal = journal
 
     def flush(self) -> None:
-        """Write what has ended since; a file that cannot be written is given up with a notice, the run goes on."""
+        """Write what has ended since; where it cannot be written, no more is recorded, with a notice."""
         with self._lock:
-            path, done, self._done = self._path, self._done, []
-        if path is None or not done:
+            journal, done, self._done = self._journal, self._done, []
+        if journal is None:
             return
-        lines = "".join(json.dumps(_line(one)) + "\n" for one in done)
         try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(lines)
-        except OSError as error:
-            self._give_up(path, error)
-
-    def _give_up(self, path: Path, error: OSError) -> None:
-        self._path = None
-        notice(KEY, f"{path} cannot be written ({error.strerror}), so no more is recorded")
+            journal.write(*map(_entry, done))
+        except DataError as error:
+            self._journal = None
+            notice(KEY, f"no more is recorded: {error.message}")
 
 
 def read_spans(place: Path) -> list[Span]:
-    """The spans of a file, or of the newest run in a folder, by their beginnings; a last line cut off is left out.
+    """The spans of a journal, or of the newest one in a run's folder, by their beginnings; repeated steps are included.
 
     Raises:
-        DataError: there is no such file, or it holds something else.
+        DataError: there is no such file, it is damaged, or it has no span.
     """
-    path = newest_file(place / NAME) if place.is_dir() else place
-    if path is None or not path.is_file():
-        raise DataError("there is no trace", got=str(place), fix=f"{KEY}=true writes {NAME} into "
+    path = journal_in(place, "spans")
+    if path is None:
+        raise DataError("there is no journal", got=str(place), fix=f"{KEY}=true writes spans into {NAME} in "
                         "trainer.default_local_dir.")  # fmt: skip
-    spans, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith("\n"):
-            break
+    spans = []
+    for number, entry in enumerate(entries_in(path, replaced=True), start=1):
+        if entry["event"] != EVENT:
+            continue
         try:
-            entry = read_json(line)
             times = float(entry["begin"]), float(entry["end"])
             spans.append(Span(str(entry["stage"]), int(entry["step"]), str(entry["thread"]), *times))
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"line {number} is no span of a trace", got=str(path)) from error
+            raise DataError(f"line {number} is no span", got=str(path)) from error
     if not spans:
-        raise DataError("the trace is empty", got=str(path))
+        raise DataError("the journal has no span", got=str(path), fix=f"{KEY}=true records them.")
     return sorted(spans, key=lambda one: (one.begin, -one.end))
 
 
-def _end_line(path: Path) -> None:
-    """Cut off half a line, which a run that was killed has left, before it goes on."""
-    with path.open("r+b") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
-        file.seek(start)
-        file.truncate(start + file.read().rfind(b"\n") + 1)
-
-
-def _line(one: Span) -> dict[str, Any]:
+def _entry(one: Span) -> dict[str, Any]:
     times = {"begin": round(one.begin, 6), "end": round(one.end, 6)}
-    return {"step": one.step, "stage": one.stage, "thread": one.thread, **times}
+    return {"event": EVENT, "step": one.step, "stage": one.stage, "thread": one.thread, **times}

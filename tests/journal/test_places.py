@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from verl.observability.places import file_of_run, newest_file, set_aside
+from verl.journal.places import file_of_run, newest_file, set_aside
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +22,17 @@ def mode(path) -> int:
 
 
 def test_only_the_user_reads_what_a_run_records(tmp_path):
-    path = file_of_run(tmp_path / "schedule.jsonl")
+    path = file_of_run(tmp_path / "metrics.jsonl")
     path.write_text("kept\nrest\n")
     set_aside(path, 5)
-    assert (tmp_path / "schedule.replaced.jsonl").read_text() == "rest\n" and path.read_text() == "kept\n"
+    assert (tmp_path / "metrics.replaced.jsonl").read_text() == "rest\n" and path.read_text() == "kept\n"
     assert [mode(file) for file in sorted(tmp_path.iterdir())] == [0o600, 0o600]
 
 
 def test_a_file_that_an_older_version_made_is_private_from_the_next_start_on(tmp_path):
-    (tmp_path / "ledger.jsonl").write_text("line\n")
-    assert mode(file_of_run(tmp_path / "ledger.jsonl", goes_on=True)) == 0o600
-    assert (tmp_path / "ledger.jsonl").read_text() == "line\n"
+    (tmp_path / "journal.jsonl").write_text("line\n")
+    assert mode(file_of_run(tmp_path / "journal.jsonl", goes_on=True)) == 0o600
+    assert (tmp_path / "journal.jsonl").read_text() == "line\n"
     assert file_of_run(tmp_path / "gone.jsonl", goes_on=True) == tmp_path / "gone.jsonl"
 
 
@@ -41,11 +41,11 @@ def test_metrics_may_be_read_by_others(tmp_path):
 
 
 def test_the_newest_file_is_that_of_the_highest_number(tmp_path):
-    made = [file_of_run(tmp_path / "ledger.jsonl") for _ in range(11)]
-    assert made[10].name == "ledger-11.jsonl"
+    made = [file_of_run(tmp_path / "journal.jsonl") for _ in range(11)]
+    assert made[10].name == "journal-11.jsonl"
     for file in (made[1], made[0]):  # as a copy or an archive may leave them
         os.utime(file, (2e9, 2e9))
-    (tmp_path / "ledger-12.jsonl.part").touch()
-    (tmp_path / "ledger-notes.jsonl").touch()
-    assert newest_file(tmp_path / "ledger.jsonl") == made[10]
-    assert newest_file(tmp_path / "schedule.jsonl") is None
+    (tmp_path / "journal-12.jsonl.part").touch()
+    (tmp_path / "journal-notes.jsonl").touch()
+    assert newest_file(tmp_path / "journal.jsonl") == made[10]
+    assert newest_file(tmp_path / "other.jsonl") is None

@@ -1,4 +1,4 @@
-"""Questions about a run's ledger: ``python -m verl.observability.ledger_reader RUN [--step N] [--uid U] [--dropped]``.
+"""Questions about the samples of a run: ``python -m verl.journal.ledger_reader RUN [--step N] [--uid U] [--dropped]``.
 
 Without a question it shows the account: how many samples were trained on, dropped for which reason, and still wait.
 """
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError, VerlError, printable, suggest
-from verl.observability.account import REASONS, Account, Entry, Key, SampleRecord, numbers_in
-from verl.observability.ledger import NAME, lines_of
-from verl.observability.places import newest_file
+from verl.journal.account import REASONS, Account, Key, SampleRecord, numbers_in
+from verl.journal.file import NAME, DamagedJournal, Entry, entries_in, journal_in
 
 COLUMNS = ("uid", "sample", "row", "attempt", "asked in", "turns", "tokens", "end", "versions", "kept", "score",
            "batch of")  # fmt: skip
@@ -103,31 +102,29 @@ class History(Account):
 
 
 def fill(account: Account, path: Path) -> None:
-    """Take in all entries of a ledger.
+    """Take in all entries of a journal that hold.
 
     Raises:
-        DataError: it is damaged.
+        DamagedJournal: it is damaged.
     """
-    for number, entry in enumerate(lines_of(path), start=1):
+    for number, entry in enumerate(entries_in(path), start=1):
         try:
             account.apply(entry)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise DataError(f"line {number} does not follow from those before it", got=str(path)) from error
+            raise DamagedJournal(f"entry {number} does not follow from those before it", got=str(path)) from error
 
 
 def ledger_in(place: Path) -> Path:
-    """The ledger that a path names: the file, or the newest one in a run's folder.
+    """The journal that a path names: the file, or the newest one in a run's folder.
 
     Raises:
         DataError: there is none.
     """
-    if place.is_file():
-        return place
-    newest = newest_file(place / NAME)
-    if newest is None:
-        raise DataError("there is no ledger", got=str(place), fix=f"trainer.ledger=true writes {NAME} into "
+    path = journal_in(place, "samples")
+    if path is None:
+        raise DataError("there is no journal", got=str(place), fix=f"trainer.ledger=true writes {NAME} into "
                         "trainer.default_local_dir.")  # fmt: skip
-    return newest
+    return path
 
 
 def account_table(history: Account) -> str:
@@ -204,7 +201,7 @@ def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, 
     history = History.of(path, asked_for(step, uid, dropped))
     samples = history.samples
     if not samples and uid is not None:
-        known = {str(name) for entry in lines_of(path) if entry["event"] == "asked" for name in entry["uid"]}
+        known = {str(name) for entry in entries_in(path) if entry["event"] == "asked" for name in entry["uid"]}
         if uid not in known:
             raise DataError("the ledger knows no such prompt", key="--uid", got=uid, fix=suggest(uid, sorted(known)))
     if not samples and step is not None:
@@ -215,7 +212,7 @@ def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder (trainer.default_local_dir), or its ledger")
+    parser.add_argument("run", type=Path, help="a run's folder (trainer.default_local_dir), or its journal")
     parser.add_argument("--step", type=int, default=None, help="what this step trained on, and what it left out")
     parser.add_argument("--uid", default=None, help="where this prompt's samples are, or what became of them")
     parser.add_argument(
