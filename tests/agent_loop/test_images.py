@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.seen import SeenImages
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
-from verl.errors import DataError, NotBuiltError
+from verl.errors import DataError, NotBuiltError, RolloutError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo.stages import with_answers
@@ -96,6 +97,55 @@ def test_a_trajectory_that_goes_on_later_has_its_pictures_again(processor):
     later = AgentData.of_plain(row, data.plain(), SeenImages(processor, row))
     assert [image.size for image in later.seen.images] == [(56, 56), (84, 56)]
     assert torch.equal(later.seen.inputs["pixel_values"], data.seen.inputs["pixel_values"])
+
+
+def discs(folder: Path, **options: Any) -> dict[str, str]:
+    """The settings of a run whose rows play an environment that shows pictures."""
+    entry = {"name": "discs", "_target_": "verl.agent_loop.envs.loop.EnvironmentAgentLoop", **options}
+    entry |= {"environment": "tests.agent_loop.envs.guess:Discs"}
+    (folder / "loops.yaml").write_text(json.dumps([entry]))
+    return {"agent__default_agent_loop": "discs", "agent__agent_loop_config_path": str(folder / "loops.yaml")}
+
+
+def test_pictures_of_an_environment_are_seen_with_its_text(tokenizer, processor, tmp_path):
+    asked = table(tokenizer, processor)
+    batch, script = play(tokenizer, processor, ["blue<|im_end|>", "red<|im_end|>"], asked, **discs(tmp_path))
+    first, second = (r for r in script.requests if r.session == script.requests[0].session)
+    colours = [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
+    assert [image.getpixel((0, 0)) for image in first.images] == colours[:2], "the row's own goes first"
+    assert [image.getpixel((0, 0)) for image in second.images] == colours
+    assert first.token_ids.count(processor.placeholder_id) == 4 + 4
+    assert second.token_ids.count(processor.placeholder_id) == 4 + 4 + 6
+    assert second.multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4], [1, 4, 6]]
+    prompt = tokenizer.decode(batch.batch["prompts"][0], skip_special_tokens=False)
+    assert prompt.count("<|vision_start|>") == 2 and "Which colour?" in prompt.rpartition("<|vision_end|>")[2]
+    seen = batch.batch["responses"] == processor.placeholder_id
+    assert seen.sum(-1).tolist() == [6, 6] and not (seen & batch.batch["response_mask"].bool()).any()
+    assert batch.non_tensor_batch["reward_score"].tolist() == [1.0, 1.0]
+    shown = [piece.get("images") for piece in batch.non_tensor_batch["trajectory"][0]]
+    assert shown[0][0].startswith("image 56x56 sha256:") and shown[2][0].startswith("image 84x56 sha256:")
+    joined = with_answers(asked, batch, MetricSet())
+    assert joined.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"].shape == (16 + 16 + 24, 1176)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("shape", "an image has the shape (56, 56, 2) and the type uint8"),
+        ("name", "an observation with ['picture']; it may have text and image"),
+        ("damaged", "image 0: not an image, or damaged at its beginning"),
+    ],
+)
+def test_a_picture_that_cannot_be_shown_costs_its_own_row(tokenizer, processor, tmp_path, broken, said):
+    settings = discs(tmp_path, environment_kwargs={"broken": broken})
+    with pytest.raises(RolloutError) as failed:
+        play(tokenizer, processor, ["blue<|im_end|>"], table(tokenizer, processor), **settings)
+    assert said in str(failed.value)
+
+
+def test_an_environment_with_pictures_needs_a_model_that_sees(tokenizer, tmp_path):
+    with pytest.raises(RolloutError, match="it shows an image, and the model reads only text"):
+        play(tokenizer, None, ["blue<|im_end|>"], rows(ASK, raw_prompt_ids=[[1]]), **discs(tmp_path))
 
 
 @register("test_looks")

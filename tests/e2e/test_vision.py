@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def learn(folder: Path, name: str, *arguments: str) -> list[float]:
+def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY) -> list[float]:
     """Accuracy on pictures that no step has seen, before the first step and on the way."""
     steps = trained(
         folder,
@@ -53,9 +54,52 @@ def learn(folder: Path, name: str, *arguments: str) -> list[float]:
         "trainer.save_freq=-1",
         *arguments,
     )
-    return curve(steps, ACCURACY)
+    return curve(steps, metric)
 
 
 def test_rewards_alone_teach_it_the_rest(warm: Path):
     accuracy = learn(warm, "grpo")
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
+
+
+DISCS = """import random
+import sys
+
+sys.path.insert(0, "EXAMPLE")
+from make_data import draw_colour
+
+
+class Discs:
+    def __init__(self, shows):
+        self.shows = shows
+
+    def reset(self, *, seed=None, options=None):
+        picture, self.colour = draw_colour(random.Random(seed), 56)
+        question = "What colour is the disc?"
+        return ({"text": question, "image": picture} if self.shows else question), {}
+
+    def step(self, action):
+        return None, float(action.strip() == self.colour), True, False, {}
+"""
+
+
+@pytest.mark.parametrize("shows", [True, False], ids=["shown", "not shown"])
+def test_an_environment_teaches_what_only_its_pictures_tell(warm: Path, shows: bool):
+    """The rows are the same and have no image; each is a new picture, by the seed of its prompt."""
+    (warm / "discs.py").write_text(DISCS.replace("EXAMPLE", str(EXAMPLE)))
+    loop = {"name": "discs", "_target_": "verl.agent_loop.envs.loop.EnvironmentAgentLoop", "max_turns": 1}
+    loop |= {"environment": "discs.py:Discs", "environment_kwargs": {"shows": shows}}
+    (warm / "loops.yaml").write_text(json.dumps([loop]))
+    for name, size in (("plain_train", 256), ("plain_test", 64)):
+        rows = [{"data_source": "discs", "prompt": [{"role": "user", "content": ""}]}] * size
+        (warm / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    accuracy = learn(
+        warm,
+        f"discs_{shows}",
+        "data.train_files=plain_train.jsonl",
+        "data.val_files=plain_test.jsonl",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=discs",
+        metric="val-core/discs/reward/mean@1",
+    )
+    assert accuracy[0] < 0.65 and (accuracy[-1] >= 0.8 if shows else accuracy[-1] < 0.6), accuracy

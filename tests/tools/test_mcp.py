@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mcp.types import ListToolsResult
@@ -17,7 +18,7 @@ from verl.errors import ConfigError
 from verl.metrics import notices
 from verl.ports import free_port
 from verl.tools.loading import load_tools
-from verl.tools.mcp_base_tool import MCPBaseTool, text_of
+from verl.tools.mcp_base_tool import MCPBaseTool, schema_of, text_of
 from verl.tools.mcp_server import LAST_WORDS, McpFailure, McpServer, ServerSpec
 
 SERVER = str(Path(__file__).with_name("mcp_example_server.py"))
@@ -165,6 +166,24 @@ def test_parts_that_are_no_text_are_named():
              {"type": "resource", "resource": {"uri": "u", "text": "b"}}]  # fmt: skip
     assert text_of({"content": parts}) == "a\n[image: image/png]\nb"
     assert text_of({"content": [], "structuredContent": {"x": 1}}) == '{"x": 1}'
+
+
+def test_images_of_a_server_are_shown_to_a_model_that_sees():
+    """A part and a resource; a text model is told of them, and a damaged one is an error of the call."""
+    red, blue = b"red", b"blue"
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "mimeType": "image/png", "data": "cmVk"},
+             {"type": "resource", "resource": {"uri": "u", "mimeType": "image/png", "blob": "Ymx1ZQ=="}}]  # fmt: skip
+    answering = SimpleNamespace(call=lambda *_: asyncio.sleep(0, {"content": parts}), restarts=0)
+    tool = MCPBaseTool({}, schema_of({"name": "look"}), answering)
+    answers = []
+    for processor in (object(), None):
+        trajectory = SimpleNamespace(seen=SimpleNamespace(processor=processor))
+        answers.append(asyncio.run(tool.execute("", {}, agent_data=trajectory))[0])
+    assert answers[0].text == "a" and answers[0].image == [{"bytes": red}, {"bytes": blue}]
+    assert answers[1].text == "a\n[image: image/png]\n[resource: image/png]" and answers[1].image is None
+    parts[1]["data"] = "c"
+    with pytest.raises(ValueError, match="an image that is not base64"):
+        asyncio.run(tool.execute("", {}, agent_data=SimpleNamespace(seen=SimpleNamespace(processor=object()))))
 
 
 def test_what_a_server_writes_to_its_standard_error_is_read_and_not_kept(tools):

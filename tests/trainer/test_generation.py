@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import signal
@@ -11,12 +12,21 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from tests.harness.configs import changed
 from tests.harness.models import tiny_model_dir, tiny_tokenizer
 from tests.harness.rows import addition_rows, write_prompts
+from tests.harness.vision import pictures, tiny_vision_dir
+from verl.config.generation import GenerationDataConfig
+from verl.config.images import ImageDataConfig
+from verl.data.tokenizer import hf_tokenizer
+from verl.data.vision.processor import load_processor
 from verl.errors import ConfigError
 from verl.metrics import notices
 from verl.rollout import Completion, Sampler, SamplingParams
@@ -78,12 +88,49 @@ def test_a_run_that_was_killed_goes_on_and_writes_what_a_whole_one_writes(here):
     assert not Path("out.parquet.partial").exists()
 
 
+def test_prompts_with_pictures_are_answered_as_transformers_answers_them(tmp_path, monkeypatch):
+    """Two questions of equal text about different pictures, and one without; the likeliest tokens."""
+    monkeypatch.chdir(tmp_path)
+    folder = tiny_vision_dir(tmp_path / "sees")
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)  # so that the picture decides on the likeliest token
+    model.save_pretrained(folder)
+    seen = [*pictures([(56, 56), (84, 56)]), None]
+    asked = [{"prompt": [{"role": "user", "content": "<image>What?" if image else "What?"}],
+              "images": [{"bytes": png(image)}] if image else []} for image in seen]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(asked), "seen.parquet")
+    words = ["model.path=sees", "data.path=seen.parquet", "rollout.do_sample=false", "rollout.ignore_eos=true"]
+    assert main_generation.main(changed(KEYS, *words)) == 0
+    tokenizer = hf_tokenizer(folder)
+    processor = load_processor(folder, tokenizer)
+    for image, answers in zip(seen, responses(), strict=True):
+        inputs, pieces = processor.process([image] if image else [])
+        content = [{"type": "image"}, {"type": "text", "text": "What?"}] if image else "What?"
+        ask = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(ask, add_generation_prompt=True, tokenize=False)
+        ids = torch.tensor([processor.expand(tokenizer(text)["input_ids"], pieces)])
+        kinds = {"mm_token_type_ids": (ids == processor.placeholder_id).int()} if image else {}
+        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **kinds, do_sample=False,
+                              min_new_tokens=6, max_new_tokens=6)  # fmt: skip
+        assert answers == [tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)] * 2
+    assert responses()[0] != responses()[1]
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
 def write_partial(answers, tail=""):
     """What a run leaves behind that was killed after some prompts."""
     sampling = SamplingParams(temperature=1.0, top_p=0.7, top_k=50, max_tokens=6, stop_token_ids=(2,), seed=42)
     identity = {"model": model_identity("model"), "engine": "hf"}
     files = "prompts.parquet"
-    job = Job(files, "out.parquet", 2, 128, sampling, max_prompt_length=64, identity=identity)
+    images = {name: getattr(GenerationDataConfig(), name) for name in ImageDataConfig.__dataclass_fields__}
+    job = Job(files, "out.parquet", 2, 128, sampling, images=images, max_prompt_length=64, identity=identity)
     fingerprint = job.fingerprint(pq.read_table(files))
     lines = [json.dumps(fingerprint), *(json.dumps([row, found]) for row, found in enumerate(answers))]
     Path("out.parquet.partial").write_text("\n".join(lines) + "\n" + tail)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.images import ImageDataConfig
 from verl.config.model import HFModelConfig
 from verl.config.node import ABSENT, ConfigNode, section, setting
 from verl.config.rollout import RolloutConfig
 
 
 @dataclass(frozen=True)
-class GenerationDataConfig(ConfigNode):
+class GenerationDataConfig(ImageDataConfig):
     """Prompts, answers per prompt, and the output file."""
 
     path: str | list = setting(

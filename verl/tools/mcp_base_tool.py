@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
 import json
 import weakref
@@ -93,8 +94,10 @@ class MCPBaseTool(BaseTool):
                 {"mcp_failed": 1.0, "mcp_restarts": self.server.restarts},
             )
         refused = bool(reply.get("isError"))
-        text = text_of(reply)
-        answer = ToolResponse(text=f"Error: {text}" if refused else text)
+        trajectory = kwargs.get("agent_data")
+        images = images_of(reply) if trajectory is not None and trajectory.seen.processor is not None else []
+        text = text_of(reply, names_images=not images)
+        answer = ToolResponse(text=f"Error: {text}" if refused else text, image=images or None)
         return answer, None, {"mcp_failed": float(refused), "mcp_restarts": self.server.restarts}
 
     async def close(self) -> None:
@@ -137,10 +140,36 @@ def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def text_of(result: Mapping[str, Any]) -> str:
-    """What a model is shown of a result: its texts; of other parts their kind."""
+def images_of(result: Mapping[str, Any]) -> list[dict[str, bytes]]:
+    """The images of a result, in order: image parts, and resources that are images.
+
+    Raises:
+        ValueError: one is not base64.
+    """
+    parts = (part for part in result.get("content") or () if _is_image(part))
+    encoded = [str(part.get("data") or (part.get("resource") or {}).get("blob")) for part in parts]
+    try:
+        return [{"bytes": base64.b64decode(text, validate=True)} for text in encoded]
+    except ValueError as error:
+        raise ValueError("the server answered with an image that is not base64") from error
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    resource = part.get("resource") or {}
+    named = str(resource.get("mimeType") or "").startswith("image/")
+    return part.get("type") == "image" or (named and resource.get("blob") is not None)
+
+
+def text_of(result: Mapping[str, Any], names_images: bool = True) -> str:
+    """What a model is shown of a result: its texts; of other parts their kind.
+
+    Args:
+        names_images: also of images, for a model that reads only text.
+    """
     parts = []
     for part in result.get("content") or ():
+        if not names_images and _is_image(part):
+            continue
         resource = part.get("resource") or {}
         text = part.get("text") if part.get("type") == "text" else resource.get("text")
         kind = part.get("mimeType") or resource.get("mimeType") or "no text"

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Job:
         num_samples: answers per prompt.
         in_flight: prompts that are worked on at once.
         prompt_key: column with the prompts.
+        images: settings of the images of prompts (`verl.config.images.ImageDataConfig`), for a model that sees.
         max_prompt_length, truncation: what happens to longer ones, as in `RLHFDataset`.
         sampling: of every answer.
         identity: what else the answers depend on (model, engine), checked on resume.
@@ -57,6 +58,7 @@ class Job:
     in_flight: int
     sampling: SamplingParams
     prompt_key: str = "prompt"
+    images: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_length: int = 1536
     truncation: str = "left"
     identity: Mapping[str, Any] = None  # type: ignore[assignment]
@@ -70,7 +72,8 @@ class Job:
             table: the prompts, of which it holds a hash: answers must not go to other prompts of the same file.
         """
         digest = hashlib.sha256()
-        for batch in table.select([self.prompt_key]).to_batches(max_chunksize=1024):
+        read = [name for name in (self.prompt_key, self.images.get("image_key")) if name in table.column_names]
+        for batch in table.select(read).to_batches(max_chunksize=1024):
             digest.update(json.dumps(batch.to_pylist(), default=str).encode())
         return {
             "files": [self.files] if isinstance(self.files, str) else list(self.files),
@@ -80,13 +83,17 @@ class Job:
             "prompt_key": self.prompt_key,
             "max_prompt_length": self.max_prompt_length,
             "truncation": self.truncation,
+            "images": dict(self.images),
             "sampling": {**vars(self.sampling), "stop_token_ids": list(self.sampling.stop_token_ids)},
             **(self.identity or {}),
         }
 
 
-def generate_file(job: Job, sampler: Sampler, tokenizer: Any) -> Path:
+def generate_file(job: Job, sampler: Sampler, tokenizer: Any, processor: Any = None) -> Path:
     """Answer every prompt and write the output; returns its path.
+
+    Args:
+        processor: of a model that takes images (`verl.data.load_processor`).
 
     Raises:
         DataError: the files of prompts are wrong, the output cannot be written, or an interrupted run next to it has
@@ -95,7 +102,7 @@ def generate_file(job: Job, sampler: Sampler, tokenizer: Any) -> Path:
     """
     table, _ = read_files(job.files, required=[job.prompt_key], key=job.files_key, column_key="data.prompt_key")
     settings = {"prompt_key": job.prompt_key, "max_prompt_length": job.max_prompt_length, "truncation": job.truncation}
-    prompts = RLHFDataset(job.files, tokenizer, settings)
+    prompts = RLHFDataset(job.files, tokenizer, {**job.images, **settings}, processor)
     output = Path(job.output)
     if output.is_dir():
         raise DataError("a folder has this name", key="data.output_path", got=str(output))
@@ -121,10 +128,11 @@ async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFD
     async def worker() -> None:
         try:
             for number in left:
-                prompt = prompts[number]["raw_prompt_ids"]
+                row = prompts[number]
+                prompt = row["raw_prompt_ids"]
                 if len(prompt) == job.max_prompt_length and job.truncation != "error":
                     notice(job.length_key, f"prompt {number} and perhaps others: cut to {len(prompt)} tokens")
-                done.add(number, await _answer(job, sampler, tokenizer, prompt, number))
+                done.add(number, await _answer(job, sampler, tokenizer, row, number))
                 finished.put_nowait(number)
         except RolloutError as error:
             finished.put_nowait(error if isinstance(error, EngineLostError) else _of_row(error, number))
@@ -144,12 +152,17 @@ async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFD
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(job: Job, sampler: Sampler, tokenizer: Any, prompt: Sequence[int], number: int) -> list[str]:
-    """The answers to one prompt as text, without special tokens."""
-    requests = [
-        Request(f"{number}-{index}", tuple(prompt), job.sampling, uid=f"row {number}", sample_index=index)
-        for index in range(job.num_samples)
-    ]
+async def _answer(job: Job, sampler: Sampler, tokenizer: Any, row: Mapping[str, Any], number: int) -> list[str]:
+    """The answers to one prompt as text, without special tokens; they share its images."""
+    prompt = Request(
+        id="",
+        token_ids=tuple(row["raw_prompt_ids"]),
+        sampling=job.sampling,
+        images=(row.get("multi_modal_data") or {}).get("images") or None,
+        multi_modal_inputs=row.get("multi_modal_inputs") or None,
+        uid=f"row {number}",
+    )
+    requests = [replace(prompt, id=f"{number}-{index}", sample_index=index) for index in range(job.num_samples)]
     tasks = [asyncio.ensure_future(sampler.generate(request)) for request in requests]
     try:
         completions = await asyncio.gather(*tasks)

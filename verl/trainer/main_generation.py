@@ -17,7 +17,8 @@ from verl.trainer.command import run
 def run_generation(config: GenerationConfig) -> str:
     """Run a checked configuration; returns the path of the output."""
     from verl import device
-    from verl.data import tokenizer_of
+    from verl.config.images import ImageDataConfig
+    from verl.data import processor_of, tokenizer_of
     from verl.registry import SAMPLERS
     from verl.storage import copy_to_local
     from verl.trainer import runtime
@@ -39,11 +40,13 @@ def run_generation(config: GenerationConfig) -> str:
         in_flight=data.batch_size,
         sampling=sampling_of(rollout, tokenizer, rollout.response_length),
         prompt_key=data.prompt_key,
+        images={name: data[name] for name in ImageDataConfig.__dataclass_fields__},
         max_prompt_length=rollout.prompt_length,
         truncation=data.truncation,
         identity={"model": model_identity(config.model.path), "engine": rollout.name},
     )
-    return str(generate_file(job, sampler, tokenizer))
+    processor = processor_of(model, tokenizer, data.mm_processor_kwargs)
+    return str(generate_file(job, sampler, tokenizer, processor))
 
 
 def main(argv: list[str] | None = None) -> int:

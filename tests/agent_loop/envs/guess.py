@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 
+import numpy as np
+from PIL import Image
+
 
 class Guess:
     """Reward 1 for the right digit, -0.25 for a wrong one; truncated after ``limit`` guesses."""
@@ -50,6 +53,22 @@ class Guess:
 
     def close(self):
         self.closed = True
+
+
+class Discs:
+    """Shows a blue disc, then a red one; the answer is the colour that is shown. Each picture has its own form."""
+
+    def __init__(self, broken: str = ""):
+        self.broken = broken
+
+    def reset(self):
+        picture = np.zeros((56, 56, 3), dtype=np.uint8)
+        picture[..., 2] = 255
+        forms = {"shape": picture[..., :2], "name": {"picture": picture}, "damaged": {"image": b"no picture"}}
+        return forms.get(self.broken, {"text": "Which colour?", "image": picture}), {}
+
+    def step(self, action: str):
+        return Image.new("RGB", (84, 56), "red"), float(action == "blue"), action == "red", False, {}
 
 
 class Older:

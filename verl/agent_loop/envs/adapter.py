@@ -14,9 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from PIL.Image import Image, fromarray
+
 from verl.errors import ConfigError, suggest
 from verl.registry import load_module, load_object
 from verl.tools.runner import TimeLimit, in_thread, runner
+
+OBSERVED = ("text", "image")
+"""Parts of an observation that has several; ``image`` is one image or a list."""
 
 
 class EnvironmentFailure(Exception):
@@ -24,16 +30,24 @@ class EnvironmentFailure(Exception):
 
 
 @dataclass(frozen=True)
+class Observation:
+    """What an environment shows: a text, and for a model that sees images before it."""
+
+    text: str
+    images: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Step:
     """What one action led to.
 
     Args:
-        observation: text that the model is shown next.
+        observation: what the model is shown next.
         reward: of this action alone.
         terminated: the episode reached its end; ``truncated``: it was cut off.
     """
 
-    observation: str
+    observation: Observation
     reward: float
     terminated: bool
     truncated: bool
@@ -78,7 +92,7 @@ class Environment:
         self._make, self._kwargs, self._timeout = make, dict(kwargs), timeout
         self._it: Any = None
 
-    async def reset(self, seed: int, options: Mapping[str, Any] | None) -> str:
+    async def reset(self, seed: int, options: Mapping[str, Any] | None) -> Observation:
         """Make and reset it; the first observation.
 
         Args:
@@ -92,7 +106,7 @@ class Environment:
         answer = await self._call("reset", self._it.reset, **_taken(self._it.reset, given))
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             answer = answer[0]
-        return _text(answer, "reset")
+        return _observed(answer, "reset")
 
     async def step(self, action: str) -> Step:
         """Do what the model wrote."""
@@ -106,7 +120,7 @@ class Environment:
         if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
             raise EnvironmentFailure(f"step returned the reward {reward!r:.100}, which is no finite number")
         over = bool(terminated) or bool(truncated)
-        shown = "" if over and observation is None else _text(observation, "step")
+        shown = Observation("") if over and observation is None else _observed(observation, "step")
         return Step(shown, float(reward), bool(terminated), bool(truncated), info if isinstance(info, Mapping) else {})
 
     async def close(self) -> None:
@@ -143,6 +157,31 @@ def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in given.items() if takes_any or name in parameters}
 
 
+def _observed(observation: Any, where: str) -> Observation:
+    """An observation in any of its forms: a text, an image, or both by name."""
+    if isinstance(observation, Mapping):
+        unknown = [name for name in observation if name not in OBSERVED]
+        if unknown or not observation:
+            why = f"{where} returned an observation with {unknown or 'nothing'}"
+            raise EnvironmentFailure(f"{why}; it may have {' and '.join(OBSERVED)}")
+        images = observation.get("image")
+        listed = images if isinstance(images, (list, tuple)) else [] if images is None else [images]
+        return Observation(_text(observation.get("text") or "", where), tuple(map(_picture, listed)))
+    if isinstance(observation, (np.ndarray, Image)):
+        return Observation("", (_picture(observation),))
+    return Observation(_text(observation, where))
+
+
+def _picture(image: Any) -> Any:
+    """Pixels (H, W), (H, W, 3) or (H, W, 4) uint8 as a picture; other forms of images are read as those of rows are."""
+    if not isinstance(image, np.ndarray):
+        return image
+    if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[-1] not in (3, 4)):
+        got, allowed = f"the shape {image.shape} and the type {image.dtype}", "(H, W), (H, W, 3) or (H, W, 4), of uint8"
+        raise EnvironmentFailure(f"an image has {got}; it may have {allowed}")
+    return fromarray(image)
+
+
 def _text(observation: Any, where: str) -> str:
     if isinstance(observation, str):
         return observation
@@ -152,5 +191,6 @@ def _text(observation: Any, where: str) -> str:
         except ValueError as error:  # Python writes no integer of more than 4,300 digits
             raise EnvironmentFailure(f"{where} returned a number that cannot be written as text: {error}") from error
     raise EnvironmentFailure(
-        f"{where} returned an observation of type {type(observation).__name__}; a text environment returns text"
+        f"{where} returned an observation of type {type(observation).__name__}; it is a text, an image, or "
+        '{"text": ..., "image": ...}'
     )

@@ -6,18 +6,20 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.client import within_response
-from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Step, load_environment
+from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Observation, Step, load_environment
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, shortened
 from verl.data.messages import Message, prune
+from verl.data.vision.images import describe_image
+from verl.errors import DataError
 from verl.metrics import notice
 
 
@@ -100,10 +102,9 @@ class EnvironmentAgentLoop(AgentLoopBase):
         settings, extra = self.shared.settings, kwargs.get("extra_info")
         extra = extra if isinstance(extra, Mapping) else {}
         # A parquet column gives every row all names, null where a row has none.
-        self.server_manager.seen.refuse("environments")
         made_with = {**settings.environment_kwargs, **prune(extra.get("environment_kwargs") or {})}
         environment = Environment(self.shared.make, made_with, settings.step_timeout)
-        episode = _Episode(AgentData(kwargs))
+        episode = _Episode(AgentData(kwargs, seen=self.server_manager.seen))
         error: EnvironmentFailure | None = None
         try:
             work = self._play(episode, environment, sampling_params, prune(extra.get("environment_options")))
@@ -127,9 +128,11 @@ class EnvironmentAgentLoop(AgentLoopBase):
         self, episode: _Episode, environment: Environment, sampling_params: Mapping[str, Any], options: Any
     ) -> None:
         settings, extender, data = self.shared.settings, self.shared.extender, episode.data
-        first = self._shortened(data, await episode.timed(environment.reset(_seed(str(data.row["uid"])), options)))
-        data.messages = _opening(data.row.get("raw_prompt"), extender.template.outside_text(first))
-        data.prompt_ids = extender.prompt(data.messages)
+        first = self._shown(data, await episode.timed(environment.reset(_seed(str(data.row["uid"])), options)))
+        as_text = replace(first, text=extender.template.outside_text(first.text))
+        data.messages = _opening(data.row.get("raw_prompt"), as_text)
+        data.seen.take(first.images)
+        data.prompt_ids = data.seen.prompt(extender.prompt(data.messages))
         data.record.append(_entry("user", first, len(data.prompt_ids), 0))
         if self._left(data) < 1:
             raise EnvironmentFailure(f"its first observation and the prompt have {len(data.prompt_ids)} tokens already")
@@ -138,7 +141,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             history, text = list(data.messages), extender.text(answer.token_ids)
             message = assistant_message(text, text)
             data.messages.append(message)
-            data.record.append(_entry("assistant", text, len(answer.token_ids), 1))
+            data.record.append(_entry("assistant", Observation(text), len(answer.token_ids), 1))
             if answer.finish_reason == "abort" or self._left(data) < 1:
                 episode.end("length" if answer.finish_reason != "abort" else "abort")
                 return
@@ -148,10 +151,10 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
-            shown = self._shortened(data, step.observation)
-            new: list[Message] = [{"role": "user", "content": shown}]
+            shown = self._shown(data, step.observation)
+            new: list[Message] = [{"role": "user", "content": _content(shown)}]
             try:
-                ids = extender.after(answer.token_ids, history, message, new)
+                ids = data.seen.expanded(extender.after(answer.token_ids, history, message, new), shown.images)
             except TemplateContinuationError as error:
                 notice("the chat template", f"an episode ends because of it: {error}; its rewards count")
                 episode.end("template")
@@ -160,17 +163,28 @@ class EnvironmentAgentLoop(AgentLoopBase):
                 episode.end("length")
                 return
             data.messages += new
+            data.seen.take(shown.images)
             data.add_inserted(ids)
             data.record.append(_entry("user", shown, len(ids), 0))
 
-    def _shortened(self, data: AgentData, observation: str) -> str:
-        """Before it is rendered and tokenised, which takes many times its memory and cannot be interrupted."""
-        kept = shortened(observation, self.shared.settings.max_observation_length, "left")
-        if kept is not observation:
+    def _shown(self, data: AgentData, observation: Observation) -> Observation:
+        """What the model is shown: its images as pictures, and a text that is not too long.
+
+        The text is cut before it is rendered and tokenised, which takes many times its memory and cannot be
+        interrupted.
+        """
+        if observation.images and data.seen.processor is None:
+            raise EnvironmentFailure("it shows an image, and the model reads only text")
+        try:
+            images = tuple(data.seen.load(observation.images, self._name)) if observation.images else ()
+        except DataError as error:
+            raise EnvironmentFailure(str(error)) from error
+        kept = shortened(observation.text, self.shared.settings.max_observation_length, "left")
+        if kept is not observation.text:
             data.metrics.add("rollout/environment/truncated_observations", 1, "sum")
-            text = f"an observation of {len(observation)} characters is cut to {len(kept)} (max_observation_length)"
-            notice(self._name, f"{text}; further ones are only counted")
-        return kept
+            lengths = f"an observation of {len(observation.text)} characters is cut to {len(kept)}"
+            notice(self._name, f"{lengths} (max_observation_length); further ones are only counted")
+        return Observation(kept, images)
 
     async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Any:
         most = min(self._left(data), self.shared.settings.max_tokens_per_turn or self._left(data))
@@ -230,15 +244,32 @@ class _Episode:
             self.seconds += time.perf_counter() - start
 
 
-def _opening(prompt: Any, first: str) -> list[Message]:
+def _opening(prompt: Any, first: Observation) -> list[Message]:
     """The row's messages with the first observation in their last user turn."""
     messages = [dict(message) for message in (prompt if prompt is not None else ())]
-    if not first and messages:
+    if not (first.text or first.images) and messages:
         return messages
-    if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{first}"
-        return messages
-    return [*messages, {"role": "user", "content": first}]
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": _content(first)}]
+    before, shown = messages[-1]["content"], _content(first)
+    if isinstance(before, str) and isinstance(shown, str):
+        messages[-1]["content"] = f"{before}\n\n{shown}"
+    else:
+        messages[-1]["content"] = [*_parts(before), *_parts("\n\n" if before else ""), *_parts(shown)]
+    return messages
+
+
+def _content(shown: Observation) -> str | list[dict[str, Any]]:
+    """The content of a message; images stand before the text."""
+    if not shown.images:
+        return shown.text
+    return [*({"type": "image"} for _ in shown.images), *_parts(shown.text)]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content)
 
 
 def _seed(uid: str) -> int:
@@ -246,5 +277,6 @@ def _seed(uid: str) -> int:
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=4).digest(), "big") >> 1
 
 
-def _entry(role: str, text: str, count: int, mask: int) -> dict[str, Any]:
-    return {"role": role, "text": text, "tokens": count, "mask": mask}
+def _entry(role: str, shown: Observation, count: int, mask: int) -> dict[str, Any]:
+    seen = {"images": [describe_image(image) for image in shown.images]} if shown.images else {}
+    return {"role": role, "text": shown.text, "tokens": count, "mask": mask, **seen}
