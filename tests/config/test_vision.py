@@ -68,8 +68,9 @@ def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that
     [problem] = vision.policy_problems(run(f"{key}.model.path={text} {key}.rollout.enable_vision=true"))
     assert isinstance(problem, ConfigError) and "the policy takes no images" in str(problem)
     sees = model(model_type="qwen3_vl", vision_config={"depth": 2})
-    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=vllm"))
-    assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf" in str(problem)
+    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=sglang"))
+    assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf or vllm" in str(problem)
+    assert not vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=vllm"))
     frozen = f"{key}.actor.freeze_vision_tower=true {key}.model.lora_rank=4"
     [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
     assert isinstance(problem, ConfigError) and "exclude_modules" in str(problem)

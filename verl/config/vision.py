@@ -21,7 +21,7 @@ SEEN: dict[str, tuple[str, ...]] = {
     "glm4v": ("image",),
 }
 """``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
-SEEING_SAMPLERS = ("hf",)
+SEEING_SAMPLERS = ("hf", "vllm")
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 

@@ -91,6 +91,8 @@ class GatedSampler(Sampler):
         name: of the engine, for messages.
     """
 
+    takes_images = False
+
     def __init__(self, *, vocab_size: int, max_model_len: int, seed: int = 0, name: str = ""):
         self.vocab_size, self.max_model_len, self.seed, self.name = vocab_size, max_model_len, seed, name
         self._gate = Gate()
@@ -109,7 +111,7 @@ class GatedSampler(Sampler):
         return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        if request.sees:
+        if request.sees and not self.takes_images:
             raise NotBuiltError(f"the sampler {self.name} takes text only", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if request.id in self._in_flight:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.vision import SEEN
 from verl.json_text import read_json
 from verl.rollout.gated import UNLIMITED
 
@@ -23,6 +24,7 @@ class ModelFacts:
         head_dim: width of an attention head; 0 where the folder does not say.
         is_moe: a mixture of experts.
         is_tied: the head shares the weights of the embeddings.
+        image_token_id: stands for a part of an image in prompts; None for a model that reads only text.
     """
 
     vocab_size: int = UNLIMITED
@@ -31,6 +33,7 @@ class ModelFacts:
     head_dim: int = 0
     is_moe: bool = False
     is_tied: bool = False
+    image_token_id: int | None = None
 
     @classmethod
     def of(cls, folder: str | Path) -> ModelFacts:
@@ -48,6 +51,7 @@ class ModelFacts:
             head_dim=int(text.get("head_dim") or (hidden // heads if heads else 0)),
             is_tied=bool(text.get("tie_word_embeddings")),
             is_moe=any(int(text.get(name) or 0) > 1 for name in _EXPERTS),
+            image_token_id=config.get("image_token_id") if config.get("model_type") in SEEN else None,
         )
 
 

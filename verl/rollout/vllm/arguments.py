@@ -60,7 +60,8 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "disable_log_stats": rollout.disable_log_stats,
         "enable_sleep_mode": bool(rollout.enable_sleep_mode) and device != "cpu",
         "logprobs_mode": rollout.logprobs_mode,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": facts.image_token_id is None,  # its image processor needs a tokenizer
+        "limit_mm_per_prompt": None if facts.image_token_id is None else {"video": 0},
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),
     }

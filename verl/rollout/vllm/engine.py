@@ -27,6 +27,9 @@ from verl.rollout.vllm.arguments import check_layout, known, num_workers
 from verl.weight_sync import WeightChunk
 
 RELOAD_SECONDS = 600.0
+NEVER = -100.0
+"""The bias of a token that is not drawn; vLLM takes no smaller one. Where a model draws the placeholder of an image,
+later turns would have more of them than images, and log-probs are of the tokens that can be drawn."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 WORKERS_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """A fork would copy this process's device, its threads' locks and its copies of other processes' pipes."""
@@ -42,6 +45,7 @@ class Piece:
     log_probs: tuple[float, ...]
     finish_reason: str | None
     num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
 
 
 @dataclass
@@ -59,10 +63,13 @@ class VLLMEngine:
         arguments: of vLLM's ``EngineArgs``.
         ours: those among them that an older version may lack.
         seed: added to every request's own.
+        image_token_id: stands for a part of an image in prompts; None: prompts are text.
     """
 
-    def __init__(self, arguments: dict[str, Any], ours: Sequence[str] = (), seed: int = 0):
-        self.seed = seed
+    def __init__(
+        self, arguments: dict[str, Any], ours: Sequence[str] = (), seed: int = 0, image_token_id: int | None = None
+    ):
+        self.seed, self.image_token_id = seed, image_token_id
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._adapter: Any = None
         self._num_adapters = 0
@@ -108,7 +115,7 @@ class VLLMEngine:
         step = EngineStep()
         for name, request, stops in new:
             try:
-                prompt = {"prompt_token_ids": [*request.token_ids, *request.generated_prefix]}
+                prompt = prompt_of(request, self.image_token_id)
                 params = self.sampling_params(request, stops)
                 self._engine.add_request(name, prompt, params, **self._adapted(), **self._priority(request))
             except (ValueError, TypeError) as error:
@@ -135,6 +142,7 @@ class VLLMEngine:
             stop_token_ids=[] if sampling.ignore_eos else list(stops),
             ignore_eos=True,
             logprobs=0,
+            logit_bias=None if self.image_token_id is None else {self.image_token_id: NEVER},
             detokenize=False,
             output_kind=self._params.RequestOutputKind.DELTA,
         )
@@ -166,7 +174,7 @@ class VLLMEngine:
             raise
         except (ValueError, KeyError, AssertionError, RuntimeError, AnswerTimeoutError) as error:
             raise RolloutError(f"vLLM does not take the weights: {error_text(error)}") from error
-        self._engine.reset_prefix_cache()
+        self._forget()
 
     def take_adapter(self, tensors: Mapping[str, torch.Tensor], settings: LoraSettings) -> None:
         """A LoRA adapter instead of the one before, in the caller's thread; requests that come later use it.
@@ -188,12 +196,18 @@ class VLLMEngine:
         except (ValueError, KeyError, AssertionError, RuntimeError, OSError) as error:
             raise RolloutError(f"vLLM does not take the adapter: {error_text(error)}") from error
         self._adapter = request
-        self._engine.reset_prefix_cache()
+        self._forget()
 
     def reload_last(self) -> None:
         """Reload the weights of the model's folder."""
         self._rpc("verl_reload_last")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing that other weights computed is used again: neither prefixes nor features of images."""
         self._engine.reset_prefix_cache()
+        if self.image_token_id is not None:
+            self._engine.reset_encoder_cache()
 
     def _take_files(self, chunks: Iterable[WeightChunk]) -> None:
         folder = weight_transfer.open_folder()
@@ -232,12 +246,30 @@ class VLLMEngine:
         return {"priority": request.priority} if request.priority else {}
 
 
+def prompt_of(request: Request, image_token_id: int | None) -> dict[str, Any]:
+    """What vLLM takes. Its image processor puts the tokens of an image in the place of one placeholder.
+
+    Raises:
+        ValueError: the prompt has not as many runs of placeholders as there are images.
+    """
+    ids = list(request.token_ids)
+    if not request.sees:
+        return {"prompt_token_ids": [*ids, *request.generated_prefix]}
+    images = list(request.images or ())
+    one_each = [token for before, token in zip([None, *ids], ids) if token != image_token_id or token != before]
+    places = sum(token == image_token_id for token in one_each)
+    if places != len(images):
+        raise ValueError(f"the prompt has places for {places} images, and the request has {len(images)}")
+    return {"prompt_token_ids": [*one_each, *request.generated_prefix], "multi_modal_data": {"image": images}}
+
+
 def piece_of(output: Any) -> Piece:
     """The new tokens in one of vLLM's outputs."""
     (choice,) = output.outputs
     tokens = tuple(int(token) for token in choice.token_ids)
     logs = tuple(float(entry[token].logprob) for token, entry in zip(tokens, choice.logprobs or ()))
-    return Piece(output.request_id, tokens, logs, choice.finish_reason, int(output.num_cached_tokens or 0))
+    cached, prompt = int(output.num_cached_tokens or 0), len(output.prompt_token_ids or ())
+    return Piece(output.request_id, tokens, logs, choice.finish_reason, cached, prompt)
 
 
 def error_text(error: BaseException) -> str:
