@@ -62,6 +62,7 @@ def test_a_command_without_settings_has_one_line_of_help(command, capsys):
     (line,) = [f"verl {usage}: {meaning}\n" for usage, meaning in COMMANDS.items() if usage.split()[0] == command]
     for flag in ("--help", "-h"):
         assert main([command, flag]) == 0 and capsys.readouterr().out == line
+        assert main([command, "rows.parquet", flag]) == 0 and capsys.readouterr().out == line
 
 
 def test_a_deleted_working_directory_is_one_message(tmp_path):

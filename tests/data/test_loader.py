@@ -51,6 +51,9 @@ def test_rows_that_fill_no_batch_are_left_out_with_a_notice():
     assert not notices()
     loader(count=11, key="data.train_batch_size")
     assert notices() == {"data.train_batch_size": "an epoch leaves out 2 of 11 rows, which fill no batch of 3"}
+    reset_notices()
+    loader(count=11, key="data.train_batch_size", sampler=range(7))
+    assert "leaves out 1 of 7 rows" in notices()["data.train_batch_size"], "of those that the sampler draws"
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_alone():

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     command, *rest = words
-    if command in ONE_LINE and rest[:1] in ([name] for name in HELP):
+    if command in ONE_LINE and not {*HELP}.isdisjoint(rest):
         from verl.cli.help import line_of
 
         print(line_of(command))

@@ -8,7 +8,7 @@ torchdata's loader, whose state is that of its workers, is not used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -110,9 +110,11 @@ class StatefulLoader:
         if drop_last and rows < batch_size:
             fix = f"Set {key}={rows} or less."
             raise DataError(f"the dataset has {rows} rows, fewer than one batch of {batch_size}", key=key, fix=fix)
-        if drop_last and rows % batch_size:
-            notice(key, f"an epoch leaves out {rows % batch_size} of {rows} rows, which fill no batch of {batch_size}")
         self.sampler = sampler or EpochSampler(rows, shuffle=shuffle, seed=seed)
+        drawn = len(self.sampler) if isinstance(self.sampler, Sized) else batch_size  # a sampler may have no length
+        if drop_last and drawn % batch_size:
+            rest = f"{drawn % batch_size} of {drawn} rows, which fill no batch of {batch_size}"
+            notice(key, f"an epoch leaves out {rest}")
         if num_workers and isinstance(self.sampler, HasState | LearnsFromSteps):
             raise ConfigError(
                 "a sampler that keeps a state or learns from steps must not be read ahead",

@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.25
 """Between two looks at the replicas."""
 CLOSE_SECONDS = 10.0
 REPORT_LOOKS = 10
-"""For so many looks a death is expected to be reported after somebody heard of it, with what the process wrote last."""
+"""Health checks within which a death is expected to be reported, with what the process wrote last."""
 UNKNOWN = ReplicaState()
 """A replica that the service does not have."""
 
@@ -52,16 +52,18 @@ class Placed:
 
     Args:
         rank: of the actor that sends it weights.
-        heard: when it last answered, on the clock that never goes back.
+        last_heartbeat: when it last answered, on the monotonic clock.
+        is_ending: it is lost, and being replaced.
+        health_check: the question that it has not answered yet.
     """
 
     name: str
     unit: Unit
     slots: Sequence[Any]
     rank: int
-    state: str = "serving"
-    heard: float = field(default_factory=time.monotonic)
-    question: asyncio.Task[Any] | None = None
+    is_ending: bool = False
+    last_heartbeat: float = field(default_factory=time.monotonic)
+    health_check: asyncio.Task[Any] | None = None
 
 
 class ReplicaKeeper:
@@ -83,7 +85,7 @@ class ReplicaKeeper:
         self._actors, self._service = groups["actor"], groups["rollout"].handle(0)
         self._each = processes_of(config.actor_rollout_ref.rollout, pool.world_size)
         self._replicas: list[Placed] = []
-        self._joining: list[Placed] = []
+        self._starting: list[Placed] = []
         """Those that take the last version before they serve."""
         self._gone: list[str] = []
         self._started = self._coming = self._at_trainer = 0
@@ -152,7 +154,7 @@ class ReplicaKeeper:
         """
         self._moved = moved
         for one in self._replicas:
-            one.heard = time.monotonic()  # what was loaded since their start may have taken longer than the limit
+            one.last_heartbeat = time.monotonic()  # what was loaded since may have taken longer than the limit
         self._loop = asyncio.new_event_loop()
         self._looking = self._loop.create_task(self._look_for_ever())
         self._thread = threading.Thread(target=self._run, name="verl-replicas", daemon=True)
@@ -173,16 +175,16 @@ class ReplicaKeeper:
         is_looking = self._thread is not None and now - self._looked < max(half, 1.0)
         # One that waits for a trainer is not counted: the trainer may be what hangs.
         is_starting = self._coming > self._at_trainer
-        return is_looking and (is_starting or any(now - one.heard > half for one in self._placed))
+        return is_looking and (is_starting or any(now - one.last_heartbeat > half for one in self._placed))
 
     @property
     def _placed(self) -> list[Placed]:
-        return [*self._replicas, *self._joining]
+        return [*self._replicas, *self._starting]
 
     def metrics(self) -> dict[str, float]:
         """Replicas that serve, replacements so far, and requests that moved since the last call."""
         resent, self._resent = self._resent, 0
-        serving = [one for one in list(self._replicas) if one.state == "serving"]
+        serving = [one for one in list(self._replicas) if not one.is_ending]
         return {
             "rollout/replicas/alive": float(len(serving)),
             "rollout/replicas/replaced": float(self.replaced),
@@ -222,13 +224,13 @@ class ReplicaKeeper:
         self._resent += len(state.moved)
         if state.moved:
             self._moved(state.moved)
-        for one in [one for one in self._replicas if one.state == "serving"]:
+        for one in [one for one in self._replicas if not one.is_ending]:
             self._looked = time.monotonic()  # to look at one that is silent takes long
-            self._ask(one)
+            self._check_health(one)
             known = state.replicas.get(one.name, UNKNOWN)
             reason = one.unit.death or known.broken or await self._why_hung(one, known)
             if reason:
-                one.state = "ending"
+                one.is_ending = True
                 self._begin(self._replace(one, known, reason))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -236,18 +238,18 @@ class ReplicaKeeper:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    def _ask(self, one: Placed) -> None:
-        if one.question is None:
-            one.question = asyncio.ensure_future(one.unit.handle.call("status"))
-            one.question.add_done_callback(_heard)
-        if one.question.done():
-            question, one.question = one.question, None
-            if not question.cancelled() and question.exception() is None:
-                one.heard = time.monotonic()
+    def _check_health(self, one: Placed) -> None:
+        if one.health_check is None:
+            one.health_check = asyncio.ensure_future(one.unit.handle.call("status"))
+            one.health_check.add_done_callback(_take_error)
+        if one.health_check.done():
+            check, one.health_check = one.health_check, None
+            if not check.cancelled() and check.exception() is None:
+                one.last_heartbeat = time.monotonic()
 
     async def _why_hung(self, one: Placed, known: ReplicaState = UNKNOWN) -> str:
         """What is known of a replica that has not answered for too long; empty for others."""
-        late = time.monotonic() - one.heard
+        late = time.monotonic() - one.last_heartbeat
         if self._limit is None or late <= self._limit:
             return ""
         processes = await asyncio.to_thread(one.unit.look_at)
@@ -322,11 +324,11 @@ class ReplicaKeeper:
             WorkerError: it hangs, and was ended, so that whoever waits for it goes on.
         """
         task = asyncio.ensure_future(work)
-        self._joining.append(one)
+        self._starting.append(one)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
-                self._ask(one)
+                self._check_health(one)
                 reason = await self._why_hung(one)
                 if reason:
                     await asyncio.to_thread(one.unit.close)
@@ -334,9 +336,9 @@ class ReplicaKeeper:
                     raise WorkerError(reason)
             await task
         finally:
-            self._joining.remove(one)
+            self._starting.remove(one)
             task.cancel()
-            task.add_done_callback(_heard)
+            task.add_done_callback(_take_error)
 
     async def _feed(self, unit: Unit, rank: int) -> None:
         """Trainers have calls of their own in work; this one comes between two of them."""
@@ -372,10 +374,10 @@ class ReplicaKeeper:
         return str(here)
 
 
-def _heard(question: asyncio.Task[Any]) -> None:
-    """An error of a replica that is asked says no more than its death does."""
-    if not question.cancelled():
-        question.exception()
+def _take_error(task: asyncio.Task[Any]) -> None:
+    """The error of a health check says no more than the replica's death does, so asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
