@@ -18,7 +18,7 @@ from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.seen import SeenImages
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
-from verl.errors import DataError, NotBuiltError, RolloutError
+from verl.errors import DataError, RolloutError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo.stages import with_answers
@@ -177,11 +177,9 @@ def test_rows_without_inputs_stay_without_when_a_tool_answers_with_a_picture(pro
     assert seen.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
-def test_what_does_not_fit_or_is_not_built_is_refused_by_name(processor):
+def test_what_does_not_fit_is_refused_by_name(processor):
     seen = SeenImages(processor, {"multi_modal_data": {"images": [RED]}})
     with pytest.raises(DataError, match="writes 0 placeholders"):
         seen.expanded([50, 60], [RED])
-    with pytest.raises(NotBuiltError, match="environments with images in the prompt are not built yet"):
-        seen.refuse("environments")
     with pytest.raises(DataError, match=r"tool camera, image 0: not an image"):
         seen.load([b"x"], "tool camera")

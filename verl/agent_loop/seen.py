@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.data.vision.images import ImageLimits, load_image
 from verl.data.vision.processor import VisionProcessor, join_inputs
-from verl.errors import NotBuiltError, RolloutError
+from verl.errors import RolloutError
 
 
 class SeenImages:
@@ -40,6 +40,8 @@ class SeenImages:
         self.images: list[Any] = list((row.get("multi_modal_data") or {}).get("images") or ())
         self.inputs: Mapping[str, Tensor] = row.get("multi_modal_inputs") or {}
         self.added: list[Any] = []
+        self._made: dict[int, tuple[Any, Mapping[str, Tensor]]] = {}
+        """By the id of a picture, which is kept so that no other one gets it."""
 
     def prompt(self, ids: Sequence[int], images: Sequence[Any] | None = None) -> list[int]:
         """A prompt with one placeholder per image, expanded.
@@ -83,12 +85,18 @@ class SeenImages:
         """Pictures and inputs of a request: what the trajectory has seen, or the pictures that its loop names."""
         if images is None or (len(images) == len(self.images) and all(map(_same, images, self.images))):
             return self.images or None, self.inputs or None
-        return list(images) or None, self._processor().process(images, "a request")[0] if images else None
+        return list(images) or None, self._inputs_of(images) or None
 
-    def refuse(self, what: str) -> None:
-        """Raise `NotBuiltError` for a row with images, of a loop that does not show them."""
-        if self.images:
-            raise NotBuiltError(f"{what} with images in the prompt are not built yet", key="multi_modal_data")
+    def of_trajectory(self, images: Sequence[Any]) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+        """The columns ``multi_modal_data`` and ``multi_modal_inputs`` of a trajectory that saw these pictures alone."""
+        return {"images": list(images), "videos": []}, self._inputs_of(images)
+
+    def _inputs_of(self, images: Sequence[Any]) -> Mapping[str, Tensor]:
+        """What the processor makes of pictures; each is processed once, however many requests have it."""
+        for image in images:
+            if id(image) not in self._made:
+                self._made[id(image)] = image, self._processor().process([image], "a request")[0]
+        return join_inputs([self._made[id(image)][1] for image in images]) if images else {}
 
     def _processor(self) -> VisionProcessor:
         if self.processor is None:

@@ -30,8 +30,9 @@ def ids(text: str) -> list[int]:
 class Scripted:
     """Gives the next text of its script, then the end token; log-prob -0.25 times the place of the token, from 1."""
 
-    def __init__(self, *script: str, ends: bool = True, gate: asyncio.Event | None = None):
+    def __init__(self, *script: str, ends: bool = True, gate: asyncio.Event | None = None, tokenizer: Any = None):
         self.script, self.ends, self.gate = list(script), ends, gate
+        self.tokenizer = tokenizer or TOKENIZER
         self.requests: list[Request] = []
         self.cancelled = 0
         self.lost = False
@@ -48,7 +49,8 @@ class Scripted:
         if self.lost:
             raise EngineLostError("it is gone")
         text = self.script.pop(0)
-        tokens = [*ids(text), *([END] if self.ends else [])]
+        written = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = [*written, *([self.tokenizer.eos_token_id] if self.ends else [])]
         kept = tokens[: request.sampling.max_tokens]
         stop = next((i for i, token in enumerate(kept) if token in request.sampling.stop_token_ids), None)
         kept = kept if stop is None else kept[: stop + 1]
@@ -101,9 +103,14 @@ def rollout(
     batch: DataProto | None = None,
     rate: float = 0.0,
     context: int | None = None,
+    processor: Any = None,
     **options: Any,
 ) -> DataProto:
-    """A batch of rollouts of ``agent`` over ``sampler``; ``options`` as in the YAML entry of the loop."""
+    """A batch of rollouts of ``agent`` over ``sampler``; ``options`` as in the YAML entry of the loop.
+
+    Args:
+        processor: of a model that sees, whose tokenizer the sampler has.
+    """
     AGENTS["now"] = agent
     batch = batch if batch is not None else rows()
     batch.non_tensor_batch["agent_name"] = np.array(["mine"] * len(batch), dtype=object)
@@ -114,6 +121,9 @@ def rollout(
         file.write_text(json.dumps([entry]))
         section = SimpleNamespace(default_agent_loop="single_turn_agent", agent_loop_config_path=str(file))
         manager = AgentLoopManager(
-            settings(agent=section, over_sample_rate=rate, max_model_len=context), sampler, TOKENIZER
+            settings(agent=section, over_sample_rate=rate, max_model_len=context),
+            sampler,
+            TOKENIZER if processor is None else sampler.tokenizer,
+            processor=processor,
         )
         return manager.generate_sequences(batch)

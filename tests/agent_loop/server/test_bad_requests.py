@@ -249,5 +249,5 @@ def test_words_of_a_request_for_the_template_end_no_turn():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ word }}{% for m in messages %}{{ m.content }}{% endfor %}"
     body = GOOD | {"chat_template_kwargs": {"word": "<|im_end|>"}}
-    _, ids = Prompts(tokenizer).locate(read_chat(body), Record())
+    ids = Prompts(tokenizer).locate(read_chat(body), Record()).inserted
     assert tokenizer.decode(ids) == "<|im_end|>hi" and tokenizer.eos_token_id not in ids

@@ -6,7 +6,7 @@ import asyncio
 import bisect
 import inspect
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,6 +80,11 @@ class Conversation:
     lost: EngineLostError | None = None
     overridden: int = 0
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return self.client.seen.processor is not None
+
     async def answer(self, ask: CompletionRequest) -> ModelReply:
         """Sample the answers to a request.
 
@@ -89,15 +94,18 @@ class Conversation:
         if ask.model not in self.models and ANY_MODEL not in self.models:
             raise unknown_model(ask.model, self.models)
         try:
-            parent, inserted = self.prompts.locate(ask, self.record)
+            located = self.prompts.locate(ask, self.record)
+            images = tuple(self.client.seen.load(located.images, "messages")) if located.images else ()
+            inserted = tuple(self.client.seen.expanded(located.inserted, images))
         except (DataError, RolloutError) as error:
             raise bad("messages" if ask.messages is not None else "prompt", str(error)) from error
+        parent = located.parent
         parameters = self._parameters(ask, parent, len(inserted))
-        before = () if parent is None else parent.tokens
-        dones = await self._sample([*before, *inserted], parameters, ask.n)
+        before, seen = ((), []) if parent is None else (parent.tokens, parent.seen)
+        dones = await self._sample([*before, *inserted], [*seen, *images], parameters, ask.n)
         if any(done.finish_reason == "abort" for done in dones):
             raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
-        choices = [await self._choice(ask, parent, inserted, done) for done in dones]
+        choices = [await self._choice(ask, Answer(parent, inserted, done, None, 0, images=images)) for done in dones]
         return ModelReply(ask, tuple(choices), len(before) + len(inserted))
 
     def delivered(self, reply: ModelReply) -> None:
@@ -110,11 +118,13 @@ class Conversation:
         for choice in reply.choices:
             self.record.drop(choice.answer)
 
-    async def _sample(self, prompt: Sequence[int], parameters: Mapping[str, Any], n: int) -> list[Completion]:
-        tasks = [
-            asyncio.ensure_future(self.client.generate("agent", prompt_ids=prompt, sampling_params=parameters))
-            for _ in range(n)
-        ]
+    async def _sample(
+        self, prompt: Sequence[int], images: Sequence[Any], parameters: Mapping[str, Any], n: int
+    ) -> list[Completion]:
+        def generate() -> Coroutine[Any, Any, Completion]:
+            return self.client.generate("agent", prompt_ids=prompt, sampling_params=parameters, image_data=images)
+
+        tasks = [asyncio.ensure_future(generate()) for _ in range(n)]
         try:
             return list(await asyncio.gather(*tasks))
         except EngineLostError as error:
@@ -169,16 +179,15 @@ class Conversation:
     def _ids(self, text: str) -> list[int]:
         return self.prompts.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    async def _choice(
-        self, ask: CompletionRequest, parent: Answer | None, inserted: tuple[int, ...], done: Completion
-    ) -> Choice:
-        done, text = cut_at(done, ask.stops, self.prompts.text)
+    async def _choice(self, ask: CompletionRequest, answer: Answer) -> Choice:
+        answer.done, text = cut_at(answer.done, ask.stops, self.prompts.text)
+        done = answer.done
         calls: tuple[ToolCall, ...] = ()
         if ask.parses_calls and self.parser is not None:
             text, calls = await self._calls(done.token_ids, ask.tools, text)
-        key = self.prompts.key(ask, text, [(call.name, call.arguments) for call in calls])
+        answer.key = self.prompts.key(ask, text, [(call.name, call.arguments) for call in calls])
         reason = "tool_calls" if calls and done.finish_reason == "stop" else done.finish_reason
-        answer = Answer(parent, inserted, done, key, 2 * (1 + (0 if parent is None else len(parent.path))))
+        answer.num_messages = 2 * len(answer.path)
         if ask.messages is not None:
             answer.num_messages = sum(message["role"] != "system" for message in ask.messages) + 1
             answer.place = len(ask.messages)

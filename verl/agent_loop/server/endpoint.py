@@ -55,7 +55,7 @@ class Endpoint:
         return owner
 
     async def _chat(self, asked: HttpRequest) -> HttpResponse:
-        return await self._complete(asked.owner, read_chat(asked.json()))
+        return await self._complete(asked.owner, read_chat(asked.json(), asked.owner.sees))
 
     async def _text(self, asked: HttpRequest) -> HttpResponse:
         return await self._complete(asked.owner, read_text(asked.json()))

@@ -38,7 +38,8 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     The agent returns a reward, None (the run's reward function scores the text), or a dict with ``score`` and further
     values of the row. What one conversation samples is one trajectory: mask 1 on sampled tokens only. `AgentSettings`
-    says what the entry in the YAML file of ``rollout.agent.agent_loop_config_path`` may hold.
+    says what the entry in the YAML file of ``rollout.agent.agent_loop_config_path`` may hold. Images of the row are the
+    agent's to send; the trajectory has those that its calls had.
     """
 
     shared: SharedEndpoint
@@ -53,7 +54,6 @@ class OpenAIAgentLoop(AgentLoopBase):
         )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        self.server_manager.seen.refuse("agents of users")
         conversation = self._conversation(sampling_params)
         start = time.perf_counter()
         async with shared_endpoint().open(conversation) as base_url:
@@ -113,6 +113,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         data.metrics.add("rollout/agent/overridden_requests", conversation.overridden, "sum")
         data.metrics.add("rollout/agent/failed", 0, "sum")
         output = data.output()
+        if last is not None and self.server_manager.seen.processor is not None:
+            output.multi_modal_data, output.multi_modal_inputs = self.server_manager.seen.of_trajectory(last.seen)
         output.num_turns = 1 if last is None else last.num_messages
         output.extra_fields[COLUMN] = None
         if conversation.client.stop.is_set:

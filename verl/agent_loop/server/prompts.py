@@ -6,15 +6,33 @@ the template or the tokenizer would make of the text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl.agent_loop.extend import Extender, assistant_message
 from verl.agent_loop.server.protocol import CompletionRequest
 from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
+from verl.data.vision.parts import bare, image_parts, text_of
 from verl.json_text import object_of
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where the prompt of a call stands in its conversation.
+
+    Args:
+        parent: the answer that it goes on from; None: it begins.
+        inserted: the tokens after it, or all of the prompt; one placeholder for each image.
+        images: in the new messages, as the client sent them.
+    """
+
+    parent: Answer | None
+    inserted: tuple[int, ...]
+    images: tuple[Any, ...] = ()
 
 
 class Prompts:
@@ -30,13 +48,13 @@ class Prompts:
         self.template_kwargs = dict(template_kwargs or {})
         self._extenders: dict[str, Extender] = {}
 
-    def locate(self, ask: CompletionRequest, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
-        """(the answer that the prompt goes on from, or None; the tokens after it, or all of the prompt)."""
+    def locate(self, ask: CompletionRequest, record: Record) -> Located:
+        """Where the prompt of a call goes on from."""
         if ask.messages is not None:
             return self._in_chat(ask, ask.messages, record)
         if isinstance(ask.prompt, str):
-            return self._in_text(ask.prompt, record)
-        return _in_tokens(ask.prompt or (), record)
+            return Located(*self._in_text(ask.prompt, record))
+        return Located(*_in_tokens(ask.prompt or (), record))
 
     def key(self, ask: CompletionRequest, text: str, calls: Sequence[tuple[str, str]] = ()) -> Hashable:
         """What a later call begins with if it goes on from this answer to ``ask``."""
@@ -57,12 +75,10 @@ class Prompts:
         ]
         return assistant_message(self._extender({}).text(tokens), said, made)
 
-    def _in_chat(
-        self, ask: CompletionRequest, messages: Sequence[Message], record: Record
-    ) -> tuple[Answer | None, tuple[int, ...]]:
+    def _in_chat(self, ask: CompletionRequest, messages: Sequence[Message], record: Record) -> Located:
         keys = [_message_key(message) for message in messages]
         extender = self._extender(dict(ask.template_kwargs))
-        shown = extender.template.outside(messages)
+        shown = extender.template.outside(bare(messages))
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
@@ -73,8 +89,9 @@ class Prompts:
                 if before.message is not None:
                     shown[before.place] = before.message
             sampled, tools = answer.done.token_ids, list(ask.tools)
-            return answer, tuple(extender.after(sampled, shown[: count - 1], answer.message, shown[count:], tools))
-        return None, tuple(extender.prompt(shown, list(ask.tools)))
+            after = extender.after(sampled, shown[: count - 1], answer.message, shown[count:], tools)
+            return Located(answer, tuple(after), _images(messages[count:]))
+        return Located(None, tuple(extender.prompt(shown, list(ask.tools))), _images(messages))
 
     def _extender(self, kwargs: dict[str, Any]) -> Extender:
         key = _canonical(kwargs)
@@ -92,6 +109,10 @@ class Prompts:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _images(messages: Sequence[Message]) -> tuple[Any, ...]:
+    return tuple(part["image"] for part in image_parts(messages))
 
 
 def _in_tokens(prompt: Sequence[int], record: Record) -> tuple[Answer | None, tuple[int, ...]]:
@@ -112,11 +133,18 @@ def _chat_key(ask: CompletionRequest, keys: Sequence[Hashable]) -> Hashable:
 
 def _message_key(message: Message) -> Hashable:
     """A message as it is recognised: an answer by its text without outer white space and its calls."""
+    if isinstance(message["content"], list):  # an image by a digest: a conversation has a key for every answer
+        parts = [{**part, "image": _digest(part["image"])} if "image" in part else part for part in message["content"]]
+        message = {**message, "content": parts}
     if message["role"] != "assistant":
         return _canonical(message)
     calls = [call.get("function", call) for call in message.get("tool_calls", []) if isinstance(call, Mapping)]
     called = tuple((str(call.get("name")), _canonical(call.get("arguments"))) for call in calls)
-    return ("assistant", message["content"].strip(), called)
+    return ("assistant", text_of(message["content"]).strip(), called)
+
+
+def _digest(image: Any) -> str:
+    return hashlib.blake2b(_canonical(image).encode(), digest_size=16).hexdigest()
 
 
 def _canonical(value: Any) -> str:

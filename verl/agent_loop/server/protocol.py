@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.agent_loop.server.errors import bad
-from verl.data.messages import Message, as_messages, as_tools
+from verl.data.messages import IMAGE_NAMES, Message, as_messages, as_tools
+from verl.data.vision.parts import image_parts
 from verl.errors import DataError, NotBuiltError, suggest
 
 MOST_CHOICES = 64
@@ -76,8 +77,11 @@ class CompletionRequest:
     template_kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-def read_chat(given: Any) -> CompletionRequest:
+def read_chat(given: Any, images: bool = False) -> CompletionRequest:
     """The request in the body of ``/v1/chat/completions``.
+
+    Args:
+        images: the model sees, so contents may have image parts.
 
     Raises:
         ApiError: naming the field.
@@ -97,7 +101,7 @@ def read_chat(given: Any) -> CompletionRequest:
         raise bad("logprobs", "logprobs must be true or false.")
     limits = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return CompletionRequest(
-        messages=tuple(_messages(body.get("messages"))),
+        messages=tuple(_messages(body.get("messages"), images)),
         prompt=None,
         max_tokens=_whole(body, limits[0], 1) if limits else None,
         logprobs=logprobs,
@@ -191,19 +195,30 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _messages(given: Any) -> list[Message]:
+def _messages(given: Any, images: bool) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise bad("messages", "messages must be a list with at least one message.")
     if len(given) > MOST_MESSAGES:
         raise bad("messages", f"{len(given)} messages are more than the {MOST_MESSAGES} that are allowed.")
     try:
-        messages = as_messages(given, where=lambda: "messages", padded=False)
+        messages = as_messages(given, where=lambda: "messages", images=images, padded=False)
     except (DataError, NotBuiltError, TypeError) as error:
         raise bad("messages", str(error)) from error
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise bad(f"messages[{number}].role", f"unknown role {_short(message['role'])}; known: {', '.join(ROLES)}.")
+        for part in image_parts([message]):
+            if not _is_inline(part.get("image")):  # a model that chooses a path or an address would read it
+                raise bad(f"messages[{number}].content", 'an image is {"type": "image_url", "image_url": {"url": '
+                          '"data:image/png;base64,..."}}; paths and addresses are not read.')  # fmt: skip
     return messages
+
+
+def _is_inline(image: Any) -> bool:
+    """Whether an image part holds a data URL."""
+    while isinstance(image, Mapping):
+        image = next((image[name] for name in IMAGE_NAMES if name in image), None)
+    return isinstance(image, str) and image.startswith("data:")
 
 
 def _tools(given: Any) -> tuple[dict[str, Any], ...]:

@@ -29,6 +29,7 @@ class Answer:
         num_messages: messages so far without system prompts.
         place: messages before it, system prompts included.
         message: the answer as a chat template is shown it; None for completions.
+        images: pictures among the tokens between the two, in order.
     """
 
     parent: Answer | None
@@ -38,6 +39,7 @@ class Answer:
     num_messages: int
     place: int = 0
     message: Message | None = None
+    images: tuple[Any, ...] = ()
     children: list[Answer] = field(default_factory=list)
 
     @property
@@ -54,6 +56,11 @@ class Answer:
     def tokens(self) -> tuple[int, ...]:
         """Prompt and everything after it, this answer included."""
         return tuple(token for node in self.path for token in (*node.inserted, *node.done.token_ids))
+
+    @property
+    def seen(self) -> list[Any]:
+        """All pictures before this answer, in the order of their tokens."""
+        return [image for node in self.path for image in node.images]
 
     @property
     def response_length(self) -> int:
