@@ -46,6 +46,22 @@ if [[ "${TINY:-0}" == 1 ]]; then
   )
 fi
 
+# In small: a model that sees, and pictures with questions about a colour, for ppo_tiny.
+seeing_tiny() {
+  [[ "${TINY:-0}" == 1 ]] || return 0
+  if [[ ! -f "$tiny/sees/ready" ]]; then
+    python3 "$examples/vision/make_model.py" "$tiny/sees/model" > /dev/null
+    python3 "$examples/vision/make_data.py" --save_dir "$tiny/sees/data" \
+      --train_size 64 --test_size 16 --sft_size 8 --pairs_size 8 > /dev/null
+    touch "$tiny/sees/ready"
+  fi
+  ppo_tiny+=(
+    data.train_files="$tiny/sees/data/train.parquet" data.val_files="$tiny/sees/data/test.parquet"
+    data.max_prompt_length=64 actor_rollout_ref.model.path="$tiny/sees/model"
+    reward.custom_reward_function.path="$examples/vision/reward.py"
+  )
+}
+
 # Run `python3 -m MODULE settings...`, or `torchrun ... -m MODULE settings...` where the script sets launcher.
 run() {
   if [[ "${SHOW:-0}" == 1 ]]; then

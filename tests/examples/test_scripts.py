@@ -15,6 +15,7 @@ from verl.config import load_config
 from verl.errors import NotBuiltError
 from verl.metrics import reset_notices
 
+TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
 HF, ONE = "actor_rollout_ref.rollout.name=hf", "trainer.n_gpus_per_node=1"
 ONE_CRITIC = "trainer.resource_pools.critic={roles: [critic], processes: [1]}"
 MEGATRON = tuple(
@@ -24,6 +25,7 @@ MEGATRON = tuple(
 )
 SCRIPTS = {
     "grpo_trainer/run_qwen3_8b_fsdp.sh": ("ppo_trainer", (HF, ONE)),
+    "grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh": ("ppo_trainer", (HF, ONE, TENSOR)),
     "grpo_trainer/run_qwen3_8b_megatron.sh": ("ppo_trainer", (HF, ONE, *MEGATRON)),
     "ppo_trainer/run_qwen2-7b_seq_balance.sh": ("ppo_trainer", (HF, ONE)),
     "ppo_trainer/run_deepseek7b_llm_sp2.sh": ("ppo_trainer", (HF, "trainer.n_gpus_per_node=2")),
