@@ -53,7 +53,8 @@ def pairs(seed: int = 0, rows: int = 6) -> tuple[dict, dict]:
     return {"log_probs": values, "values": values}, batch
 
 
-@pytest.mark.parametrize("loss_fn", [DPOLoss(), DPOLoss(length_normalised=True, kind="ipo"), RewardModelLoss(0.01)])
+@pytest.mark.parametrize("loss_fn", [DPOLoss(), DPOLoss(length_normalised=True, kind="ipo"),
+                                     DPOLoss(2.0, "simpo", gamma=1.0), RewardModelLoss(0.01)])  # fmt: skip
 def test_micro_batches_add_up_to_the_mean_over_all_pairs(loss_fn):
     outputs, batch = pairs()
     norm = LossNorm(num_tokens=1.0, num_sequences=6)
@@ -83,6 +84,62 @@ def test_the_loss_of_a_batch_is_the_formula_on_its_sums():
 def test_an_unknown_loss_is_refused_before_the_first_step():
     with pytest.raises(ConfigError, match=r"dpo.loss_type.*sigmoid"):
         DPOLoss(kind="kto")
+
+
+def losses_of_the_policy_alone(kind: str, beta: float, gamma: float, coef: float, log_probs, mask):
+    """The losses without reference and their derivatives by each token's log-prob, in NumPy, pair by pair."""
+    total, gradient, count = 0.0, np.zeros(mask.shape), len(mask) // 2
+    for better, worse in ((2 * pair, 2 * pair + 1) for pair in range(count)):
+        size = {row: mask[row].sum() for row in (better, worse)}
+        mean = {row: log_probs[row][mask[row] == 1].sum() / size[row] for row in (better, worse)}
+        if kind == "simpo":
+            s = 1 / (1 + np.exp(-(beta * (mean[better] - mean[worse]) - gamma)))
+            loss, slopes = -np.log(s), {better: -beta * (1 - s), worse: beta * (1 - s)}
+        else:
+            odds = {row: np.exp(mean[row]) / (1 - np.exp(mean[row])) for row in (better, worse)}
+            s = 1 / (1 + odds[worse] / odds[better])  # the sigmoid of the difference of log odds
+            by_mean = {row: 1 / (1 - np.exp(mean[row])) for row in (better, worse)}
+            loss = -beta * np.log(s)
+            slopes = {better: -beta * (1 - s) * by_mean[better], worse: beta * (1 - s) * by_mean[worse]}
+        slopes[better] -= coef
+        total += (loss - coef * mean[better]) / count
+        for row, slope in slopes.items():
+            gradient[row] += slope / count * mask[row] / size[row]
+    return total, gradient
+
+
+@pytest.mark.parametrize(("kind", "coef"), [("simpo", 0.0), ("simpo", 0.3), ("orpo", None), ("orpo", 0.3)])
+def test_losses_without_a_reference_are_the_formulas_written_out(kind, coef):
+    for seed in range(5):
+        outputs, batch = pairs(seed, rows=8)
+        log_probs = (-outputs["log_probs"].abs() - 0.01).requires_grad_()
+        loss_fn = DPOLoss(1.5, kind, gamma=0.4, sft_coef=coef)
+        loss, metrics = loss_fn({"log_probs": log_probs}, batch, LossNorm(num_tokens=1.0, num_sequences=8))
+        loss.backward()
+        weight = 1.0 if coef is None else coef
+        plain, mask = log_probs.detach().numpy(), batch["response_mask"].numpy()
+        expected, slope = losses_of_the_policy_alone(kind, 1.5, 0.4, weight, plain, mask)
+        assert loss.item() == pytest.approx(expected, rel=1e-10) and ("nll" in metrics) == bool(weight)
+        np.testing.assert_allclose(log_probs.grad.numpy(), slope, rtol=1e-9, atol=1e-13)
+
+
+def test_an_answer_that_is_certain_has_a_finite_loss():
+    log_probs = torch.zeros(2, 3, requires_grad=True)
+    batch = {"response_mask": torch.ones(2, 3, dtype=torch.long)}
+    loss, _ = DPOLoss(0.1, "orpo")({"log_probs": log_probs}, batch, LossNorm(num_tokens=1.0, num_sequences=2))
+    loss.backward()
+    assert loss.isfinite() and log_probs.grad.isfinite().all()
+
+
+def test_the_likelihood_of_the_chosen_answer_is_added_to_any_loss():
+    """CPO (arXiv 2401.08417): the sigmoid loss without reference, and the chosen answer's negative log-likelihood."""
+    outputs, batch = pairs(3, rows=8)
+    norm = LossNorm(num_tokens=1.0, num_sequences=8)
+    without, _ = DPOLoss(0.3, reference_free=True)(outputs, batch, norm)
+    with_it, metrics = DPOLoss(0.3, reference_free=True, sft_coef=2.0)(outputs, batch, norm)
+    means = answer_sums(outputs["log_probs"], batch["response_mask"], mean=True)[0::2]
+    assert with_it.item() == pytest.approx(without.item() - 2.0 * means.mean().item())
+    assert metrics["nll"].value == pytest.approx(-means.mean().item())
 
 
 def by_hand(kind: str, smoothing: float, normalised: bool, beta: float, outputs: dict, batch: dict):

@@ -14,7 +14,7 @@ from tests.harness.reward_models import reward_worker
 from tests.harness.rows import write_prompts
 from tests.harness.runs import logged
 from verl.trainer import dpo_trainer, rm_trainer
-from verl.trainer.pairs import split_at_answers
+from verl.trainer.pairs import DPOTrainer, split_at_answers
 
 
 @pytest.fixture
@@ -58,6 +58,14 @@ def test_dpo_prefers_the_chosen_answers_of_prompts_that_it_has_not_seen(here):
     assert steps[0]["train/loss"] == pytest.approx(0.693147, abs=1e-4), "at first policy and reference are one"
     assert steps[-1]["val/rewards/accuracies"] == 1.0 and steps[-1]["val/loss"] < 0.5 * steps[0]["train/loss"]
     assert steps[-1]["val/rewards/margins"] > 0
+
+
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_loads_none_and_prefers_the_chosen_answers(here, kind, monkeypatch):
+    monkeypatch.setattr(DPOTrainer, "_make_reference", None)
+    steps = train(dpo_trainer, kind, f"dpo.loss_type={kind}", "dpo.beta=2.0")
+    assert steps[-1]["val/rewards/accuracies"] == 1.0 and steps[-1]["val/loss"] < steps[0]["train/loss"]
+    assert ("train/nll" in steps[0]) == (kind == "orpo")
 
 
 def test_a_reward_model_tells_chosen_from_rejected_and_its_folder_serves_as_one(here):
@@ -150,6 +158,8 @@ def test_beside_lora_the_reference_is_the_model_without_its_adapter(here):
         (["dpo.beta=0"], "dpo.beta"),
         (["dpo.loss_type=kto"], "dpo.loss_type"),
         (["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "only the sigmoid loss has it"),
+        (["dpo.simpo_gamma=1.0"], "only the loss of SimPO has it"),
+        (["dpo.loss_type=orpo", "dpo.precompute_ref_log_probs=true"], "dpo.loss_type: there is no reference policy"),
         (["dpo.reference_free=true", "dpo.precompute_ref_log_probs=true"], "there is no reference policy to load"),
         (["data.max_token_len_per_gpu=100"], "data.max_token_len_per_gpu=128"),
     ],

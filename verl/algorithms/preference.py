@@ -18,27 +18,49 @@ from verl.algorithms.losses import field, optional_field
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float
 
-DPO_LOSSES = ("sigmoid", "ipo", "hinge")
+DPO_LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Those of them that read the policy's log-probs per token, and no reference policy."""
+CERTAIN = -1e-6
+"""Log-prob per token above which the odds of an answer are taken as no larger."""
 REFERENCE_SUMS = "ref_sums"
 """(b,) log-probability of each answer under the reference policy."""
 MARGIN = "margin"
 
 
-def dpo_loss(margin: Tensor, beta: float, kind: str = "sigmoid", label_smoothing: float = 0.0) -> Tensor:
+def dpo_loss(
+    margin: Tensor, beta: float, kind: str = "sigmoid", label_smoothing: float = 0.0, gamma: float = 0.0
+) -> Tensor:
     """Loss of each pair (m,) from ``margin`` h = [log pi(y_w) - log pi(y_l)] - [log ref(y_w) - log ref(y_l)].
 
     sigmoid (Rafailov et al. 2023, arXiv 2305.18290), with smoothing e that of cDPO:
     ``-(1 - e) log s(beta h) - e log s(-beta h)``; ipo (Azar et al. 2023, arXiv 2310.12036): ``(h - 1 / (2 beta))^2``;
-    hinge (Zhao et al. 2023, arXiv 2305.10425): ``max(0, 1 - beta h)``.
+    hinge (Zhao et al. 2023, arXiv 2305.10425): ``max(0, 1 - beta h)``; simpo (Meng et al. 2024, arXiv 2405.14734), with
+    h of log-probs per token and without reference: ``-log s(beta h - gamma)``.
     """
     if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()
     if kind == "hinge":
         return torch.relu(1 - beta * margin)
+    if kind == "simpo":
+        return -F.logsigmoid(beta * margin - gamma)
     if kind != "sigmoid":
         raise ConfigError("unknown loss of pairs", key="dpo.loss_type", got=kind, allowed=DPO_LOSSES)
     scaled = beta * margin
     return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
+
+
+def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Loss of each pair (m,) from log-probs per token: ``-log s(log odds(y_w) - log odds(y_l))``, odds p / (1 - p).
+
+    The second term of ORPO (Hong et al. 2024, arXiv 2403.07691, equation 7).
+    """
+
+    def log_odds(log_probs: Tensor) -> Tensor:
+        # 1 - p as -expm1(log p): near certainty 1 - exp(log p) has no digits left.
+        return log_probs - torch.log(-torch.expm1(log_probs.clamp(max=CERTAIN)))
+
+    return -F.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
 def bradley_terry_loss(
@@ -60,7 +82,10 @@ def answer_sums(log_probs: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
 
 class DPOLoss:
     """Metrics: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (h > 0),
-    ``logps/chosen``, ``logps/rejected``; a reward is ``beta (log pi - log ref)``.
+    ``logps/chosen``, ``logps/rejected``, and ``nll`` with ``sft_coef``; a reward is ``beta (log pi - log ref)``.
+
+    orpo is ``nll + beta odds_ratio_loss``. The negative log-probability per token of the chosen answer, nll, may be
+    added to every loss (RPO, Pang et al. 2024, arXiv 2404.19733; CPO, Xu et al. 2024, arXiv 2401.08417).
 
     Args:
         beta: strength of the reference policy.
@@ -68,6 +93,8 @@ class DPOLoss:
         label_smoothing: share of pairs that are taken to be labelled the wrong way round (sigmoid).
         length_normalised: log-probabilities per token instead of per answer.
         reference_free: the reference policy gives every answer the same probability.
+        gamma: margin by which a reward is to be larger (simpo).
+        sft_coef: weight of nll; None: 1 for orpo, else 0.
     """
 
     outputs = ("log_probs",)
@@ -80,10 +107,15 @@ class DPOLoss:
         label_smoothing: float = 0.0,
         length_normalised: bool = False,
         reference_free: bool = False,
+        gamma: float = 0.0,
+        sft_coef: float | None = None,
     ):
-        dpo_loss(torch.zeros(1), beta, kind)  # an unknown name is refused here, not in the first step
-        self.beta, self.kind, self.label_smoothing = beta, kind, label_smoothing
-        self.length_normalised, self.reference_free = length_normalised, reference_free
+        if kind != "orpo":
+            dpo_loss(torch.zeros(1), beta, kind)  # an unknown name is refused here, not in the first step
+        self.beta, self.kind, self.label_smoothing, self.gamma = beta, kind, label_smoothing, gamma
+        self.length_normalised = length_normalised or kind in WITHOUT_REFERENCE
+        self.reference_free = reference_free or kind in WITHOUT_REFERENCE
+        self.sft_coef = float(kind == "orpo") if sft_coef is None else sft_coef
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
         mask = field(batch, "response_mask")
@@ -96,7 +128,10 @@ class DPOLoss:
         rewards = self.beta * (policy - reference)
         chosen, rejected = rewards[0::2], rewards[1::2]
         margin = (policy - reference)[0::2] - (policy - reference)[1::2]
-        loss = dpo_loss(margin, self.beta, self.kind, self.label_smoothing)
+        if self.kind == "orpo":
+            loss = self.beta * odds_ratio_loss(policy[0::2], policy[1::2])
+        else:
+            loss = dpo_loss(margin, self.beta, self.kind, self.label_smoothing, self.gamma)
         metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
@@ -105,6 +140,9 @@ class DPOLoss:
             "logps/chosen": policy[0::2],
             "logps/rejected": policy[1::2],
         }
+        if self.sft_coef:
+            nll = -answer_sums(outputs["log_probs"], mask, mean=True)[0::2]
+            loss, metrics = loss + self.sft_coef * nll, {**metrics, "nll": nll}
         return over_pairs(loss, norm), {name: pair_mean(values) for name, values in metrics.items()}
 
 

@@ -9,6 +9,8 @@ from verl.config.optim import OptimizerConfig
 from verl.config.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
 
 _PAIRS = "a pair is read from data.prompt_key, data.chosen_key and data.rejected_key"
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Values of ``dpo.loss_type`` whose loss has no reference policy."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,20 @@ class DPOConfig(ConfigNode):
     """The loss on pairs, and the policy that it is measured against."""
 
     beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT)
-    loss_type: str = setting("sigmoid", "sigmoid, ipo or hinge", upstream=ABSENT, choices=("sigmoid", "ipo", "hinge"))
+    loss_type: str = setting(
+        "sigmoid",
+        "sigmoid (DPO), ipo, hinge; simpo and orpo read log-probs per token, and no reference policy",
+        upstream=ABSENT,
+        choices=("sigmoid", "ipo", "hinge", *WITHOUT_REFERENCE),
+    )
+    simpo_gamma: float = setting(
+        0.5, "simpo: margin by which the chosen answer's reward is to be larger", upstream=ABSENT
+    )
+    sft_coef: float | None = setting(
+        None,
+        "weight of the negative log-prob per token of the chosen answer (RPO, CPO); null: 1 for orpo, else 0",
+        upstream=ABSENT,
+    )
     label_smoothing: float = setting(0.0, "sigmoid: assumed share of mislabelled pairs", upstream=ABSENT)
     length_normalised: bool = setting(False, "average log-probs over tokens instead of summing them", upstream=ABSENT)
     reference_free: bool = setting(

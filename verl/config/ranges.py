@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.config.checks import Problems, in_range, one_of
 from verl.config.optim import OptimizerConfig
-from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.preference import WITHOUT_REFERENCE, DPOConfig, DPOTrainerConfig, RMTrainerConfig
 from verl.config.root import PPOTrainerConfig, of_schedule, uses_critic
 from verl.config.sft import EACH_EPOCH, SFTTrainerConfig
 from verl.errors import ConfigError
@@ -52,11 +52,16 @@ def pair_numbers(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     if smoothing and cfg.dpo.loss_type != "sigmoid":
         fix = "Leave it out, or set dpo.loss_type=sigmoid."
         problems.append(ConfigError("only the sigmoid loss has it", key="dpo.label_smoothing", got=smoothing, fix=fix))
-    if cfg.dpo.reference_free and (cfg.dpo.ref_model_path or cfg.dpo.precompute_ref_log_probs):
-        fix = "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
-        problems.append(
-            ConfigError("there is no reference policy to load", key="dpo.reference_free", got=True, fix=fix)
-        )
+    key = "dpo.loss_type" if cfg.dpo.loss_type in WITHOUT_REFERENCE else "dpo.reference_free"
+    has_none = cfg.dpo.reference_free or cfg.dpo.loss_type in WITHOUT_REFERENCE
+    if has_none and (cfg.dpo.ref_model_path or cfg.dpo.precompute_ref_log_probs):
+        got, fix = cfg.dpo[key.removeprefix("dpo.")], "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
+        problems.append(ConfigError("there is no reference policy to load", key=key, got=got, fix=fix))
+    problems += _at_least("dpo", cfg.dpo, 0, "sft_coef", "simpo_gamma")
+    gamma = cfg.dpo.simpo_gamma
+    if gamma != DPOConfig().simpo_gamma and cfg.dpo.loss_type != "simpo":
+        fix = "Leave it out, or set dpo.loss_type=simpo."
+        problems.append(ConfigError("only the loss of SimPO has it", key="dpo.simpo_gamma", got=gamma, fix=fix))
     return problems
 
 

@@ -25,7 +25,15 @@ def build(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
     dpo = config.dpo
     processor = processor_of(config.model, tokenizer, config.data.mm_processor_kwargs)
     train, val = create_preference_datasets(config.data, tokenizer, processor)
-    loss = DPOLoss(dpo.beta, dpo.loss_type, dpo.label_smoothing, dpo.length_normalised, dpo.reference_free)
+    loss = DPOLoss(
+        dpo.beta,
+        dpo.loss_type,
+        dpo.label_smoothing,
+        dpo.length_normalised,
+        dpo.reference_free,
+        dpo.simpo_gamma,
+        dpo.sft_coef,
+    )
     return DPOTrainer(config, tokenizer, train, val, train.collate, loss, ctx)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, answer_sums
+from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, DPOLoss, answer_sums
 from verl.checkpoint.tensors import read_tensors, write_tensors
 from verl.config import DPOTrainerConfig, replace
 from verl.errors import CheckpointError
@@ -78,7 +78,7 @@ class DPOTrainer(PairTrainer):
         self.dpo = config.dpo
         self.stored: dict[str, Tensor] | None = None
         self.reference: ModelPart | None = None
-        if not (self.dpo.reference_free or self.dpo.precompute_ref_log_probs):
+        if not (cast(DPOLoss, self.loss_fn).reference_free or self.dpo.precompute_ref_log_probs):
             self.reference = self._make_reference()
 
     def complete(self, batch: DataProto, split: str = "train") -> DataProto:
