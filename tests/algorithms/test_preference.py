@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from verl.algorithms import preference
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.preference import DPOLoss, RewardModelLoss, answer_sums, bradley_terry_loss, dpo_loss
+from verl.config import preference as preference_settings
+from verl.config.preference import DPOConfig
 from verl.errors import ConfigError
 
 H = torch.tensor([1.5], dtype=torch.float64)  # log pi -10 and -12, log ref -11 and -11.5
@@ -79,6 +82,11 @@ def test_the_loss_of_a_batch_is_the_formula_on_its_sums():
     assert float(free) == pytest.approx(
         float(-torch.nn.functional.logsigmoid(0.3 * (policy[0::2] - policy[1::2])).mean())
     )
+
+
+def test_the_settings_and_the_losses_name_the_same_kinds():
+    assert DPOConfig.__dataclass_fields__["loss_type"].metadata["choices"] == preference.DPO_LOSSES
+    assert preference_settings.WITHOUT_REFERENCE == preference.WITHOUT_REFERENCE
 
 
 def test_an_unknown_loss_is_refused_before_the_first_step():

@@ -71,6 +71,9 @@ def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that
     [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=sglang"))
     assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf or vllm" in str(problem)
     assert not vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=vllm"))
+    child = f"{key}.rollout.checkpoint_engine.backend=shared_memory"
+    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {child}"))
+    assert isinstance(problem, NotBuiltError) and "process of its own" in str(problem)
     frozen = f"{key}.actor.freeze_vision_tower=true {key}.model.lora_rank=4"
     [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
     assert isinstance(problem, ConfigError) and "exclude_modules" in str(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def run_of_two_steps(folder: Path) -> tuple[Ledger, Journal, Position]:
     book.noted("batch", 1, [A0, A1])
     book.trained(1, [A0], {"unscorable": [A1]})
     position = journal.position()
-    book.end(1, saved=True)
+    book.end(1)
     book.asked(2, 1, [("a2", 0), ("a2", 1)])
     return book, journal, position
 
@@ -162,6 +163,7 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_left_as_it_is_and_the_a
         journal.path.unlink()
     again, journal = opened(tmp_path, 1, None if fault == "of an earlier release" else position, [A0])
     assert "does not reach the checkpoint of step 1" in caplog.text
+    assert stat.S_IMODE(journal.path.stat().st_mode) == 0o600
     if fault != "gone":
         assert journal.path.read_bytes().startswith(b"".join(changed))
     again.trained(2, [A0], {})

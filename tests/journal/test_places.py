@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from verl.journal.places import file_of_run, newest_file, set_aside
+from verl.journal.places import file_of_run, newest_file
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +22,7 @@ def mode(path) -> int:
 
 
 def test_only_the_user_reads_what_a_run_records(tmp_path):
-    path = file_of_run(tmp_path / "metrics.jsonl")
-    path.write_text("kept\nrest\n")
-    set_aside(path, 5)
-    assert (tmp_path / "metrics.replaced.jsonl").read_text() == "rest\n" and path.read_text() == "kept\n"
-    assert [mode(file) for file in sorted(tmp_path.iterdir())] == [0o600, 0o600]
+    assert mode(file_of_run(tmp_path / "journal.jsonl")) == 0o600
 
 
 def test_a_file_that_an_older_version_made_is_private_from_the_next_start_on(tmp_path):

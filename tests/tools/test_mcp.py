@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from mcp.types import ListToolsResult
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.metrics import notices
 from verl.ports import free_port
 from verl.tools.loading import load_tools
@@ -169,21 +169,29 @@ def test_parts_that_are_no_text_are_named():
 
 
 def test_images_of_a_server_are_shown_to_a_model_that_sees():
-    """A part and a resource; a text model is told of them, and a damaged one is an error of the call."""
+    """A part and a resource; a text model is told of them, and a model that sees of those that it cannot be shown."""
     red, blue = b"red", b"blue"
     parts = [{"type": "text", "text": "a"}, {"type": "image", "mimeType": "image/png", "data": "cmVk"},
              {"type": "resource", "resource": {"uri": "u", "mimeType": "image/png", "blob": "Ymx1ZQ=="}}]  # fmt: skip
     answering = SimpleNamespace(call=lambda *_: asyncio.sleep(0, {"content": parts}), restarts=0)
     tool = MCPBaseTool({}, schema_of({"name": "look"}), answering)
     answers = []
+
+    def load(images, where):
+        if images[0]["bytes"] == b"damaged":
+            raise DataError("not an image")
+        return images
+
     for processor in (object(), None):
-        trajectory = SimpleNamespace(seen=SimpleNamespace(processor=processor))
+        trajectory = SimpleNamespace(seen=SimpleNamespace(processor=processor, load=load))
         answers.append(asyncio.run(tool.execute("", {}, agent_data=trajectory))[0])
     assert answers[0].text == "a" and answers[0].image == [{"bytes": red}, {"bytes": blue}]
     assert answers[1].text == "a\n[image: image/png]\n[resource: image/png]" and answers[1].image is None
-    parts[1]["data"] = "c"
-    with pytest.raises(ValueError, match="an image that is not base64"):
-        asyncio.run(tool.execute("", {}, agent_data=SimpleNamespace(seen=SimpleNamespace(processor=object()))))
+    for damaged in ("c", "ZGFtYWdlZA=="):
+        parts[1]["data"] = damaged
+        sees = SimpleNamespace(seen=SimpleNamespace(processor=object(), load=load))
+        answer = asyncio.run(tool.execute("", {}, agent_data=sees))[0]
+        assert (answer.text, answer.image) == ("a\n[image: image/png]", [{"bytes": blue}])
 
 
 def test_what_a_server_writes_to_its_standard_error_is_read_and_not_kept(tools):

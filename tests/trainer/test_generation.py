@@ -23,8 +23,6 @@ from tests.harness.configs import changed
 from tests.harness.models import tiny_model_dir, tiny_tokenizer
 from tests.harness.rows import addition_rows, write_prompts
 from tests.harness.vision import pictures, tiny_vision_dir
-from verl.config.generation import GenerationDataConfig
-from verl.config.images import ImageDataConfig
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
 from verl.errors import ConfigError
@@ -129,8 +127,7 @@ def write_partial(answers, tail=""):
     sampling = SamplingParams(temperature=1.0, top_p=0.7, top_k=50, max_tokens=6, stop_token_ids=(2,), seed=42)
     identity = {"model": model_identity("model"), "engine": "hf"}
     files = "prompts.parquet"
-    images = {name: getattr(GenerationDataConfig(), name) for name in ImageDataConfig.__dataclass_fields__}
-    job = Job(files, "out.parquet", 2, 128, sampling, images=images, max_prompt_length=64, identity=identity)
+    job = Job(files, "out.parquet", 2, 128, sampling, max_prompt_length=64, identity=identity)
     fingerprint = job.fingerprint(pq.read_table(files))
     lines = [json.dumps(fingerprint), *(json.dumps([row, found]) for row, found in enumerate(answers))]
     Path("out.parquet.partial").write_text("\n".join(lines) + "\n" + tail)

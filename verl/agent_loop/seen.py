@@ -92,10 +92,11 @@ class SeenImages:
         return {"images": list(images), "videos": []}, self._inputs_of(images)
 
     def _inputs_of(self, images: Sequence[Any]) -> Mapping[str, Tensor]:
-        """What the processor makes of pictures; each is processed once, however many requests have it."""
+        """What the processor makes of pictures; those of the request before are not processed again."""
+        known, self._made = self._made, {}
         for image in images:
-            if id(image) not in self._made:
-                self._made[id(image)] = image, self._processor().process([image], "a request")[0]
+            made = known.get(id(image)) or (image, self._processor().process([image], "a request")[0])
+            self._made[id(image)] = made
         return join_inputs([self._made[id(image)][1] for image in images]) if images else {}
 
     def _processor(self) -> VisionProcessor:

@@ -45,7 +45,12 @@ def dpo_loss(
     if kind == "simpo":
         return -F.logsigmoid(beta * margin - gamma)
     if kind != "sigmoid":
-        raise ConfigError("unknown loss of pairs", key="dpo.loss_type", got=kind, allowed=DPO_LOSSES)
+        raise ConfigError(
+            "unknown loss of pairs",
+            key="dpo.loss_type",
+            got=kind,
+            allowed=DPO_LOSSES,
+        )
     scaled = beta * margin
     return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 

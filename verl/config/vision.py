@@ -55,6 +55,13 @@ def policy_problems(cfg: Any) -> Problems:
         message = f"images are not built yet for the sampler {rollout.name!r}"
         fix = f"Set rollout.name to {' or '.join(SEEING_SAMPLERS)}."
         return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
+    if sees and rollout.checkpoint_engine.backend != "naive" and shares_pool(cfg):
+        message, key = (
+            "a sampler in a process of its own takes no images",
+            "actor_rollout_ref.rollout.checkpoint_engine",
+        )
+        got, fix = rollout.checkpoint_engine.backend, "Leave it out: the sampler is in the trainer's process then."
+        return [NotBuiltError(message, key=f"{key}.backend", got=got, fix=fix)]
     problems: Problems = []
     key = "actor_rollout_ref.actor.freeze_vision_tower"
     if actor.freeze_vision_tower and facts and not sees:
@@ -63,6 +70,14 @@ def policy_problems(cfg: Any) -> Problems:
         fix = "Leave it out, and name the tower in model.exclude_modules, such as '.*visual.*'."
         problems.append(ConfigError("an adapter trains no tower but its own factors there", key=key, got=True, fix=fix))
     return problems
+
+
+def shares_pool(cfg: Any) -> bool:
+    """Whether the samplers have no processes but the trainers'."""
+    from verl.config.pools import Pools  # which reads all sections
+
+    pools = Pools.of(cfg)
+    return pools.of_role("rollout") == pools.of_role("actor")
 
 
 def refuse(facts: dict[str, Any], key: str, path: str | None) -> None:

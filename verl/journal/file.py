@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.errors import DataError
-from verl.journal.places import file_of_run, newest_file
+from verl.journal.places import file_of_run, newest_file, private_opener
 from verl.json_text import read_json
 from verl.metrics import notice
 
@@ -31,7 +31,7 @@ POSITION = "journal.json"
 """In a checkpoint."""
 KEY = "trainer.default_local_dir"
 EARLIER = {"samples": "ledger.jsonl", "decisions": "schedule.jsonl"}
-"""Files of releases that had one per kind of event; they are still read."""
+"""Files of releases that had one per kind of event; these two are still read."""
 CHECK, END, RUN_LINE = b',"crc":"', b'"}\n', b'{"event":"run"'
 ENDLESS = 1 << 62
 IDLE = frozenset((RUN, "weights", "span"))
@@ -114,7 +114,7 @@ class Journal:
             self.path = file_of_run(self.path, step > 0, before)
             if step > 0 and self.path.exists():
                 self._resume(position)
-            self._file = self.path.open("ab", buffering=0)
+            self._file = open(self.path, "ab", buffering=0, opener=private_opener)  # noqa: SIM115  # until `close`
         except OSError as error:
             raise self._failed(error) from error
 

@@ -108,12 +108,10 @@ class Ledger:
             entries = [self._drop(step, reason, left_out) for reason, left_out in dropped.items() if left_out]
             self._add(*entries, self._entry("trained", step, keys, {"version": step}))
 
-    def end(self, step: int, saved: bool = False) -> None:
-        """A step is complete and logged. Where its checkpoint is put in place next, the lines are on the disk first."""
+    def end(self, step: int) -> None:
+        """A step is complete and logged."""
         with self._lock:
             self._add({"event": "end", "step": step})
-            if saved:
-                self._journal.sync()
 
     def check(self, waiting: Sequence[Key]) -> None:
         """At the end of a run: sampled = trained + dropped + waiting, none is lost, and none was trained twice.

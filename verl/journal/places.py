@@ -40,25 +40,13 @@ def newest_file(path: Path) -> Path | None:
     return max((place for place in made if made[place]), key=made.__getitem__, default=None)
 
 
-def set_aside(path: Path, kept: int) -> None:
-    """Cut a file of JSON lines to its first ``kept`` bytes; the rest is appended to ``<stem>.replaced.jsonl``."""
-    with path.open("r+b") as file:
-        file.seek(kept)
-        rest = file.read()
-        if rest:
-            with open(path.with_suffix(".replaced.jsonl"), "ab", opener=_private) as aside:
-                aside.write(rest)
-                os.fsync(aside.fileno())  # before the cut: a crash between the two loses nothing
-            file.truncate(kept)
-
-
 def _number(path: Path, name: str) -> int:
     """The number in a name that a run got for ``path``; 0: it is none."""
     match = re.fullmatch(rf"{re.escape(path.stem)}(?:-(\d+))?{re.escape(path.suffix)}", name)
     return 0 if match is None else int(match[1] or 1)
 
 
-def _private(path: str, flags: int) -> int:
+def private_opener(path: str, flags: int) -> int:
     """Opens a file that only the user may read, if it is new."""
     return os.open(path, flags, 0o600)
 
@@ -75,7 +63,7 @@ def _of_run(path: Path, goes_on: bool, before: str | None, take: Callable[[Path]
 
 
 def _new_private_file(place: Path) -> bool:
-    return _new_file(place, _private)
+    return _new_file(place, private_opener)
 
 
 def _new_file(place: Path, opener: Callable[[str, int], int] | None = None) -> bool:

@@ -78,7 +78,8 @@ class ScheduleRecord:
 
     def __init__(self, journal: Journal, script: Script | None = None):
         self._journal, self.script, self.boundary = journal, script, journal.step
-        self.start_over()
+        self.count = 0
+        self._version: int | None = None
 
     def take_in(self, entry: Entry) -> None:
         """An entry that the checkpoint knows."""
@@ -87,11 +88,8 @@ class ScheduleRecord:
             self._version = entry["version"] if entry["event"] == "weights" else self._version
 
     def start_over(self) -> None:
-        """No decision is known."""
-        self.count, self._version = 0, None
-
-    count: int
-    _version: int | None
+        """No decision is known; a replay goes on where its script is."""
+        self.count, self._version = 0 if self.script is None else self.script.at, None
 
     def add(self, event: str, **facts: Any) -> None:
         """A decision was taken.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl.config.user_files import read_user_yaml
-from verl.errors import ConfigError, suggest
+from verl.errors import ConfigError, VerlError, suggest
 from verl.json_text import check_depth
 from verl.tools.base import BaseTool, Executed
 from verl.tools.limits import share_of
@@ -94,9 +94,19 @@ class MCPBaseTool(BaseTool):
                 {"mcp_failed": 1.0, "mcp_restarts": self.server.restarts},
             )
         refused = bool(reply.get("isError"))
-        trajectory = kwargs.get("agent_data")
-        images = images_of(reply) if trajectory is not None and trajectory.seen.processor is not None else []
-        text = text_of(reply, names_images=not images)
+        trajectory: Any = kwargs.get("agent_data")
+        sees = trajectory is not None and trajectory.seen.processor is not None
+        images: list[Any] = []
+        parts: list[Any] = []
+        for part in reply.get("content") or ():
+            try:
+                if sees and is_image(part):
+                    images += trajectory.seen.load([image_of(part)], f"tool {self.name}")
+                else:
+                    parts.append(part)
+            except (VerlError, ValueError):  # a kind that is not read, or damaged: the model is told of it
+                parts.append(part)
+        text = text_of({**reply, "content": parts}) if parts or not images else ""
         answer = ToolResponse(text=f"Error: {text}" if refused else text, image=images or None)
         return answer, None, {"mcp_failed": float(refused), "mcp_restarts": self.server.restarts}
 
@@ -140,36 +150,22 @@ def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def images_of(result: Mapping[str, Any]) -> list[dict[str, bytes]]:
-    """The images of a result, in order: image parts, and resources that are images.
-
-    Raises:
-        ValueError: one is not base64.
-    """
-    parts = (part for part in result.get("content") or () if _is_image(part))
-    encoded = [str(part.get("data") or (part.get("resource") or {}).get("blob")) for part in parts]
-    try:
-        return [{"bytes": base64.b64decode(text, validate=True)} for text in encoded]
-    except ValueError as error:
-        raise ValueError("the server answered with an image that is not base64") from error
-
-
-def _is_image(part: Mapping[str, Any]) -> bool:
+def is_image(part: Mapping[str, Any]) -> bool:
+    """Whether a part of an answer is an image: an image part, or a resource that is one."""
     resource = part.get("resource") or {}
     named = str(resource.get("mimeType") or "").startswith("image/")
     return part.get("type") == "image" or (named and resource.get("blob") is not None)
 
 
-def text_of(result: Mapping[str, Any], names_images: bool = True) -> str:
-    """What a model is shown of a result: its texts; of other parts their kind.
+def image_of(part: Mapping[str, Any]) -> dict[str, bytes]:
+    """The file in an image part; raises ValueError where it is not base64."""
+    return {"bytes": base64.b64decode(part.get("data") or part["resource"]["blob"], validate=True)}
 
-    Args:
-        names_images: also of images, for a model that reads only text.
-    """
+
+def text_of(result: Mapping[str, Any]) -> str:
+    """What a model is shown of a result: its texts; of other parts their kind."""
     parts = []
     for part in result.get("content") or ():
-        if not names_images and _is_image(part):
-            continue
         resource = part.get("resource") or {}
         text = part.get("text") if part.get("type") == "text" else resource.get("text")
         kind = part.get("mimeType") or resource.get("mimeType") or "no text"

@@ -45,7 +45,7 @@ class Job:
         num_samples: answers per prompt.
         in_flight: prompts that are worked on at once.
         prompt_key: column with the prompts.
-        images: settings of the images of prompts (`verl.config.images.ImageDataConfig`), for a model that sees.
+        images: for a model that sees, the settings of prompts' images (`verl.config.images.ImageDataConfig`).
         max_prompt_length, truncation: what happens to longer ones, as in `RLHFDataset`.
         sampling: of every answer.
         identity: what else the answers depend on (model, engine), checked on resume.
@@ -73,8 +73,8 @@ class Job:
         """
         digest = hashlib.sha256()
         read = [name for name in (self.prompt_key, self.images.get("image_key")) if name in table.column_names]
-        for batch in table.select(read).to_batches(max_chunksize=1024):
-            digest.update(json.dumps(batch.to_pylist(), default=str).encode())
+        for batch in table.select(read).to_batches(max_chunksize=1024 if len(read) == 1 else 16):
+            digest.update(json.dumps(batch.to_pylist(), default=_of_bytes).encode())
         return {
             "files": [self.files] if isinstance(self.files, str) else list(self.files),
             "rows": len(table),
@@ -83,7 +83,7 @@ class Job:
             "prompt_key": self.prompt_key,
             "max_prompt_length": self.max_prompt_length,
             "truncation": self.truncation,
-            "images": dict(self.images),
+            **({"images": dict(self.images)} if self.images else {}),
             "sampling": {**vars(self.sampling), "stop_token_ids": list(self.sampling.stop_token_ids)},
             **(self.identity or {}),
         }
@@ -170,6 +170,11 @@ async def _answer(job: Job, sampler: Sampler, tokenizer: Any, row: Mapping[str, 
         for task in tasks:
             task.cancel()
     return [tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in completions]
+
+
+def _of_bytes(value: Any) -> str:
+    """What JSON cannot say: of the file of an image a digest."""
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 def _of_row(error: RolloutError, number: int) -> RolloutError:

@@ -33,6 +33,7 @@ def run_generation(config: GenerationConfig) -> str:
     rollout = replace(config.rollout, calculate_log_probs=False)
     sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=on)
     data = config.data
+    processor = processor_of(model, tokenizer, data.mm_processor_kwargs)
     job = Job(
         files=data.path,
         output=data.output_path,
@@ -40,12 +41,11 @@ def run_generation(config: GenerationConfig) -> str:
         in_flight=data.batch_size,
         sampling=sampling_of(rollout, tokenizer, rollout.response_length),
         prompt_key=data.prompt_key,
-        images={name: data[name] for name in ImageDataConfig.__dataclass_fields__},
+        images={} if processor is None else {name: data[name] for name in ImageDataConfig.__dataclass_fields__},
         max_prompt_length=rollout.prompt_length,
         truncation=data.truncation,
         identity={"model": model_identity(config.model.path), "engine": rollout.name},
     )
-    processor = processor_of(model, tokenizer, data.mm_processor_kwargs)
     return str(generate_file(job, sampler, tokenizer, processor))
 
 

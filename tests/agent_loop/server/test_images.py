@@ -47,7 +47,9 @@ def test_a_call_has_the_images_of_its_messages_and_goes_on_by_tokens(tokenizer, 
     def agent(base_url, api_key, row, model):
         create = client(base_url, api_key).chat.completions.create
         assert row["multi_modal_data"]["images"] == [RED], "the row's own are the agent's to send"
-        first = create(model=model, messages=[shown(url(RED))]).choices[0].message
+        sized = shown(url(RED))
+        sized["content"][0]["min_pixels"] = 10**10  # of a field that chooses the size nothing is read
+        first = create(model=model, messages=[sized]).choices[0].message
         create(model=model, messages=[shown(url(RED)), first, shown(url(BLUE), "And this?")])
 
     sampler = Scripted("red", "blue", tokenizer=tokenizer)

@@ -63,7 +63,7 @@ def test_sizes_are_bounded_by_the_images_own_limits_before_those_of_the_settings
     assert load_image({"bytes": png(size=(40, 40)), "max_pixels": 100}, "x", limits).size == (10, 10)
     assert load_image(png(size=(5, 5)), "x", limits).size == (10, 10)
     assert fitted_size((30, 10), None, None) == (30, 10)
-    for bad in ({"min_pixels": 0}, {"max_pixels": "9"}, {"min_pixels": 9, "max_pixels": 4}):
+    for bad in ({"min_pixels": 0}, {"max_pixels": "9"}, {"min_pixels": 9, "max_pixels": 4}, {"min_pixels": 10**9}):
         with pytest.raises(DataError, match="pixels"):
             load_image({"bytes": png(), **bad}, "x", LIMITS)
 

@@ -176,7 +176,8 @@ def _picture(image: Any) -> Any:
     """Pixels (H, W), (H, W, 3) or (H, W, 4) uint8 as a picture; other forms of images are read as those of rows are."""
     if not isinstance(image, np.ndarray):
         return image
-    if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[-1] not in (3, 4)):
+    has_channels = image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (3, 4))
+    if image.dtype != np.uint8 or not image.size or not has_channels:
         got, allowed = f"the shape {image.shape} and the type {image.dtype}", "(H, W), (H, W, 3) or (H, W, 4), of uint8"
         raise EnvironmentFailure(f"an image has {got}; it may have {allowed}")
     return fromarray(image)

@@ -111,6 +111,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             await asyncio.wait_for(work, settings.timeout)
         except EnvironmentFailure as failure:
             error = failure
+        except DataError as failure:  # an image that the processor refuses, or a template without a place for one
+            error = EnvironmentFailure(str(failure))
         except TimeoutError:
             error = EnvironmentFailure(f"an episode took longer than {settings.timeout} s")
         try:
@@ -175,10 +177,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         """
         if observation.images and data.seen.processor is None:
             raise EnvironmentFailure("it shows an image, and the model reads only text")
-        try:
-            images = tuple(data.seen.load(observation.images, self._name)) if observation.images else ()
-        except DataError as error:
-            raise EnvironmentFailure(str(error)) from error
+        images = tuple(data.seen.load(observation.images, self._name)) if observation.images else ()
         kept = shortened(observation.text, self.shared.settings.max_observation_length, "left")
         if kept is not observation.text:
             data.metrics.add("rollout/environment/truncated_observations", 1, "sum")

@@ -208,17 +208,20 @@ def _messages(given: Any, images: bool) -> list[Message]:
         if message["role"] not in ROLES:
             raise bad(f"messages[{number}].role", f"unknown role {_short(message['role'])}; known: {', '.join(ROLES)}.")
         for part in image_parts([message]):
-            if not _is_inline(part.get("image")):  # a model that chooses a path or an address would read it
+            address = _address(part.get("image"))
+            if address is None or not address.startswith("data:"):  # a model that chooses a path would read it
                 raise bad(f"messages[{number}].content", 'an image is {"type": "image_url", "image_url": {"url": '
                           '"data:image/png;base64,..."}}; paths and addresses are not read.')  # fmt: skip
+            part.clear()  # of its other fields some choose the size to which it is decoded
+            part.update(type="image", image=address)
     return messages
 
 
-def _is_inline(image: Any) -> bool:
-    """Whether an image part holds a data URL."""
+def _address(image: Any) -> str | None:
+    """The URL in an image part; None: it has none."""
     while isinstance(image, Mapping):
         image = next((image[name] for name in IMAGE_NAMES if name in image), None)
-    return isinstance(image, str) and image.startswith("data:")
+    return image if isinstance(image, str) else None
 
 
 def _tools(given: Any) -> tuple[dict[str, Any], ...]:

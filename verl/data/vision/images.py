@@ -127,6 +127,9 @@ def pixel_range(value: Any, where: str, limits: ImageLimits) -> tuple[int | None
     least, most = bounds
     if least is not None and most is not None and least > most:
         raise DataError("min_pixels is above max_pixels", key=where, got=f"{least} and {most}")
+    if least is not None and least > limits.decoded:
+        allowed = f"at most {limits.decoded} (data.max_image_pixels)"
+        raise DataError("min_pixels is above the limit", key=where, got=least, allowed=allowed)
     return least, most
 
 

@@ -138,7 +138,9 @@ class RunCheckpoints:
     def end_step(self) -> None:
         """After a step was logged: its checkpoint, if there is one, may be found; a dropped step goes back to here."""
         if self.run.ledger is not None:
-            self.run.ledger.end(self.run.step, saved=self.has_saved(self.run.step))
+            self.run.ledger.end(self.run.step)
+        if self.run.journal is not None and self.has_saved(self.run.step):
+            self.run.journal.sync()  # its checkpoint, which is put in place next, has its place in it
         if self.writer is not None:
             self.writer.release()
         self.remember()
@@ -162,6 +164,8 @@ class RunCheckpoints:
         if boundary is None or boundary.step == 0:
             return "stopped before the first step was complete; there is nothing to save"
         if not self.has_saved(boundary.step):
+            if self.run.journal is not None:
+                self.run.journal.sync()
             self._save(boundary)
         self.writer.wait()
         self._tell_saved()
@@ -228,6 +232,8 @@ class RunCheckpoints:
         rng.set_rng_state(state["rng"])
         self.run.step = int(state["step"])
         self.position = Position.read(folder)
+        if self.position is None and "decisions" in state:  # of a release with a file for them
+            self.position = Position(0, "", int(state["decisions"]))
         saved = [name for name in reader.parts if (folder / name / BATCH).is_file()]
         batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
         if SURPLUS in batches:
