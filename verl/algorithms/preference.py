@@ -44,13 +44,7 @@ def dpo_loss(
         return torch.relu(1 - beta * margin)
     if kind == "simpo":
         return -F.logsigmoid(beta * margin - gamma)
-    if kind != "sigmoid":
-        raise ConfigError(
-            "unknown loss of pairs",
-            key="dpo.loss_type",
-            got=kind,
-            allowed=DPO_LOSSES,
-        )
+    assert kind == "sigmoid", f"{kind} is no function of the margin"
     scaled = beta * margin
     return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 
@@ -115,8 +109,8 @@ class DPOLoss:
         gamma: float = 0.0,
         sft_coef: float | None = None,
     ):
-        if kind != "orpo":
-            dpo_loss(torch.zeros(1), beta, kind)  # an unknown name is refused here, not in the first step
+        if kind not in DPO_LOSSES:
+            raise ConfigError("unknown loss of pairs", key="dpo.loss_type", got=kind, allowed=DPO_LOSSES)
         self.beta, self.kind, self.label_smoothing, self.gamma = beta, kind, label_smoothing, gamma
         self.length_normalised = length_normalised or kind in WITHOUT_REFERENCE
         self.reference_free = reference_free or kind in WITHOUT_REFERENCE
