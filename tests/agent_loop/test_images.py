@@ -108,11 +108,11 @@ def discs(folder: Path, **options: Any) -> dict[str, str]:
 
 
 def test_pictures_of_an_environment_are_seen_with_its_text(tokenizer, processor, tmp_path):
-    asked = table(tokenizer, processor)
-    batch, script = play(tokenizer, processor, ["blue<|im_end|>", "red<|im_end|>"], asked, **discs(tmp_path))
+    prompts = table(tokenizer, processor)
+    batch, script = play(tokenizer, processor, ["blue<|im_end|>", "red<|im_end|>"], prompts, **discs(tmp_path))
     first, second = (r for r in script.requests if r.session == script.requests[0].session)
     colours = [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
-    assert [image.getpixel((0, 0)) for image in first.images] == colours[:2], "the row's own goes first"
+    assert [image.getpixel((0, 0)) for image in first.images] == colours[:2], "the row's image comes first"
     assert [image.getpixel((0, 0)) for image in second.images] == colours
     assert first.token_ids.count(processor.placeholder_id) == 4 + 4
     assert second.token_ids.count(processor.placeholder_id) == 4 + 4 + 6
@@ -124,7 +124,7 @@ def test_pictures_of_an_environment_are_seen_with_its_text(tokenizer, processor,
     assert batch.non_tensor_batch["reward_score"].tolist() == [1.0, 1.0]
     shown = [piece.get("images") for piece in batch.non_tensor_batch["trajectory"][0]]
     assert shown[0][0].startswith("image 56x56 sha256:") and shown[2][0].startswith("image 84x56 sha256:")
-    joined = with_answers(asked, batch, MetricSet())
+    joined = with_answers(prompts, batch, MetricSet())
     assert joined.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"].shape == (16 + 16 + 24, 1176)
 
 

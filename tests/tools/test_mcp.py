@@ -169,11 +169,15 @@ def test_parts_that_are_no_text_are_named():
 
 
 def test_images_of_a_server_are_shown_to_a_model_that_sees():
-    """A part and a resource; a text model is told of them, and a model that sees of those that it cannot be shown."""
+    """A part and a resource. A text model gets their types, as any model does for an image that cannot be read."""
     red, blue = b"red", b"blue"
     parts = [{"type": "text", "text": "a"}, {"type": "image", "mimeType": "image/png", "data": "cmVk"},
              {"type": "resource", "resource": {"uri": "u", "mimeType": "image/png", "blob": "Ymx1ZQ=="}}]  # fmt: skip
-    answering = SimpleNamespace(call=lambda *_: asyncio.sleep(0, {"content": parts}), restarts=0)
+
+    async def answer_of(*_):
+        return {"content": parts}
+
+    answering = SimpleNamespace(call=answer_of, restarts=0)
     tool = MCPBaseTool({}, schema_of({"name": "look"}), answering)
     answers = []
 

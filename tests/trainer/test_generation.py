@@ -93,12 +93,12 @@ def test_prompts_with_pictures_are_answered_as_transformers_answers_them(tmp_pat
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(8 if weight.dim() > 1 else 1)  # so that the picture decides on the likeliest token
+            weight.mul_(8 if weight.dim() > 1 else 1)  # the picture then decides on the likeliest token
     model.save_pretrained(folder)
     seen = [*pictures([(56, 56), (84, 56)]), None]
-    asked = [{"prompt": [{"role": "user", "content": "<image>What?" if image else "What?"}],
+    rows = [{"prompt": [{"role": "user", "content": "<image>What?" if image else "What?"}],
               "images": [{"bytes": png(image)}] if image else []} for image in seen]  # fmt: skip
-    pq.write_table(pa.Table.from_pylist(asked), "seen.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), "seen.parquet")
     words = ["model.path=sees", "data.path=seen.parquet", "rollout.do_sample=false", "rollout.ignore_eos=true"]
     assert main_generation.main(changed(KEYS, *words)) == 0
     tokenizer = hf_tokenizer(folder)

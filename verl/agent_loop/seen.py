@@ -41,7 +41,7 @@ class SeenImages:
         self.inputs: Mapping[str, Tensor] = row.get("multi_modal_inputs") or {}
         self.added: list[Any] = []
         self._made: dict[int, tuple[Any, Mapping[str, Tensor]]] = {}
-        """By the id of a picture, which is kept so that no other one gets it."""
+        """By the id of a picture; the picture is kept, since a freed id would be given again."""
 
     def prompt(self, ids: Sequence[int], images: Sequence[Any] | None = None) -> list[int]:
         """A prompt with one placeholder per image, expanded.

@@ -1,7 +1,7 @@
 """What became of every sample of a run: each is sampled, then trained on, dropped for a named reason, or still waiting.
 
 The entries of a journal are applied one after the other, by the run that writes them and by those who read the file.
-Only samples in flight are held, so a run of any length needs the memory of its open ones.
+Only samples in flight are held: a run of any length needs the memory of its open ones.
 """
 
 from __future__ import annotations

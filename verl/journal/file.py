@@ -47,7 +47,7 @@ class Position:
     """A place in a journal, which a checkpoint remembers.
 
     Args:
-        entries: so many come before it.
+        entries: number of entries before it.
         check: the checksum of the last one of these, which tells the journals of two runs from each other.
         decisions: of the recorded schedule (`verl.journal.schedule`) among them.
     """
@@ -93,7 +93,7 @@ class Journal:
     Args:
         folder: the run's.
         step: the step that the run resumes from; 0: it begins.
-        before: name of its file so far, where the checkpoint knows it.
+        before: name of its file in the process before, where the checkpoint knows it.
         position: of the checkpoint in that file, where it knows it.
 
     Attributes:
@@ -219,7 +219,7 @@ def entries_in(path: Path, until: int | None = None, replaced: bool = False) -> 
     """The entries of a journal that hold, in their order; a run may be writing it.
 
     Args:
-        until: of its first so many entries; None: of all.
+        until: number of the last entry that is read; None: all are.
         replaced: also those that a resumed run has replaced.
 
     Raises:
@@ -267,7 +267,7 @@ def _history(path: Path, until: int | None) -> list[range]:
 def _after(line: bytes, number: int, path: Path) -> int:
     """How many entries before line ``number``, which begins a process, hold; b"": a file that begins without one.
 
-    An earlier release cut off what did not hold, so all do.
+    An earlier release cut off what did not hold: all do.
     """
     if not line.endswith(b"\n"):
         return number - 1

@@ -1,6 +1,6 @@
 """The ledger in a run's journal: what became of every sample, one entry per event.
 
-No entry holds a time, so two equal runs have equal ledgers. `verl.journal.ledger_reader` answers questions about it.
+No entry holds a time: two equal runs have equal ledgers. `verl.journal.ledger_reader` answers questions about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schedule in a run's journal: the decisions of an asynchronous run, so that a later run can take the same ones.
+"""The schedule in a run's journal: the decisions of an asynchronous run, which a later run can take again.
 
 There is no time in a decision: the clock is the number of decisions before it (``t``). The first entry of the journal
 has the settings and the content behind them.
@@ -88,7 +88,7 @@ class ScheduleRecord:
             self._version = entry["version"] if entry["event"] == "weights" else self._version
 
     def start_over(self) -> None:
-        """No decision is known; a replay goes on where its script is."""
+        """No decision is known; a replay continues where its script is."""
         self.count, self._version = 0 if self.script is None else self.script.at, None
 
     def add(self, event: str, **facts: Any) -> None:
@@ -270,7 +270,7 @@ def _shown(entry: Entry) -> str:
 
 def _checked(entry: Entry, path: Path) -> Entry:
     """The decision, in which all is there that a replay reads; raises as reading it would, or as `_check_order`."""
-    if entry["event"] == "trained":  # so an earlier release named it
+    if entry["event"] == "trained":  # its name in an earlier release
         entry = {**entry, "event": "update"}
     if any(type(entry[name]) is not kind for name, kind in READ.get(entry["event"], {}).items()):
         raise TypeError

@@ -104,7 +104,7 @@ class MCPBaseTool(BaseTool):
                     images += trajectory.seen.load([image_of(part)], f"tool {self.name}")
                 else:
                     parts.append(part)
-            except (VerlError, ValueError):  # a kind that is not read, or damaged: the model is told of it
+            except (VerlError, ValueError):  # a kind that is not read, or damaged: the model gets its type
                 parts.append(part)
         text = text_of({**reply, "content": parts}) if parts or not images else ""
         answer = ToolResponse(text=f"Error: {text}" if refused else text, image=images or None)

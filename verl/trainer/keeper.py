@@ -375,7 +375,7 @@ class ReplicaKeeper:
 
 
 def _take_error(task: asyncio.Task[Any]) -> None:
-    """The error of a health check says no more than the replica's death does, so asyncio does not log it."""
+    """The error of a health check says no more than the replica's death does: asyncio shall not log it."""
     if not task.cancelled():
         task.exception()
 

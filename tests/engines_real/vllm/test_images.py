@@ -18,13 +18,12 @@ from verl.rollout.base import Request, SamplingParams
 from verl.rollout.vllm.sampler import VLLMSampler
 from verl.weight_sync import chunk_weights
 
-pytest.importorskip("torchvision", reason="vLLM loads no model that sees without torchvision")
 SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def seeing(tmp_path_factory, request):
-    """A model with heads of 32, which vLLM's CPU kernels take, and weights so wide that pictures matter."""
+    """A model with heads of 32, which vLLM's CPU kernels take, and weights wide enough for pictures to matter."""
     made = tiny_vision_dir(tmp_path_factory.mktemp("seeing") / "model", request.param, hidden=128)
     file = made / "model.safetensors"
     weights = {name: value * 3 if value.dim() > 1 else value for name, value in load_file(str(file)).items()}
@@ -64,8 +63,8 @@ def expected(model, request, done):
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
 
 
-def check_log_probs(sampler, model, asked):
-    for request, done in zip(asked, sample(sampler, asked), strict=True):
+def check_log_probs(sampler, model, jobs):
+    for request, done in zip(jobs, sample(sampler, jobs), strict=True):
         assert model.config.image_token_id not in done.token_ids
         torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, request, done), atol=1e-4, rtol=1e-4)
 
@@ -77,16 +76,16 @@ def test_log_probs_of_answers_about_images_are_those_of_the_model(seeing, sample
 
 def test_an_update_of_the_tower_is_seen_in_pictures_that_were_encoded_before(seeing, sampler):
     model = load_causal_lm(str(seeing)).eval()
-    asked = list(requests(seeing, model.config))
-    before = [done.log_probs for done in sample(sampler, asked)]
+    jobs = list(requests(seeing, model.config))
+    before = [done.log_probs for done in sample(sampler, jobs)]
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.mul_(1.5 if "visual" in name and weight.dim() > 1 else 1)
     weights = [(name, tensor.clone()) for name, tensor in export_weights(model)]
     asyncio.run(sampler.update_weights(chunk_weights(weights, 1 << 16, 1), 1))
-    check_log_probs(sampler, model, asked)
-    changed = [one != done.log_probs for one, done in zip(before, sample(sampler, asked))]
-    assert changed == [bool(request.images) for request in asked]
+    check_log_probs(sampler, model, jobs)
+    changed = [one != done.log_probs for one, done in zip(before, sample(sampler, jobs))]
+    assert changed == [bool(request.images) for request in jobs]
 
 
 def test_pictures_that_are_not_those_of_the_prompt_are_refused_by_name(seeing, sampler):
@@ -98,7 +97,7 @@ def test_pictures_that_are_not_those_of_the_prompt_are_refused_by_name(seeing, s
     larger = Request("b", first.token_ids, first.sampling, images=pictures([(84, 56)]))
     with pytest.raises(RolloutError, match=r"makes a prompt of .* tokens, and the request has .*mm_processor_kwargs"):
         sample(sampler, [larger])
-    assert len(sample(sampler, [first])[0].token_ids) == 4, "the engine goes on"
+    assert len(sample(sampler, [first])[0].token_ids) == 4, "the engine still samples"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ class Located:
     """Where the prompt of a call stands in its conversation.
 
     Args:
-        parent: the answer that it goes on from; None: it begins.
+        parent: the answer that it continues; None: it begins a conversation.
         inserted: the tokens after it, or all of the prompt; one placeholder for each image.
         images: in the new messages, as the client sent them.
     """
@@ -49,7 +49,7 @@ class Prompts:
         self._extenders: dict[str, Extender] = {}
 
     def locate(self, ask: CompletionRequest, record: Record) -> Located:
-        """Where the prompt of a call goes on from."""
+        """The answer that the prompt of a call continues, and what is new after it."""
         if ask.messages is not None:
             return self._in_chat(ask, ask.messages, record)
         if isinstance(ask.prompt, str):

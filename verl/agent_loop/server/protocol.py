@@ -81,7 +81,7 @@ def read_chat(given: Any, images: bool = False) -> CompletionRequest:
     """The request in the body of ``/v1/chat/completions``.
 
     Args:
-        images: the model sees, so contents may have image parts.
+        images: the model sees, and contents may have image parts.
 
     Raises:
         ApiError: naming the field.

@@ -1,4 +1,4 @@
-"""The journal of a run: opened, compared before a replay begins, and told of each step."""
+"""The journal of a run: opened, compared before a replay begins, and one entry per step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def open_journal(
     if is_async:
         if script is not None:
             if state.step and known is None:
-                why = "the checkpoint knows no recorded schedule, so no replay can continue from it"
+                why = "the checkpoint knows no recorded schedule: no replay can continue from it"
                 fix = "Set trainer.resume_mode=disable to replay from the beginning."
                 raise ConfigError(why, key=KEY, got=str(script.path), fix=fix)
             script.begin(0 if known is None else known.decisions)
