@@ -7,7 +7,7 @@ under ``fully_async`` and under ``sync``. Timed from inside, by the clock and by
 (two runs would differ by more than that): all that writes the ledger, the spans or the decisions, its digest of
 every step included; the check of every trained token against the bound; and the queue with all that its groups need,
 from single prompts to the batch that is trained on. A synchronous step does part of this, too: it writes ledger and
-spans, and the filter and the pool make its batch. That is measured in the second run, and subtracted.
+spans, and the filter and the stream make its batch. That is measured in the second run, and subtracted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ from verl.journal.schedule import ScheduleRecord  # noqa: E402
 from verl.journal.spans import Spans  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402
-from verl.trainer.ppo import accounting, beside, record, stages, staleness  # noqa: E402
+from verl.trainer.ppo import accounting, driver, record, stages, staleness, stream  # noqa: E402
 from verl.trainer.ppo.callbacks import Callback  # noqa: E402
-from verl.trainer.ppo.context import SamplePool  # noqa: E402
-from verl.trainer.ppo.groups import Drawn  # noqa: E402
+from verl.trainer.ppo.groups import DrawnPrompts  # noqa: E402
 from verl.trainer.ppo.queue import GroupQueue  # noqa: E402
-from verl.trainer.ppo.schedules import queued  # noqa: E402
 
 GOAL = 0.02
 MODES = {
@@ -49,7 +47,7 @@ MODES = {
         "algorithm.rollout_correction.bypass_mode=true",
     ),
 }  # fmt: skip
-EVENTS = ("ask", "sampled", "scored", "drop", "drop_rest", "drop_rows", "batched", "chosen", "trained")
+EVENTS = ("ask", "sampled", "scored", "drop", "drop_rows", "batched", "chosen", "trained")
 PARTS: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 """Seconds of this step by what is timed, by the clock and by the CPU."""
 COUNTED = ("queue", "bound", "recorded schedule", "ledger", "trace")
@@ -91,13 +89,11 @@ def time_the_parts() -> None:
     wrap("ledger", Ledger, "end")
     wrap("trace", Spans, "_enter", "_leave", "flush")
     wrap("queue", GroupQueue, "room", "admit", "complete", "lose", "is_ready", "drop_overdue", "take", "publish")
-    wrap("queue", Drawn, "next")
+    wrap("queue", DrawnPrompts, "take", "batch")
     wrap(NOT_COUNTED, stages.PromptSource, "next_prompts")
-    wrap("queue", beside, "judged")
+    wrap("queue", driver, "judged", "joined")
     wrap("queue", DataProto, "concat")
-    wrap("queue", queued, "joined")
-    wrap("queue", stages, "keep", "take_batch")
-    wrap("queue", SamplePool, "add")
+    wrap("queue", stream, "joined", "trimmed")
     wrap("bound", staleness, "check")
     wrap("recorded schedule", ScheduleRecord, "add")
     wrap("recorded schedule", record, "note_step")

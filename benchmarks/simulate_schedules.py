@@ -46,7 +46,8 @@ from figures import ROOT, Figures, add_json
 sys.path.insert(0, str(ROOT))
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
-from verl.trainer.ppo.queue import GroupQueue, QueueBound
+from verl.trainer.ppo.admission import GroupAdmission
+from verl.trainer.ppo.queue import GroupQueue
 
 CHUNKS = 4
 LONGEST = 16
@@ -199,7 +200,7 @@ class Run:
     def __init__(self, job: Job, schedule: Schedule, staleness: int):
         ahead = staleness if schedule.is_ahead else 0
         chunk, late = job.prompts // schedule.chunks, "drop"
-        bound = QueueBound(job.prompts, chunk, Fraction(ahead), None, schedule.in_order, late)
+        bound = GroupAdmission(job.prompts, chunk, Fraction(ahead), None, schedule.in_order, late)
         self.job, self.schedule, self.queue = job, schedule, GroupQueue(bound)
         self.engines = [Engine(job) for _ in range(job.samplers)]
         names = {str(number): engine for number, engine in enumerate(self.engines)}

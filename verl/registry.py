@@ -269,10 +269,25 @@ def beside(path: str, name: str) -> Any:
         except ModuleNotFoundError as error:
             if _is_missing(home, error):
                 return None  # told where the path itself is loaded
+            _refuse_old_base(error, path)
             raise
         if any(hasattr(module, said) for said in BESIDE):
             return getattr(module, name, None)
     return None
+
+
+NEW_SCHEDULE = (
+    "Write NAME = dataclasses.replace(SYNC, stages=..., models=...), with SYNC or another row of "
+    "verl.trainer.ppo.schedules, and name it (docs/howto/extending.md)."
+)
+_OLD_SCHEDULES = "verl.trainer.ppo.schedules."
+
+
+def _refuse_old_base(error: ModuleNotFoundError, path: str) -> None:
+    """Raise `ConfigError` where a module is named, or imported by a user's, that held a schedule's class once."""
+    if str(error.name).startswith(_OLD_SCHEDULES):
+        message = f"there is no {error.name} any more: a schedule is a row of data and no class"
+        raise ConfigError(message, key="trainer.v1.trainer_mode", got=path, fix=NEW_SCHEDULE) from error
 
 
 def _is_missing(module_name: str, error: ModuleNotFoundError) -> bool:
@@ -286,6 +301,7 @@ def load_object(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        _refuse_old_base(error, path)
         if not _is_missing(module_name, error):
             raise  # the user's own module exists and lacks something: that traceback is the message
         raise ConfigError(
@@ -531,11 +547,11 @@ TRACKERS = Registry(
 SCHEDULES = Registry(
     "schedule",
     {
-        "sync": "verl.trainer.ppo.schedules.sync:SyncSchedule",
-        "one_step_off": "verl.trainer.ppo.schedules.one_step_off:OneStepOffSchedule",
-        "colocate_async": "verl.trainer.ppo.schedules.colocate_async:ColocateAsyncSchedule",
-        "separate_async": "verl.trainer.ppo.schedules.separate_async:SeparateAsyncSchedule",
-        "fully_async": "verl.trainer.ppo.schedules.fully_async:FullyAsyncSchedule",
+        "sync": "verl.trainer.ppo.schedules:SYNC",
+        "one_step_off": "verl.trainer.ppo.schedules:ONE_STEP_OFF",
+        "colocate_async": "verl.trainer.ppo.schedules:COLOCATE_ASYNC",
+        "separate_async": "verl.trainer.ppo.schedules:SEPARATE_ASYNC",
+        "fully_async": "verl.trainer.ppo.schedules:FULLY_ASYNC",
     },
     key="trainer.v1.trainer_mode",
     facts=ScheduleFacts,

@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Roles
 from verl.trainer.ppo import group_filter, oversampling
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.schedules.sync import SyncSchedule
+from verl.trainer.ppo.schedules import SYNC
 from verl.trainer.ppo.stages import train
 from verl.workers.model import ModelRole
 from verl.workers.options import InferOptions
@@ -61,57 +61,55 @@ def rate_tokens(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
         learn_from_outcomes(batch, roles, ctx)
 
 
-class PrimeSchedule(SyncSchedule):
-    """The synchronous schedule with an implicit reward model, which rates tokens and learns from outcomes."""
+def models(config: PPOTrainerConfig) -> list[ModelRole]:
+    """The model that learns, and the one that it is compared with where that is not the policy."""
+    settings = config.reward.reward_model
+    implicit = settings.implicit
+    if not (implicit.enable and settings.model_path):
+        raise ConfigError(
+            "PRIME does not run without its reward model",
+            key="reward.reward_model.implicit.enable" if settings.model_path else "reward.reward_model.model_path",
+            fix="python -m recipe.prime.main_prime sets what it needs but the path of the model.",
+        )
+    limits = partial(
+        PassLimits.of,
+        settings.micro_batch_size_per_gpu,
+        settings.micro_batch_size,
+        settings.use_dynamic_bsz,
+        settings.forward_max_token_len_per_gpu,
+    )
+    learns = ModelRole(
+        name=MODEL,
+        model=_model(config, str(settings.model_path)),
+        key="reward.reward_model.model_path",
+        strategy=settings.strategy,
+        fsdp=settings.fsdp_config,
+        megatron=settings.megatron,
+        limits=limits,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        optim=implicit.optim,
+        loss=partial(LOSSES[implicit.loss_type], implicit.beta_train),
+        grad_clip=implicit.grad_clip,
+        mini_batch_size=implicit.mini_batch_size,
+        pool="rm",
+    )
+    if implicit.ref_type == "policy":
+        return [learns]
+    path = str(implicit.ref_path or settings.model_path)
+    frozen = dataclasses.replace(
+        learns,
+        name=FROZEN,
+        model=_model(config, path),
+        key="reward.reward_model.implicit.ref_path",
+        optim=None,
+        loss=None,
+        mini_batch_size=0,
+    )
+    return [learns, frozen]
 
-    stages = (rate_tokens,)
 
-    @classmethod
-    def added_roles(cls, config: PPOTrainerConfig) -> list[ModelRole]:
-        """The model that learns, and the one that it is compared with where that is not the policy."""
-        settings = config.reward.reward_model
-        implicit = settings.implicit
-        if not (implicit.enable and settings.model_path):
-            raise ConfigError(
-                "PRIME does not run without its reward model",
-                key="reward.reward_model.implicit.enable" if settings.model_path else "reward.reward_model.model_path",
-                fix="python -m recipe.prime.main_prime sets what it needs but the path of the model.",
-            )
-        limits = partial(
-            PassLimits.of,
-            settings.micro_batch_size_per_gpu,
-            settings.micro_batch_size,
-            settings.use_dynamic_bsz,
-            settings.forward_max_token_len_per_gpu,
-        )
-        learns = ModelRole(
-            name=MODEL,
-            model=_model(config, str(settings.model_path)),
-            key="reward.reward_model.model_path",
-            strategy=settings.strategy,
-            fsdp=settings.fsdp_config,
-            megatron=settings.megatron,
-            limits=limits,
-            temperature=config.actor_rollout_ref.rollout.temperature,
-            optim=implicit.optim,
-            loss=partial(LOSSES[implicit.loss_type], implicit.beta_train),
-            grad_clip=implicit.grad_clip,
-            mini_batch_size=implicit.mini_batch_size,
-            pool="rm",
-        )
-        if implicit.ref_type == "policy":
-            return [learns]
-        path = str(implicit.ref_path or settings.model_path)
-        frozen = dataclasses.replace(
-            learns,
-            name=FROZEN,
-            model=_model(config, path),
-            key="reward.reward_model.implicit.ref_path",
-            optim=None,
-            loss=None,
-            mini_batch_size=0,
-        )
-        return [learns, frozen]
+PrimeSchedule = dataclasses.replace(SYNC, stages=(rate_tokens,), models=models)
+"""The synchronous schedule with an implicit reward model, which rates tokens and learns from outcomes."""
 
 
 def _model(config: PPOTrainerConfig, path: str) -> HFModelConfig:

@@ -41,6 +41,6 @@ def test_a_signal_saves_the_batch_that_waits_for_its_step(server: Server, undist
     ended = server.start(folder, [*AHEAD, *RARELY], "generation:12:TERM").wait()
     assert ended.status == 143 and "stopped after step 1, which is saved in" in ended.output, ended.output[-2000:]
     assert list_checkpoints(folder / "run")[0].step == 1
-    assert (folder / "run/global_step_1/ahead/batch").is_file()
+    assert (folder / "run/global_step_1/queue/batch").is_file()
     finish(server, folder, AHEAD)
     assert_same_end(undisturbed, folder, STEPS)

@@ -24,6 +24,7 @@ KINDS = {".py", ".md", ".rst", ".sh", ".ipynb", ".toml", ".yaml", ".yml", ".ini"
 INVENTED = {
     ("benchmarks/bench_sft.py", "verl.trainer.PROGRAM"): "replaced before it runs",
     ("tests/sanity/test_benchmark_names.py", "verl.errors.NoSuchError"): "a name that does not exist",
+    ("tests/trainer/ppo/test_stream.py", "verl.trainer.ppo.schedules.sync.SyncSchedule"): "of an earlier release",
     ("tests/sanity/test_house.py", "verl.sandbox.b"): "a small library of the test's own",
     ("tests/sanity/test_house.py", "verl.engines.e"): "a small library of the test's own",
     ("tests/sanity/test_house.py", "verl.engines.d.NAME"): "a small library of the test's own",

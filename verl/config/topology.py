@@ -240,7 +240,26 @@ def added_roles(cfg: PPOTrainerConfig) -> list[Any]:
     """The models that the run's schedule, which a recipe may bring, adds to the library's roles; built-in ones add none."""
     named = cfg.trainer.v1.trainer_mode
     known = registry.SCHEDULES.builtin_targets()
-    return [] if named in known else list(registry.SCHEDULES.get(named).added_roles(cfg))
+    return [] if named in known else list(schedule_of(cfg).models(cfg))
+
+
+def schedule_of(cfg: PPOTrainerConfig) -> Any:
+    """What ``trainer.v1.trainer_mode`` names, a `verl.trainer.ppo.schedules.Schedule`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    named = str(cfg.trainer.v1.trainer_mode)
+    schedule = registry.SCHEDULES.get(named)
+    if not all(hasattr(schedule, name) for name in ("admission", "stages", "models", "prefetches")):
+        raise ConfigError(
+            "it names no schedule: a schedule is a row of data and no class",
+            key="trainer.v1.trainer_mode",
+            got=named,
+            allowed="a verl.trainer.ppo.schedules.Schedule",
+            fix=registry.NEW_SCHEDULE,
+        )
+    return schedule
 
 
 def backend_of(strategy: str, processes: int) -> str:

@@ -36,13 +36,14 @@ def batch() -> DataProto:
 def test_every_row_of_a_batch_is_trained_on_or_dropped_for_its_own_reason(tmp_path):
     journal = Journal(tmp_path)
     journal.begin()
-    ctx = SimpleNamespace(step=6, epoch=0, ledger=Ledger(journal), learned_from=None, learns_from_pairs=False)
+    run = SimpleNamespace(ledger=Ledger(journal), learns_from_pairs=False)
+    ctx = SimpleNamespace(step=6, epoch=0, run=run, learned_from=None)
     rows = batch()
     accounting.ask(rows, ctx)
     accounting.sampled(rows, ctx)
     accounting.chosen(rows, rows.select_idxs([0, 0, 1, 2, 3, 4]), ctx)  # PF-PPO drew the first twice, the last never
     accounting.trained(rows, ctx)
-    ctx.ledger.check([])
+    ctx.run.ledger.check([])
     samples = History.of(journal.path).samples
     assert [one.facts.get("reason", one.stage) for one in samples] == [
         "trained", "unscorable", "given_up", "failed_loop", "rejected", "not_drawn"

@@ -7,10 +7,11 @@ import pytest
 from tests.harness.runs import numbers, prepare, train
 from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, replace
+from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.callbacks import Callback
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.schedules.sync import SyncSchedule
-from verl.trainer.ppo.step import collect, learn
+from verl.trainer.ppo.schedules import ScheduleRun
+from verl.trainer.ppo.step import learn
 
 LEARNS = ("adv", "update_actor", "old_log_prob")
 SCORER = scorer("{'score': len(set(solution_str)) / 10, 'letters': len(solution_str)}")
@@ -22,29 +23,21 @@ RUN = (
 """The policy stays as it is, so it does not matter to a sample whether the update before it is over."""
 
 
-class Ahead(SyncSchedule):
-    """Collects the next batch in the middle of the update before it."""
+OPENED = []
 
-    def __init__(self):
-        super().__init__()
-        self.waiting = None
-        self.opened = []
 
-    def step(self, source, roles, ctx):
-        if self.waiting is None:
-            batch = collect(source, roles, ctx)
-        else:
-            half, batch = self.waiting
-            ctx.take_in(half)
+class Ahead(ScheduleRun):
+    """Samples the next batch in the middle of the update before it."""
 
+    def _learn(self, batch, source, roles, ctx):
         def collect_next(_, roles, learning):
             before = learning.metrics.values(), set(learning.timers.seconds), dict(learning.sample_info)
             half = ctx.run.open(learning.step + 1)
-            self.waiting = half, collect(source, roles, half)
+            self.stream.prefetch(source, half, may_stop=False)
             assert before == (learning.metrics.values(), set(learning.timers.seconds), learning.sample_info)
-            self.opened.append((learning.step, half.step, half.epoch, set(half.timers.seconds)))
+            OPENED.append((learning.step, half.step, half.epoch, set(half.timers.seconds)))
 
-        last = ctx.step == ctx.total_steps
+        last = ctx.step == ctx.run.total_steps
         return learn(batch, roles, ctx, () if last else (collect_next,))
 
 
@@ -59,11 +52,13 @@ class Books(Callback):
         self.books.append((ctx.step, ctx.epoch, ctx.sample_info, set(ctx.timers.seconds), ctx.gen_batches))
 
 
-def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(workplace):
+def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(workplace, monkeypatch):
     prepare(scorer=SCORER)
+    OPENED.clear()
     in_turn, at_once = Books(), Books()
     first = train(*RUN, watch=in_turn)
-    second = train(*RUN, f"trainer.v1.trainer_mode={__name__}:Ahead", watch=at_once)
+    monkeypatch.setattr(ray_trainer, "ScheduleRun", Ahead)
+    second = train(*RUN, watch=at_once)
     assert [numbers(step) for step in second.metrics] == [numbers(step) for step in first.metrics]
     for mine, other in zip(second.batches, first.batches, strict=True):
         assert mine.batch["responses"].tolist() == other.batch["responses"].tolist()
@@ -71,9 +66,8 @@ def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(workpl
     assert at_once.books == in_turn.books and [book[:2] for book in at_once.books] == [(1, 0), (2, 0), (3, 1)]
     letters = [list(book[2]["letters"]) for book in at_once.books]
     assert letters[0] != letters[1] != letters[2], "each step's own samples"
-    opened = second.trainer.schedule.opened
-    assert [steps[:3] for steps in opened] == [(1, 2, 0), (2, 3, 1)]
-    assert all({"gen", "reward"} <= timed and not timed & set(LEARNS) for *_, timed in opened)
+    assert [steps[:3] for steps in OPENED] == [(1, 2, 0), (2, 3, 1)]
+    assert all({"gen", "reward"} <= timed and not timed & set(LEARNS) for *_, timed in OPENED)
     assert all(set(LEARNS) <= book[3] for book in at_once.books)
 
 
@@ -85,16 +79,16 @@ def test_two_contexts_of_a_run_share_its_state_and_nothing_else():
         learning.metrics.add("actor/loss", 1.0)
         collecting.metrics.add("training/aborted_samples", 3, "sum")
         learning.metrics.add("actor/loss", 3.0)
-        collecting.count_gen_batch()
+        collecting.gen_batches += 1
         collecting.sample_info = {"acc": [1.0]}
     assert (learning.step, learning.epoch, collecting.step, collecting.epoch) == (4, 1, 5, 2)
     assert learning.metrics.values() == {"actor/loss": 2.0}
     assert collecting.metrics.values() == {"training/aborted_samples": 3.0}
     assert set(learning.timers.seconds) == {"update_actor"} and set(collecting.timers.seconds) == {"gen"}
     assert (learning.gen_batches, learning.sample_info) == (0, {})
-    assert learning.pool is collecting.pool is run.pool and learning.kl_controller is collecting.kl_controller
+    assert learning.run is collecting.run is run and learning.run.kl_controller is collecting.run.kl_controller
     run.stop = stop = type(run.stop)()
-    assert learning.stop is collecting.stop is stop
+    assert learning.run.stop is collecting.run.stop is stop
 
 
 def test_a_half_that_ran_ahead_is_taken_into_the_context_of_its_step():

@@ -166,7 +166,7 @@ def test_surplus_samples_that_would_be_two_versions_old_are_dropped_and_counted(
 
 def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(ahead):
     saved = sorted(path.name for path in Path("once/global_step_2").iterdir() if path.is_dir())
-    assert saved == ["actor", "ahead"] and not Path("once/global_step_4/ahead").exists()
+    assert saved == ["actor", "queue"] and not Path("once/global_step_4/queue").exists()
     shutil.copytree("once/global_step_2", "again/global_step_2")
     again = run("again")
     for mine, other in zip(again.batches, ahead.batches[2:], strict=True):

@@ -11,7 +11,7 @@ from tests.trainer.ppo.test_dynamic_sampling import GROUPS, PATTERNS, rows
 from verl.config import PPOTrainerConfig, replace
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.oversampling import choose
+from verl.trainer.ppo.oversampling import chosen_rows
 
 
 def chosen(rates: dict[str, list[float]], finish: list[str] | None = None, **data: object) -> tuple[list[str], dict]:
@@ -26,7 +26,7 @@ def chosen(rates: dict[str, list[float]], finish: list[str] | None = None, **dat
     }
     samples = DataProto.from_dict({"token_level_scores": torch.zeros(len(uids), 1)}, columns)
     ctx = RunState(config, reward=dict, total_steps=1).open(1)
-    return list(choose(samples, ctx).non_tensor_batch["uid"]), ctx.metrics.values()
+    return list(samples.non_tensor_batch["uid"][chosen_rows(samples, ctx)]), ctx.metrics.values()
 
 
 def test_prompts_of_middling_difficulty_are_trained_on_and_the_earliest_others_fill_the_batch(workplace):
@@ -40,7 +40,7 @@ def test_prompts_of_middling_difficulty_are_trained_on_and_the_earliest_others_f
     ] * 4
     assert metrics["training/oversampling/liked_prompts"] == 4
     assert metrics["training/oversampling/filled_prompts"] == 1
-    assert seen.trainer.ctx.pool.peek() is None, "what is not chosen is dropped"
+    assert not len(seen.trainer.schedule.stream.queue), "what is not chosen is dropped"
     assert seen.trainer.steps_per_epoch == 1
     account = seen.trainer.state.ledger.account
     assert (account.sampled, account.trained, dict(account.dropped)) == (32, 20, {"surplus": 12})

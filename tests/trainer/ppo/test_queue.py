@@ -10,17 +10,18 @@ from fractions import Fraction
 import pytest
 
 from verl.trainer.ppo import queue as queues
-from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
+from verl.trainer.ppo.admission import OVERDUE, BoundBroken, GroupAdmission
+from verl.trainer.ppo.queue import GroupQueue
 
 SHARES = (Fraction(0), Fraction("0.1"), Fraction("0.5"), Fraction(1), Fraction("1.5"), Fraction(3))
 
 
-def random_bound(draw: random.Random) -> QueueBound:
+def random_bound(draw: random.Random) -> GroupAdmission:
     chunk, chunks = draw.randint(1, 3), draw.randint(1, 3)
     ahead = draw.choice(SHARES)
-    bound = QueueBound(chunk * chunks, chunk, ahead, in_order=draw.random() < 0.4)
+    bound = GroupAdmission(chunk * chunks, chunk, ahead, in_order=draw.random() < 0.4)
     more = draw.choice((None, -(-ahead // 1) + draw.randint(0, 2)))
-    return replace(bound, staleness=more, overdue=draw.choice(queues.OVERDUE))
+    return replace(bound, staleness=more, overdue=draw.choice(OVERDUE))
 
 
 class World:
@@ -169,7 +170,7 @@ def test_an_admission_rule_that_is_off_is_caught_by_the_assertion_and_by_the_exp
 
 def test_the_formula_by_hand():
     """T = 4 groups a step, half a step ahead: 6 at first, then 4 more with every version."""
-    bound = QueueBound(groups=4, chunk=2, ahead=Fraction("0.5"))
+    bound = GroupAdmission(groups=4, chunk=2, ahead=Fraction("0.5"))
     queue = GroupQueue(bound)
     assert (bound.most, bound.allowed, queue.room()) == (6, 1, 6)
     numbers = [queue.admit(None) for _ in range(6)]
@@ -183,14 +184,14 @@ def test_the_formula_by_hand():
     assert queue.room() == 4 and queue.step == 1 and not queue.is_ready()
     queue.complete(5, "first"), queue.complete(4, "second")
     assert [(entry.number, entry.version) for entry in queue.take()] == [(4, 0), (5, 0)]
-    assert QueueBound(10, 10, Fraction("0.1")).limit(2) == 31 and QueueBound(4, 4).limit(7) == 32
+    assert GroupAdmission(10, 10, Fraction("0.1")).limit(2) == 31 and GroupAdmission(4, 4).limit(7) == 32
 
 
 def test_what_is_overdue_is_waited_for_dropped_or_trained_on():
     """One group that never ends in time, the others at once: S = 1, one group ahead, two groups a step."""
 
     def run(overdue: str) -> GroupQueue:
-        queue = GroupQueue(QueueBound(2, 2, Fraction("0.5"), staleness=1, in_order=False, overdue=overdue))
+        queue = GroupQueue(GroupAdmission(2, 2, Fraction("0.5"), staleness=1, in_order=False, overdue=overdue))
         slow = queue.admit("slow")
         for _ in range(3):
             while queue.room():
@@ -216,7 +217,7 @@ def test_what_is_overdue_is_waited_for_dropped_or_trained_on():
 
 
 def test_a_queue_goes_on_from_its_state_and_samples_again_what_was_in_flight():
-    queue = GroupQueue(QueueBound(2, 1, Fraction(1)), version=0)
+    queue = GroupQueue(GroupAdmission(2, 1, Fraction(1)), version=0)
     for prompt in "abcd":
         queue.admit(prompt)
     queue.complete(2, "C"), queue.complete(0, "A")
@@ -225,14 +226,14 @@ def test_a_queue_goes_on_from_its_state_and_samples_again_what_was_in_flight():
     state = queue.state_dict()
     entries = list(queue)
     later = GroupQueue(queue.bound)
-    again = later.load_state_dict(state, [e.prompt for e in entries], [e.samples for e in entries if e.is_complete])
-    assert again == [1] and [(e.number, e.prompt, e.samples) for e in later] == [(1, "b", None), (2, "c", "C")]
+    later.load_state_dict(state, [e.prompt for e in entries], [e.samples for e in entries if e.is_complete])
+    assert [(e.number, e.prompt, e.samples) for e in later] == [(1, "b", None), (2, "c", "C")]
     assert (later.room(), later.trained, later.counts) == (queue.room(), 1, queue.counts)
     assert later.complete(1, "B") and [entry.samples for entry in later.take()] == ["B"]
     assert later.admit("e") == 4 == queue.admit("e")
 
 
 def test_a_token_older_than_its_groups_admission_is_a_fault():
-    queue = GroupQueue(QueueBound(1, 1), version=3, trained=3)
+    queue = GroupQueue(GroupAdmission(1, 1), version=3, trained=3)
     with pytest.raises(BoundBroken, match="admitted under version 3, and has older tokens"):
         queue.complete(queue.admit("a"), "A", version=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import signal
@@ -27,15 +28,15 @@ from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 from verl.single_controller.base import Role, interrupts
 from verl.trainer.build import worker_arguments
-from verl.trainer.ppo import stages
-from verl.trainer.ppo.beside import Beside
-from verl.trainer.ppo.context import RunState, together
-from verl.trainer.ppo.filling import Filling
-from verl.trainer.ppo.groups import Done, Drawn, GroupRows, carried_groups, check_not_starved
-from verl.trainer.ppo.queue import BoundBroken, GroupQueue, QueueBound
-from verl.trainer.ppo.schedules.colocate_async import ColocateAsyncSchedule
-from verl.trainer.ppo.schedules.fully_async import FullyAsyncSchedule
-from verl.trainer.ppo.schedules.separate_async import SeparateAsyncSchedule
+from verl.trainer.ppo import schedules, stages
+from verl.trainer.ppo.admission import BoundBroken, GroupAdmission
+from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.driver import Concurrent
+from verl.trainer.ppo.groups import Done, GroupRows, check_not_starved, together
+from verl.trainer.ppo.queue import GroupQueue
+from verl.trainer.ppo.schedules import COLOCATE_ASYNC, FULLY_ASYNC, SEPARATE_ASYNC, ScheduleRun
+from verl.trainer.ppo.scripted import ScriptedSampling
+from verl.trainer.ppo.stream import GroupStream
 from verl.trainer.signals import RunStopped
 
 MODE = "trainer.v1.trainer_mode"
@@ -126,7 +127,7 @@ def test_a_signal_between_two_chunks_lets_the_step_end_and_the_run_goes_on_bit_f
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch, pytest.raises(RunStopped, match="143") as stopped:
-        patch.setattr(FullyAsyncSchedule, "stages", (hit,))
+        patch.setattr(schedules, "FULLY_ASYNC", dataclasses.replace(FULLY_ASYNC, stages=(hit,)))
         train(*BASE, *STREAM, "trainer.default_local_dir=hit", "trainer.save_freq=100", "trainer.resume_mode=auto")
     assert "stopped after step 2" in stopped.value.sentence
     later = run("hit", *STREAM)
@@ -154,12 +155,11 @@ def test_groups_that_were_left_out_before_a_resume_do_not_starve_the_queue_after
     made = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model",
                                        *STREAM, "data.train_batch_size=4"])  # fmt: skip
     state = RunState(made, reward=lambda batch: {}, total_steps=9, step=5)
-    queue, drawn = GroupQueue(FullyAsyncSchedule.bound(made), 5, 20), Drawn()
-    queue.counts["filtered"] = 1000
-    queue.admit(DataProto.from_dict(tensors={"prompts": torch.ones(1, 2)}))
-    schedule = FullyAsyncSchedule()
-    schedule.carry_on(carried_groups(queue, drawn, ()), state)
-    check_not_starved(schedule._filling.queue, schedule._filling.lost, state.open(6))
+    stream, later = (GroupStream(FULLY_ASYNC.admission(made), state, version=5) for _ in range(2))
+    stream.queue.counts["filtered"] = 1000
+    stream.queue.admit(GroupRows.of(DataProto.from_dict(tensors={"prompts": torch.ones(1, 2)})))
+    later.load_state(stream.state())
+    check_not_starved(later.queue, later._lost, state.open(6))
 
 
 def test_groups_of_which_one_tells_more_than_another_are_one_batch():
@@ -203,49 +203,52 @@ class Slow:
 def test_groups_in_flight_are_waited_for_amid_a_step_even_after_a_signal_and_cancelled_at_the_end():
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
-    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    prompt = GroupRows.of(DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)}))
     slow = Slow()
-    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, limit=2)
-    beside.begin({0: prompt, 1: prompt}, ctx)
-    ctx.stop.signal = signal.SIGTERM
-    assert beside.results(ctx, wait=True) == [] and beside.in_flight == 2
+    driver = Concurrent({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, limit=2)
+    driver.begin({0: prompt, 1: prompt}, ctx)
+    ctx.run.stop.signal = signal.SIGTERM
+    assert driver.results(ctx, wait=True) == [] and driver.in_flight == 2
     threading.Timer(0.3, slow.go.set).start()
-    assert beside.results(ctx, wait=True, may_stop=False)[0].why == "failed"
+    assert driver.results(ctx, wait=True, may_stop=False)[0].why == "failed"
     wait_until(lambda: slow.failed == 2)  # the other call looks a moment later
     slow.go.clear()
     before = slow.begun
-    beside.begin({2: prompt}, ctx)
+    driver.begin({2: prompt}, ctx)
     wait_until(lambda: slow.begun > before)
-    beside.close()
+    driver.close()
     assert slow.cancelled == 1 and not [one for one in threading.enumerate() if one.name == "verl-groups"]
 
 
 def test_a_group_that_fails_is_sampled_once_more_before_its_prompt_is_left_out():
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
-    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    prompt = GroupRows.of(DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)}))
     begun: list[int] = []
 
     class Failing:
-        def begin(self, prompts, ctx):
+        takes_turns, failed = True, None
+
+        def begin(self, prompts, ctx, follow=None, enough=None):
             begun.extend(prompts)
 
         def results(self, ctx, wait, may_stop=True):
-            return [Done(number, GroupRows.of(prompt), why="failed") for number in {*begun}]
+            return [Done(number, prompt, why="failed") for number in {*begun}]
 
-    filling = Filling(GroupQueue(QueueBound(groups=2, chunk=1)), ctx.run)
-    begun.append(filling.queue.admit(prompt))
-    filling.take_in(Failing(), ctx, wait=True)
-    assert begun == [0, 0] and len(filling.queue) == 1 and not filling.queue.lost
-    filling.take_in(Failing(), ctx, wait=True)
-    assert begun == [0, 0] and not len(filling.queue) and filling.queue.counts["failed"] == 1
+    stream = GroupStream(GroupAdmission(groups=2, chunk=1), ctx.run, version=0)
+    stream._driver = ScriptedSampling(Failing(), None)
+    begun.append(stream.queue.admit(prompt))
+    stream.take_in(ctx, wait=True)
+    assert begun == [0, 0] and len(stream.queue) == 1 and not stream.queue.lost
+    stream.take_in(ctx, wait=True)
+    assert begun == [0, 0] and not len(stream.queue) and stream.queue.counts["failed"] == 1
 
 
 def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for_the_update(monkeypatch):
     """As a call of workers does, the update here looks now and then whether it is still waited for."""
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
-    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    prompt = GroupRows.of(DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)}))
 
     trained = []
 
@@ -258,14 +261,15 @@ def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for
     def broken(*_):
         raise RewardError("rewards.py, line 3: it failed on row 7")
 
-    monkeypatch.setattr(Beside, "_scored", broken)
+    monkeypatch.setattr(Concurrent, "_scored", broken)
     monkeypatch.setattr(stages, "with_answers", lambda asked, made, metrics: made)
     answering = SimpleNamespace(call=lambda method, asked: asyncio.sleep(0.1, asked))
-    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: answering))}, limit=2)
-    filling = Filling(GroupQueue(QueueBound(groups=1, chunk=1)), ctx.run)
-    beside.begin({0: prompt}, ctx)
+    driver = Concurrent({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: answering))}, limit=2)
+    stream = GroupStream(GroupAdmission(groups=1, chunk=1), ctx.run, version=0)
+    stream._driver = ScriptedSampling(driver, None)
+    driver.begin({0: prompt}, ctx)
     with pytest.raises(RewardError, match="it failed on row 7"):
-        filling.beside(training, beside, ctx)
+        stream.during(training, ctx)
     assert not trained, "it was not waited for"
 
 
@@ -273,7 +277,7 @@ def test_an_agent_loop_whose_failures_are_to_stop_the_run_ends_it_with_its_first
     """Other failures of a sampler are the group's: the eighth in a row ends the run."""
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     ctx = RunState(config, reward=lambda batch: {}, total_steps=9).open(3)
-    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
+    prompt = GroupRows.of(DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)}))
     calls: list[BaseException] = []
 
     async def call(method, asked):
@@ -281,16 +285,16 @@ def test_an_agent_loop_whose_failures_are_to_stop_the_run_ends_it_with_its_first
         raise calls[-1]
 
     handle = SimpleNamespace(call=call)
-    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: handle))}, limit=1)
+    driver = Concurrent({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: handle))}, limit=1)
     errors = [RolloutError("all 2 rollouts of a batch failed"), RunStops("the games failed on row 1, uid a: KeyError")]
-    beside.begin({0: prompt}, ctx)
-    assert [done.why for done in beside.results(ctx, wait=True)] == ["failed"] and not beside.failed.is_set
-    beside.begin({1: prompt}, ctx)
+    driver.begin({0: prompt}, ctx)
+    assert [done.why for done in driver.results(ctx, wait=True)] == ["failed"] and not driver.failed.is_set
+    driver.begin({1: prompt}, ctx)
     with pytest.raises(RunStops, match="the games failed on row 1"):
-        beside.results(ctx, wait=True)
-    beside.close()
-    assert len(calls) == 2 and beside.failed.is_set
-    beside.close()
+        driver.results(ctx, wait=True)
+    driver.close()
+    assert len(calls) == 2 and driver.failed.is_set
+    driver.close()
 
 
 def test_no_more_groups_are_sampled_at_once_than_the_limit_allows():
@@ -300,14 +304,14 @@ def test_no_more_groups_are_sampled_at_once_than_the_limit_allows():
     config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"])
     run = RunState(config, reward=lambda batch: {}, total_steps=9)
     slow = Slow()
-    beside = Beside({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, 2)
-    prompt = DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)})
-    beside.begin(dict.fromkeys(range(6), prompt), run.open(1))
+    driver = Concurrent({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: slow))}, 2)
+    prompt = GroupRows.of(DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)}))
+    driver.begin(dict.fromkeys(range(6), prompt), run.open(1))
     wait_until(lambda: slow.begun >= 2)
     for _ in range(10):
-        asyncio.run_coroutine_threadsafe(turn(), beside._loop).result()  # for one more if it came
+        asyncio.run_coroutine_threadsafe(turn(), driver._loop).result()  # for one more if it came
     assert slow.begun == 2
-    beside.close()
+    driver.close()
 
 
 def test_groups_without_signal_make_room_for_others_and_a_queue_of_them_alone_is_one_error(tmp_path, monkeypatch):
@@ -327,7 +331,7 @@ def test_a_queue_that_keeps_one_group_of_many_goes_on_with_a_notice_and_one_that
     needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "data.train_batch_size=4"]
     filters = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"]
     ctx = RunState(load_config("ppo_trainer", [*needed, *STREAM, *filters]), reward=lambda batch: {}, total_steps=9)
-    queue = GroupQueue(QueueBound(groups=4, chunk=2))
+    queue = GroupQueue(GroupAdmission(groups=4, chunk=2))
 
     def filtered(groups: int) -> None:
         for _ in range(groups):
@@ -345,7 +349,7 @@ def test_a_queue_that_keeps_one_group_of_many_goes_on_with_a_notice_and_one_that
     assert "80 groups of samples were left out" in said
     assert "in acc, 0 because sampling or scoring failed), and 1 of the 2 that are trained on at once are there" in said
     assert "max_num_gen_batches=20 the run ends here" in said and "change the data, or the filter" in said
-    hopeless = GroupQueue(QueueBound(groups=4, chunk=2))
+    hopeless = GroupQueue(GroupAdmission(groups=4, chunk=2))
     for _ in range(80):
         hopeless.lose(hopeless.admit("a prompt"), "filtered")
     with pytest.raises(DataError, match=r"starves: since the last update 80 groups .* in acc, .* 0 of the 2"):
@@ -403,19 +407,17 @@ def test_what_a_queue_cannot_keep_is_refused_before_anything_starts(words, key, 
 def test_the_bounds_that_settings_mean():
     def bound(schedule, *words):
         needed = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
-        return schedule.bound(load_config("ppo_trainer", [*needed, *words]))
+        return schedule.admission(load_config("ppo_trainer", [*needed, *words]))
 
     sized = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    made = bound(
-        FullyAsyncSchedule, f"{MODE}=fully_async", "data.train_batch_size=0", sized[1], "data.gen_batch_size=1"
-    )
+    made = bound(FULLY_ASYNC, f"{MODE}=fully_async", "data.train_batch_size=0", sized[1], "data.gen_batch_size=1")
     assert (made.groups, made.chunk, made.most, made.allowed, made.in_order) == (64, 16, 70, 1, True)
     bypass = "algorithm.rollout_correction.bypass_mode=true"
-    whole, single = (bound(SeparateAsyncSchedule, f"{MODE}=separate_async", *sized, *more) for more in ((), (bypass,)))
+    whole, single = (bound(SEPARATE_ASYNC, f"{MODE}=separate_async", *sized, *more) for more in ((), (bypass,)))
     assert (whole.chunk, single.chunk, whole.allowed) == (64, 16, 1)
     rules = ("trainer.v1.sampler.order=completion", "trainer.v1.sampler.max_off_policy_threshold=3")
-    loose = bound(ColocateAsyncSchedule, f"{MODE}=colocate_async", *sized, *rules)
-    assert loose == QueueBound(64, 64, 1, staleness=3, in_order=False, overdue="drop") and loose.allowed == 3
+    loose = bound(COLOCATE_ASYNC, f"{MODE}=colocate_async", *sized, *rules)
+    assert loose == GroupAdmission(64, 64, 1, staleness=3, in_order=False, overdue="drop") and loose.allowed == 3
 
 
 def test_nodes_of_the_samplers_are_a_pool_of_their_own_under_separate_async_and_keep_their_caches():
@@ -431,7 +433,7 @@ def test_nodes_of_the_samplers_are_a_pool_of_their_own_under_separate_async_and_
     assert "hybrid_engine=false" in notices()[f"{rollout}.nnodes"]
     assert "sample while the trainers train" in notices()[f"{rollout}.free_cache_engine"]
     sampler = worker_arguments(config, Role.Rollout, 1, "cpu")["config"]
-    assert sampler.rollout.free_cache_engine is False and SeparateAsyncSchedule().steps_of(config, 64) == 16
+    assert sampler.rollout.free_cache_engine is False and ScheduleRun(SEPARATE_ASYNC).steps_of(config, 64) == 16
     with pytest.raises(ConfigError, match="have no nodes of their own to fill"):
         load_config("ppo_trainer", [*needed, *pool])
 

@@ -16,7 +16,7 @@ from verl.journal.file import NAME, entries_in, line_of
 from verl.journal.ledger_reader import History
 from verl.journal.schedule import Script
 from verl.metrics import notices, reset_notices
-from verl.trainer.ppo import beside, record
+from verl.trainer.ppo import driver, record
 from verl.trainer.ppo.groups import Done, GroupRows
 
 MODE, RULES = "trainer.v1.trainer_mode", "trainer.v1.sampler"
@@ -36,7 +36,7 @@ BASE = (
 pytestmark = pytest.mark.usefixtures("shared_here")
 
 
-class Explored(beside.Driven):
+class Explored(driver.Driven):
     """Groups end one after another in an order, and at moments, that a die decides; some fail the first time."""
 
     die = random.Random(0)
@@ -68,7 +68,7 @@ def explored(folder: str, seed: int, *changes: str, failing: tuple[int, ...] = (
     """A run whose groups are sampled one by one, and end in a random order."""
     Explored.die, Explored.failing = random.Random(seed), {*failing}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beside, "InTurn", Explored)
+        patch.setattr(driver, "Inline", Explored)
         patch.setattr(record, "samples_beside", lambda config: True)
         return run(folder, *changes)
 

@@ -137,7 +137,7 @@ def saved(monkeypatch, ends: str | None, spare: int = 0, every: int = 100) -> li
         now[0] += 80.0
         steps.append(ctx.step)
 
-    ctx = SimpleNamespace(step=0, total_steps=100, timed=lambda name: nullcontext())
+    ctx = SimpleNamespace(step=0, run=SimpleNamespace(total_steps=100), timed=lambda name: nullcontext())
     settings = SimpleNamespace(trainer=SimpleNamespace(save_freq=every, esi_redundant_time=spare))
     trainer, callback = SimpleNamespace(ctx=ctx, config=settings, save_checkpoint=save), SaveCheckpoint(lambda: now[0])
     for ctx.step in range(1, 7):

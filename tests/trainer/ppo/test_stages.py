@@ -11,9 +11,12 @@ from verl.errors import DataError
 from verl.metrics import Metric, MetricSet, notices
 from verl.protocol import DataProto
 from verl.single_controller.base import RoleHandle
-from verl.trainer.ppo import stages
-from verl.trainer.ppo.context import RunState, SamplePool, StepContext
+from verl.trainer.ppo import group_filter, stages
+from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.groups import GroupRows
+from verl.trainer.ppo.schedules import SYNC
 from verl.trainer.ppo.scoring import measure_parts, tell_missing_parts
+from verl.trainer.ppo.stream import GroupStream
 
 
 def config(**changes) -> PPOTrainerConfig:
@@ -35,6 +38,16 @@ def batch(rewards: list[float], uids: list[str], lengths: list[int] | None = Non
     attention = torch.cat([torch.ones(len(rewards), 1, dtype=torch.long), mask], dim=1)
     tensors = {"response_mask": mask, "token_level_scores": scores, "attention_mask": attention}
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)})
+
+
+def kept(samples: DataProto, ctx: StepContext) -> DataProto:
+    """The groups that dynamic sampling keeps."""
+    groups = group_filter.group_numbers(samples)
+    return samples.select_idxs(~stages.flat_groups(samples, groups, ctx)[groups])
+
+
+def stream(ctx: StepContext) -> GroupStream:
+    return GroupStream(SYNC.admission(ctx.config), ctx.run, version=0)
 
 
 def test_advantages_of_two_groups_are_those_of_grpo():
@@ -72,47 +85,44 @@ def test_a_scorer_that_fails_on_a_row_masks_that_row():
 def test_equal_groups_are_dropped_only_when_filtering_is_on():
     data = batch([1.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"])
     ctx = context()
-    assert len(stages.keep(data, ctx)) == 4
+    assert len(kept(data, ctx)) == 4
     assert ctx.metrics.values()["training/zero_variance_groups"] == 0.5
-    kept = stages.keep(data, context(**{"algorithm.filter_groups.enable": True}))
-    assert kept.non_tensor_batch["uid"].tolist() == ["b", "b"]
+    left = kept(data, context(**{"algorithm.filter_groups.enable": True}))
+    assert left.non_tensor_batch["uid"].tolist() == ["b", "b"]
 
 
 def test_groups_are_filtered_by_any_reward_detail():
     data = batch([1.0, 0.5, 0.0, 1.0], ["a", "a", "b", "b"])
     data.non_tensor_batch["acc"] = np.array([True, True, False, True], dtype=object)
     ctx = context(**{"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"})
-    assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
+    assert kept(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
 
 
 def test_an_endless_refill_stops_at_the_limit():
     limits = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 2}
     ctx = context(**limits).run.open(1)
-    ctx.count_gen_batch()
-    ctx.count_gen_batch()
+    stream(ctx)._count_gen_batches(2, ctx)
     with pytest.raises(DataError, match=r"2 batches of prompts were sampled, only 0 of 4 samples kept"):
-        ctx.count_gen_batch()
+        stream(ctx)._count_gen_batches(1, ctx)
 
 
 def test_a_refill_without_a_limit_is_told_once_it_takes_long():
     ctx = context(**{"algorithm.filter_groups.enable": True}).run.open(3)
     for _ in range(9):
-        ctx.count_gen_batch()
+        stream(ctx)._count_gen_batches(1, ctx)
     assert notices() == {}
-    ctx.count_gen_batch()
+    stream(ctx)._count_gen_batches(1, ctx)
     assert "step 3 samples batch 10 of prompts, with 0 of 4" in notices()["algorithm.filter_groups.max_num_gen_batches"]
 
 
-def test_the_pool_hands_out_whole_batches_and_keeps_the_surplus():
-    pool = SamplePool(rows=4)
-    pool.add(batch([0.0] * 3, ["a", "a", "b"]))
-    assert not pool.is_full()
-    pool.add(batch([1.0] * 3, ["b", "c", "c"]))
-    assert pool.is_full()
-    taken = pool.take()
-    assert taken.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
-    assert pool.peek().non_tensor_batch["uid"].tolist() == ["c", "c"]
-    assert len(pool) == 2
+def test_a_step_takes_the_earliest_groups_and_the_surplus_waits_in_the_stream():
+    groups = stream(context())
+    for samples in (batch([0.0] * 2, ["a", "a"]), batch([1.0] * 4, ["b", "b", "c", "c"])):
+        assert not groups.queue.is_ready()
+        for rows in GroupRows.each(samples, 2):
+            groups.queue.complete(groups.queue.admit("its prompt"), rows)
+    assert [entry.samples.alone().non_tensor_batch["uid"][0] for entry in groups.queue.take()] == ["a", "b"]
+    assert [list(held.non_tensor_batch["uid"]) for held in groups.held_samples()] == [["c", "c"]]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +136,7 @@ def test_the_pool_hands_out_whole_batches_and_keeps_the_surplus():
     ],
 )
 def test_the_old_log_prob_pass_is_skipped_only_where_nothing_needs_it(changes, needed):
-    assert context(**changes).needs_old_log_prob is needed
+    assert context(**changes).run.needs_old_log_prob is needed
 
 
 class Group:
@@ -166,7 +176,7 @@ def test_kl_in_the_reward_is_charged_with_the_coefficient_before_its_update():
         }
     )
     ctx = context(**{"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1})
-    metrics = stages.charge_kl(data, ctx.kl_controller)
+    metrics = stages.charge_kl(data, ctx.run.kl_controller)
     expected = torch.tensor([[-0.02, 0.01, 0.95], [0.0, 0.4, 0.0]])
     torch.testing.assert_close(data.batch["token_level_rewards"], expected, atol=1e-6, rtol=0)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.35, abs=1e-6)
@@ -205,22 +215,22 @@ def test_an_aborted_sample_is_masked_counted_and_in_no_baseline():
 def test_a_single_sample_is_kept_and_a_group_that_differs_in_a_failed_sample_alone_is_not():
     filtering = {"algorithm.filter_groups.enable": True}
     data = batch([1.0, 1.0, 1.0, 0.0], ["a", "b", "b", "b"])
-    assert stages.keep(data, context(**filtering)).non_tensor_batch["uid"].tolist() == ["a", "b", "b", "b"]
+    assert kept(data, context(**filtering)).non_tensor_batch["uid"].tolist() == ["a", "b", "b", "b"]
     data.non_tensor_batch["unscorable"] = np.array([False, False, False, True])
-    assert stages.keep(data, context(**filtering)).non_tensor_batch["uid"].tolist() == ["a"]
+    assert kept(data, context(**filtering)).non_tensor_batch["uid"].tolist() == ["a"]
 
 
 def test_rounding_does_not_make_a_difference():
     data = batch([0.1 + 0.2, 0.3, 0.0, 1e-6], ["a", "a", "b", "b"])
-    kept = stages.keep(data, context(**{"algorithm.filter_groups.enable": True}))
-    assert kept.non_tensor_batch["uid"].tolist() == ["b", "b"]
+    left = kept(data, context(**{"algorithm.filter_groups.enable": True}))
+    assert left.non_tensor_batch["uid"].tolist() == ["b", "b"]
 
 
 @pytest.mark.parametrize("metric", [None, "reward", "score", "seq_reward", "seq_final_reward"])
 def test_every_name_of_the_sequence_reward_filters_by_it(metric):
     data = batch([1.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"])
     ctx = context(**{"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": metric})
-    assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
+    assert kept(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
 
 
 def test_one_varying_reward_of_several_keeps_a_group():
@@ -231,7 +241,7 @@ def test_one_varying_reward_of_several_keeps_a_group():
     ctx.run.config = replace(
         ctx.config, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["style", "right"]}
     )
-    assert stages.keep(data, ctx).non_tensor_batch["uid"].tolist() == ["a", "a"]
+    assert kept(data, ctx).non_tensor_batch["uid"].tolist() == ["a", "a"]
 
 
 def test_each_reward_that_is_normalised_apart_is_shown():
@@ -285,15 +295,15 @@ def test_rejection_shrinks_the_mask_that_is_trained_on():
 )
 def test_a_correction_needs_the_old_log_probs_and_the_bypass_mode_leaves_them_out(changes, needed):
     ctx = context(**changes)
-    assert ctx.needs_old_log_prob is needed
-    assert ctx.bypasses_old_log_prob is ("algorithm.rollout_correction.bypass_mode" in changes)
+    assert ctx.run.needs_old_log_prob is needed
+    assert ctx.run.bypasses_old_log_prob is ("algorithm.rollout_correction.bypass_mode" in changes)
 
 
 def test_what_an_estimator_names_decides_what_the_dataflow_makes():
     ctx = context()
-    assert not ctx.needs_reward_baselines and not ctx.needs_sum_pi_squared
+    assert not ctx.run.needs_reward_baselines and not ctx.run.needs_sum_pi_squared
     ctx.run.estimator = lambda token_level_rewards, response_mask, reward_baselines, sum_pi_squared, old_log_probs: None
-    assert ctx.needs_reward_baselines and ctx.needs_sum_pi_squared and ctx.needs_old_log_prob
+    assert ctx.run.needs_reward_baselines and ctx.run.needs_sum_pi_squared and ctx.run.needs_old_log_prob
 
 
 def test_tokens_are_counted_for_each_data_parallel_rank():

@@ -11,8 +11,16 @@ from verl.config import PPOTrainerConfig, off_policy, replace
 from verl.config.partial_rollouts import problems
 from verl.config.root import updates_once
 from verl.errors import ConfigError
+from verl.metrics import notices
 from verl.protocol import DataProto
-from verl.trainer.ppo.unfinished import UnfinishedPrompts, prompts_in_work
+from verl.protocol.columns import object_array
+from verl.single_controller.base.interrupts import Interrupt
+from verl.trainer.ppo.admission import GroupAdmission
+from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows
+from verl.trainer.ppo.schedules import prompts_in_work
+from verl.trainer.ppo.scripted import ScriptedSampling
+from verl.trainer.ppo.stream import GroupStream
 
 KEEPS = (
     "actor_rollout_ref.rollout.keep_unfinished=true",
@@ -30,10 +38,10 @@ KEEPS = (
 
 def test_a_run_goes_on_with_what_a_step_left_and_a_resumed_one_gives_the_same_bits(here):
     whole = train(*KEEPS, "trainer.total_training_steps=2", "trainer.default_local_dir=whole")
-    account, state = whole.trainer.state.ledger.account, whole.trainer.state
+    account, stream = whole.trainer.state.ledger.account, whole.trainer.schedule.stream
     assert [len(batch) for batch in whole.batches] == [8, 8]
     assert account.trained == 16 and not account.faults and not account.dropped
-    held = sum(len(part) for part in (state.unfinished.peek(), state.pool.peek()) if part is not None)
+    held = sum(len(part) for part in stream.held_samples())
     assert account.sampled >= 16 and len(account.open) == held > 0
     keys = [
         (u, int(i))
@@ -71,33 +79,62 @@ class Source:
         return DataProto.from_dict(non_tensors={"uid": np.array(names, dtype=object)})
 
 
+class Samplers:
+    """A driver: of each round the named prompts are complete, the others stay in work."""
+
+    takes_turns, in_flight, idle_seconds, failed = True, 0, 0.0, Interrupt()
+
+    def __init__(self, *complete: str):
+        self.rounds, self.begun, self.done = iter(complete), [], []
+
+    def begin(self, prompts, ctx, follow=None, enough=None):
+        if not prompts:
+            return
+        rows = {number: prompt.alone() for number, prompt in prompts.items()}
+        uids = {number: one.non_tensor_batch["uid"][0] for number, one in rows.items()}
+        states = [one.non_tensor_batch.get("earlier", [None])[0] for one in rows.values()]
+        self.begun.append(("".join(uids.values()), [state is None for state in states], enough))
+        complete = next(self.rounds)
+        for number, one in rows.items():
+            one.non_tensor_batch["earlier"] = object_array([[{"turn": 0}, {"turn": 1}]])
+            samples = DataProto.from_dict({"responses": torch.zeros(2, 1)}, {"uid": [uids[number]] * 2})
+            is_complete = uids[number] in complete
+            rows_of = GroupRows.of(samples if is_complete else one)
+            self.done.append(Done(number, rows_of, why="" if is_complete else UNFINISHED))
+
+    def results(self, ctx, wait, may_stop=True):
+        done, self.done = self.done, []
+        return done
+
+
 def test_prompts_in_work_go_first_and_new_ones_take_the_room_that_they_leave():
-    held, source = UnfinishedPrompts(at_once=4, samples_per_prompt=2), Source()
+    settings = {"actor_rollout_ref.rollout.n": 2, "data.train_batch_size": 2}
+    run = RunState(replace(PPOTrainerConfig(), **settings), reward=lambda batch: {}, total_steps=9)
+    admission = GroupAdmission(2, 2, in_order=False, overdue="reweight", by_batch=True, in_work=4)
+    stream, source = GroupStream(admission, run, version=0), Source()
+    samplers = Samplers("bd", "acef")
+    stream._driver = ScriptedSampling(samplers, None)
 
-    def asked() -> DataProto:
-        rows = held.new_prompts(source).repeat(2, interleave=True)
-        rows.non_tensor_batch["sample_index"] = np.array([0, 1] * (len(rows) // 2), dtype=object)
-        return held.with_earlier(rows)
+    def held(of: GroupStream) -> str:
+        return "".join(rows.non_tensor_batch["uid"][0] for rows in of.held_samples())
 
-    def done(rows: DataProto, complete: str) -> list[str]:
-        uids = rows.non_tensor_batch["uid"]
-        states = np.array([None if uid in complete else {"turn": 0} for uid in uids], dtype=object)
-        made = DataProto.from_dict(
-            {"responses": torch.zeros(len(rows), 1)}, {"uid": uids, "earlier": states, "unfinished": states}
-        )
-        return list(held.keep(rows, made).non_tensor_batch["uid"])
-
-    first = asked()
-    assert list(first.non_tensor_batch["uid"]) == list("aabbccdd") and len(held) == 0
-    assert done(first, "bd") == list("bbdd") and len(held) == 2
-    second = asked()
-    assert list(second.non_tensor_batch["uid"]) == list("aacceeff")
-    assert [state is None for state in second.non_tensor_batch["earlier"]] == [False] * 4 + [True] * 4
-    saved = held.state()
-    again = UnfinishedPrompts(4, 2)
+    stream.prefetch(source, run.open(1), may_stop=False)
+    assert samplers.begun == [("abcd", [True] * 4, 2)] and held(stream) == "abcd"
+    assert [entry.samples.alone().non_tensor_batch["uid"][0] for entry in stream.queue.take()] == ["b", "d"]
+    saved = stream.state()
+    stream.prefetch(source, run.open(2), may_stop=False)
+    assert samplers.begun[1] == ("acef", [False] * 2 + [True] * 2, 2)
+    assert all(entry.is_complete for entry in stream.queue), "a, c, e and f"
+    again = GroupStream(admission, run, version=0)
     again.load_state(saved)
-    assert list(again.peek().non_tensor_batch["uid"]) == list("aacc")
-    assert done(second, "acef") == list("aacceeff") and held.peek() is None and held.state() == {}
+    assert held(again) == "ac" and [row.batch.non_tensor_batch["uid"][row.start] for row in again._drawn.left] == [
+        "e",
+        "f",
+    ]
+    off = GroupStream(GroupAdmission(2, 2, in_order=False, overdue="reweight", by_batch=True), run, version=0)
+    off.load_state(saved)
+    assert held(off) == "" and len(off.queue) == 2
+    assert "from their prompts again" in notices()["actor_rollout_ref.rollout.keep_unfinished, resumed run"]
 
 
 @pytest.mark.parametrize(("rate", "count"), [(0.5, 4), (0.25, 3), (0.2, 3), (0.9, 20)])

@@ -1,7 +1,6 @@
-"""What the stages of a step enter into the run's ledger (``trainer.ledger``): one function per event.
+"""What becomes of samples, entered into the run's ledger (``trainer.ledger``): one function per event.
 
-A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a ledger every function does nothing. A
-schedule that drops samples itself calls `drop`; one that holds some between two steps names them (``held_samples``).
+A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a ledger every function does nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def names_of(batch: DataProto) -> dict[str, list[Any]]:
 
 def ask(prompts: DataProto, ctx: StepContext) -> None:
     """These rows go to the sampler next."""
-    if ctx.ledger is not None:
+    if ctx.run.ledger is not None:
         rows = prompts.non_tensor_batch.get(ROW)
-        ctx.ledger.asked(ctx.step, ctx.epoch, keys_of(prompts), None if rows is None else list(rows))
+        ctx.run.ledger.asked(ctx.step, ctx.epoch, keys_of(prompts), None if rows is None else list(rows))
 
 
 def sampled(samples: DataProto, ctx: StepContext) -> None:
     """Responses have come: their turns, tokens, how they ended, and which weights drew them."""
-    if ctx.ledger is None:
+    if ctx.run.ledger is None:
         return
     columns, mask = samples.non_tensor_batch, samples.tensors["response_mask"]
     named = {"turns": "__num_turns__", "finish": "finish_reason", "error": ERROR}
@@ -54,44 +53,37 @@ def sampled(samples: DataProto, ctx: StepContext) -> None:
     if versions is not None:
         oldest, newest = row_bounds(versions)
         facts["newest_version"], facts["oldest_version"] = newest.tolist(), oldest.tolist()
-    ctx.ledger.noted("sampled", ctx.step, keys_of(samples), **facts)
+    ctx.run.ledger.noted("sampled", ctx.step, keys_of(samples), **facts)
 
 
 def scored(samples: DataProto, ctx: StepContext) -> None:
     """Samples have their scores."""
-    if ctx.ledger is not None:
+    if ctx.run.ledger is not None:
         scores = samples.tensors["token_level_scores"].sum(-1).tolist()
-        ctx.ledger.noted("scored", ctx.step, keys_of(samples), score=scores)
+        ctx.run.ledger.noted("scored", ctx.step, keys_of(samples), score=scores)
 
 
 def drop(samples: DataProto, reason: str, ctx: StepContext) -> None:
     """Samples that will not be trained on, for one of `verl.journal.account.REASONS`."""
-    if ctx.ledger is not None:
-        ctx.ledger.dropped(ctx.step, reason, keys_of(samples))
+    if ctx.run.ledger is not None:
+        ctx.run.ledger.dropped(ctx.step, reason, keys_of(samples))
 
 
 def drop_rows(samples: DataProto, rows: np.ndarray, reason: str, ctx: StepContext) -> None:
     """The same for those rows (B,) bool of them."""
-    if ctx.ledger is not None and rows.any():
-        ctx.ledger.dropped(ctx.step, reason, list(compress(keys_of(samples), rows)))
-
-
-def drop_rest(samples: DataProto, kept: DataProto, reason: str, ctx: StepContext) -> None:
-    """The same for those samples that are not among the kept ones."""
-    if ctx.ledger is not None and len(kept) < len(samples):
-        there = set(keys_of(kept))
-        ctx.ledger.dropped(ctx.step, reason, [key for key in keys_of(samples) if key not in there])
+    if ctx.run.ledger is not None and rows.any():
+        ctx.run.ledger.dropped(ctx.step, reason, list(compress(keys_of(samples), rows)))
 
 
 def batched(batch: DataProto, ctx: StepContext) -> None:
     """These are the samples of the step's batch."""
-    if ctx.ledger is not None:
-        ctx.ledger.noted("batch", ctx.step, keys_of(batch))
+    if ctx.run.ledger is not None:
+        ctx.run.ledger.noted("batch", ctx.step, keys_of(batch))
 
 
 def chosen(batch: DataProto, rows: DataProto, ctx: StepContext) -> None:
     """The rows that an update learns from, of those of the batch."""
-    if ctx.ledger is not None and rows is not batch:
+    if ctx.run.ledger is not None and rows is not batch:
         learned = rows.tensors["response_mask"].bool().any(-1).tolist()
         before = ctx.learned_from or set()  # of the step's earlier batches
         ctx.learned_from = before | {key for key, is_used in zip(keys_of(rows), learned) if is_used}
@@ -103,12 +95,12 @@ def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
     Args:
         updated: whether any model was.
     """
-    if ctx.ledger is None:
+    if ctx.run.ledger is None:
         return
     by_reason, keys = dict[str, list[Key]]({"": []}), keys_of(batch)
     for key, reason in zip(keys, _why_not(batch, keys, ctx, updated)):
         by_reason.setdefault(reason, []).append(key)
-    ctx.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
+    ctx.run.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
 
 
 def _why_not(batch: DataProto, keys: Sequence[Key], ctx: StepContext, updated: bool) -> Iterator[str]:
@@ -117,7 +109,7 @@ def _why_not(batch: DataProto, keys: Sequence[Key], ctx: StepContext, updated: b
     masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool).tolist()
     kept = tensors.get(KEPT_MASK, tensors["response_mask"]).bool().any(-1)
     rejected = (tensors["response_mask"].bool().any(-1) & ~kept).tolist()
-    method = "not_paired" if ctx.learns_from_pairs else "not_drawn"
+    method = "not_paired" if ctx.run.learns_from_pairs else "not_drawn"
     for row in rows:
         if masked[row]:
             yield _why_masked(columns, row)
@@ -135,6 +127,6 @@ def _why_masked(columns: Mapping[str, np.ndarray], row: int) -> str:
     return "failed_loop" if ERROR in columns and columns[ERROR][row] else "given_up"
 
 
-def waiting_in(batches: Iterable[DataProto | None]) -> list[Key]:
+def waiting_in(batches: Iterable[DataProto]) -> list[Key]:
     """The samples that wait in these batches."""
-    return [key for batch in batches if batch is not None for key in keys_of(batch)]
+    return [key for batch in batches for key in keys_of(batch)]

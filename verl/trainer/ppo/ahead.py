@@ -4,8 +4,8 @@ Consumes: two pieces of work, which share the run and have a context each. Waits
 or the first error, which ends the other half where it waits for workers. No thread outlives the call.
 
 What both halves touch: worker groups, whose calls are sent one at a time to all ranks of their processes; notices and
-what is worked out once per configuration, where the worst is to do it twice. The prompt source, the pool and the reward
-manager belong to the half that collects; trackers, checkpoints and the KL controller to the one that learns.
+what is worked out once per configuration, where the worst is to do it twice. The prompt source, the stream and the
+reward manager belong to the half that collects; trackers, checkpoints and the KL controller to the one that learns.
 """
 
 from __future__ import annotations

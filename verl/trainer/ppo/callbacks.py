@@ -166,7 +166,7 @@ class SaveCheckpoint(Callback):
         self._longest["step"] = max(self._longest["step"], now - self._began)
         if every <= 0:
             return
-        due = ctx.step % every == 0 or ctx.step == ctx.total_steps
+        due = ctx.step % every == 0 or ctx.step == ctx.run.total_steps
         if not due and self._machine_ends(spare):
             log.warning("step %d is saved: the machine is taken away before a further one would be", ctx.step)
             due = True
@@ -196,15 +196,15 @@ class Validate(Callback):
         if resumed and not settings.val_only:
             notice("trainer.val_before_train", "the run goes on, so the model is validated at the next test_freq only")
             return
-        with trainer.ctx.stop.droppable(), trainer.ctx.timed("testing"), timed("validating"):
+        with trainer.ctx.run.stop.droppable(), trainer.ctx.timed("testing"), timed("validating"):
             metrics = trainer.validate()
         trainer.log(metrics, trainer.ctx.step)
 
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         every, ctx = trainer.config.trainer.test_freq, trainer.ctx
-        if trainer.validator is None or every <= 0 or (ctx.step % every and ctx.step != ctx.total_steps):
+        if trainer.validator is None or every <= 0 or (ctx.step % every and ctx.step != ctx.run.total_steps):
             return
-        with suppress(StepDropped), ctx.stop.droppable(), ctx.timed("testing"):
+        with suppress(StepDropped), ctx.run.stop.droppable(), ctx.timed("testing"):
             for name, value in trainer.validate().items():
                 ctx.metrics.add(name, value, "last")
 

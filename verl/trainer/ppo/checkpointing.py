@@ -32,9 +32,8 @@ from verl.single_controller.base import Roles
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.stages import PromptSource
-from verl.trainer.ppo.unfinished import PROMPTS, ROWS
 
-SURPLUS, REFERENCE, BATCH = "surplus", "ref", "batch"
+REFERENCE, BATCH = "ref", "batch"
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Boundary:
     Args:
         step: the last complete one.
         state: what goes into ``trainer.json``.
-        batches: rows that wait for a later step, by the name of their part: samples for the next batch, prompts in
-            work, and what the schedule has sampled ahead.
+        batches: what waits in the stream for a later step, by the name of its part.
         position: in the run's journal, where there is one.
     """
 
@@ -58,9 +56,9 @@ class Boundary:
 class Carrier(Protocol):
     """What a schedule has between two steps."""
 
-    def carried(self) -> dict[str, DataProto]: ...
+    def state(self) -> dict[str, DataProto]: ...
 
-    def carry_on(self, parts: Mapping[str, DataProto], run: RunState) -> None: ...
+    def load_state(self, parts: Mapping[str, DataProto], run: RunState) -> None: ...
 
 
 class GroupInWork:
@@ -95,8 +93,8 @@ class RunCheckpoints:
     Args:
         roles: every trainable role is saved under its name.
         source: the place in the data.
-        run: step, KL controller and surplus samples.
-        schedule: what it has sampled ahead.
+        run: step and KL controller.
+        schedule: what waits in its stream.
     """
 
     def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState, schedule: Carrier):
@@ -183,10 +181,7 @@ class RunCheckpoints:
         if record is not None:
             record.boundary = self.run.step
         position = None if journal is None else journal.position(0 if record is None else record.count)
-        surplus, unfinished = self.run.pool.peek(), self.run.unfinished
-        batches = self.schedule.carried() | ({} if unfinished is None else unfinished.state())
-        batches = batches if surplus is None else {**batches, SURPLUS: surplus}
-        return Boundary(self.run.step, state, batches, position)
+        return Boundary(self.run.step, state, self.schedule.state(), position)
 
     def _save(self, boundary: Boundary) -> Path:
         if self.writer is None:
@@ -236,15 +231,7 @@ class RunCheckpoints:
             self.position = Position(0, "", int(state["decisions"]))
         saved = [name for name in reader.parts if (folder / name / BATCH).is_file()]
         batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
-        if SURPLUS in batches:
-            self.run.pool.add(batches.pop(SURPLUS))
-        in_work = [len(batches[name]) for name in (ROWS, PROMPTS) if name in batches]
-        if self.run.unfinished is not None:
-            self.run.unfinished.load_state(batches)
-        elif in_work:
-            why = "responses in work and prompts that waited for them, which are left out of this epoch"
-            notice("actor_rollout_ref.rollout.keep_unfinished", f"the resumed run had {sum(in_work)} rows of {why}")
-        self.schedule.carry_on(batches, self.run)
+        self.schedule.load_state(batches, self.run)
         self._saved, self.resumed = (self.run.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")
 

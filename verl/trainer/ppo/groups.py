@@ -1,4 +1,4 @@
-"""Groups, all samples of one prompt each, between the prompts and the queue: drawn, judged, saved, counted."""
+"""Groups, all samples of one prompt each, on their way through the stream: drawn, judged, joined, counted."""
 
 from __future__ import annotations
 
@@ -12,45 +12,33 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl.errors import ConfigError, DataError
+from verl.agent_loop.unfinished import ENOUGH
+from verl.errors import DataError
 from verl.journal.schedule import Notes
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
-from verl.protocol.lazy import trimmed_axis
-from verl.trainer.ppo import stages
-from verl.trainer.ppo.context import ABOUT_THE_REQUEST, StepContext, together
+from verl.protocol.lazy import row_bounds, trimmed_axis
+from verl.trainer.ppo import accounting, group_filter, oversampling, stages
+from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.stages import PromptSource
 
-FINISHED, PROMPTS = "queue", "queue_prompts"
-"""Parts of a checkpoint: samples of finished groups; prompts of the others, and of those that are not admitted yet."""
-STATE = "queue"
 OF_FAILED = {"failed": "failed_loop", "unscorable": "unscorable"}
 """Why a group failed, and what the ledger says of its samples. Sampling is tried once more, scoring is not."""
+UNFINISHED = "unfinished"
+"""A group that stays in work, with what its samples have so far."""
 MANY_LOST = 20
 """Batches of groups of which none is kept: a run without a limit of its own ends there."""
 LIMIT = "algorithm.filter_groups.max_num_gen_batches"
 CHANGE = "The task is too easy or too hard for this model: change the data, or the filter (algorithm.filter_groups)."
-
-
-class Drawn:
-    """Single prompts out of the batches that the loader makes."""
-
-    def __init__(self) -> None:
-        self.left: deque[DataProto] = deque()
-
-    def next(self, source: PromptSource) -> DataProto:
-        """The next prompt, a batch of one row."""
-        if not self.left:
-            batch = source.next_prompts()
-            self.left.extend(batch.slice(row, row + 1) for row in range(len(batch)))
-        return self.left.popleft()
+ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample", ENOUGH)
+"""Keys of ``meta_info`` that are about one call of the sampler."""
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The rows of a group in the batch that it was sampled with: a group is cut out only where it goes on alone.
+    """The rows of a group in the batch that they came with: a group is cut out only where it is needed alone.
 
     Args:
         batch: which nobody changes.
@@ -66,6 +54,11 @@ class GroupRows:
         """All rows of a batch."""
         return cls(batch, 0, len(batch))
 
+    @classmethod
+    def each(cls, batch: DataProto, size: int = 1) -> list[GroupRows]:
+        """The groups of a batch that has nothing else, of ``size`` rows each."""
+        return [cls(batch, start, start + size) for start in range(0, len(batch), size)]
+
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -74,15 +67,32 @@ class GroupRows:
         return self.batch if len(self) == len(self.batch) else self.batch.slice(self.start, self.stop)
 
 
+class DrawnPrompts:
+    """Prompts out of the batches that the loader makes, each a `GroupRows` of one row."""
+
+    def __init__(self) -> None:
+        self.left: deque[GroupRows] = deque()
+
+    def take(self, source: PromptSource, count: int) -> list[GroupRows]:
+        """The next prompts."""
+        while len(self.left) < count:
+            self.left.extend(GroupRows.each(source.next_prompts()))
+        return [self.left.popleft() for _ in range(count)]
+
+    def batch(self, source: PromptSource) -> list[GroupRows]:
+        """The loader's next batch, or what is left of one."""
+        return self.take(source, len(self.left)) or GroupRows.each(source.next_prompts())
+
+
 @dataclass(frozen=True)
 class Done:
     """What became of a group.
 
     Args:
         number: of the group in the queue.
-        rows: its samples; of a group that failed what was asked for.
+        rows: its samples; of a group that failed the rows without samples; of an unfinished one its prompt.
         oldest: version of its oldest token, where the sampler names versions.
-        why: there is nothing to train on: ``filtered``, ``failed`` or ``unscorable``.
+        why: there is nothing to train on: ``filtered``, ``surplus``, ``failed`` or ``unscorable``; or `UNFINISHED`.
         served: how each of its requests was served, where the sampler says so.
     """
 
@@ -101,44 +111,91 @@ def count_lost(done: Done, ctx: StepContext) -> None:
     ctx.metrics.add("training/rollout_failure/evicted_samples", len(done.rows), "sum")
 
 
-def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext) -> list[Done]:
+def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: bool = True) -> list[Done]:
     """Scored groups of equal size, or why there is nothing to train on.
 
     Args:
         numbers: of the groups in the queue.
         samples: of the first one, then of the next.
+        trims: cut the columns to the longest prompt and response.
     """
-    each = len(samples) // len(numbers)
-    dropped = stages.filtered(samples, np.repeat(np.arange(len(numbers)), each), ctx)
-    samples = trimmed(samples)
+    each, rows = ctx.run.samples_per_prompt, group_filter.group_numbers(samples)
+    if len(samples) != len(numbers) * each:
+        raise DataError(
+            f"{len(numbers)} prompts x {each} samples were to be sampled, and {len(samples)} came back",
+            key="skip.rollout" if ctx.config.skip.rollout.enable else "actor_rollout_ref.rollout.name",
+            fix="Samples from files are those of a run with the same batches of prompts (data.gen_batch_size, "
+            "algorithm.filter_groups.max_inflight_gen_batches).",
+        )
+    is_flat = stages.flat_groups(samples, rows, ctx)[rows]
+    accounting.drop_rows(samples, is_flat, "filtered_group", ctx)
+    is_chosen = oversampling.chosen_rows(samples, ctx)
+    accounting.drop_rows(samples, ~is_chosen, "surplus", ctx)
+    oldest = oldest_versions(samples, len(numbers))
+    if trims:
+        samples, stays = trimmed(samples), np.ones(len(samples), dtype=bool)  # a replay reads groups that are dropped
+    else:
+        stays = ~is_flat & is_chosen
+        samples = samples.select() if stays.all() else samples.select_idxs(stays)
     samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
-    places = zip(numbers, range(0, len(samples), each), dropped, _oldest(samples, len(numbers)), strict=True)
+    groups, none = iter(GroupRows.each(samples, each)), GroupRows(samples, 0, 0)
     return [
-        Done(number, GroupRows(samples, start, start + each), oldest, why="filtered" if is_dropped else "")
-        for number, start, is_dropped, oldest in places
+        Done(
+            number,
+            next(groups) if stays[row] else none,
+            oldest[place],
+            "filtered" if is_flat[row] else "" if is_chosen[row] else "surplus",
+        )
+        for place, (number, row) in enumerate(zip(numbers, range(0, len(stays), each), strict=True))
     ]
 
 
-def _oldest(samples: DataProto, groups: int) -> list[int | None]:
+def oldest_versions(samples: DataProto, groups: int) -> list[int | None]:
     """The version of each group's oldest token; None where no token has one (-1: padding, inserted text)."""
     versions = samples.tensors.get("token_versions", None)
     if versions is None:
         return [None] * groups
-    highest = torch.iinfo(versions.dtype).max
-    oldest = torch.where(versions >= 0, versions, highest).reshape(groups, -1).amin(-1)
-    return [None if version == highest else version for version in oldest.tolist()]
+    none, oldest = torch.iinfo(versions.dtype).max, row_bounds(versions)[0].reshape(groups, -1).amin(-1)
+    return [None if version == none else version for version in oldest.tolist()]
 
 
 def joined(groups: Sequence[GroupRows]) -> DataProto:
-    """The samples of groups as one batch, only as wide as the longest prompt and response in it."""
-    runs: list[GroupRows] = []
+    """The rows of groups as one batch, whose columns and facts may be changed."""
+    parts: list[tuple[DataProto, list[GroupRows]]] = []
     for rows in groups:
-        if runs and runs[-1].batch is rows.batch and runs[-1].stop == rows.start:
-            runs[-1] = GroupRows(rows.batch, runs[-1].start, rows.stop)
-        else:
-            runs.append(rows)
-    parts = [rows.alone() for rows in runs]
-    return trimmed(parts[0] if len(parts) == 1 else together(parts))
+        if not parts or parts[-1][0] is not rows.batch:
+            parts.append((rows.batch, []))
+        parts[-1][1].append(rows)
+    cut = [_rows_of(batch, there) for batch, there in parts]
+    one = cut[0].select() if len(cut) == 1 else together(cut)
+    one.meta_info = dict(one.meta_info)
+    return one
+
+
+def _rows_of(batch: DataProto, groups: Sequence[GroupRows]) -> DataProto:
+    """Groups of one batch: a view where they are adjacent, else a copy."""
+    first, last = groups[0], groups[-1]
+    if all(before.stop == after.start for before, after in pairwise(groups)):
+        return GroupRows(batch, first.start, last.stop).alone()
+    return batch.select_idxs(np.concatenate([np.arange(rows.start, rows.stop) for rows in groups]))
+
+
+def together(parts: Sequence[DataProto]) -> DataProto:
+    """Samples of several calls of the sampler as one batch, which has the columns of every part.
+
+    A part lacks a column where nothing happened that it tells of (``agent_error``, why a conversation ``ended``, a
+    detail of the score): None stands there. A tensor is kept where all parts have it.
+    """
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    tensors = [set[str]() if part.batch is None else set(part.batch.keys()) for part in parts]
+    shared, alike = set.intersection(*tensors), []
+    for part, there in zip(parts, tensors):
+        lacks = {name: np.full(len(part), None, dtype=object) for name in names if name not in part.non_tensor_batch}
+        if lacks or there != shared:
+            part = part.select(batch_keys=sorted(shared))
+            part.non_tensor_batch = {**part.non_tensor_batch, **lacks}
+        alike.append(part)
+    return DataProto.concat(alike)
 
 
 def trimmed(samples: DataProto) -> DataProto:
@@ -193,74 +250,6 @@ def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> 
     )
 
 
-def carried_groups(queue: GroupQueue, drawn: Drawn, details: Sequence[str]) -> dict[str, DataProto]:
-    """The queue as parts of a checkpoint; without any group there is nothing to keep.
-
-    Args:
-        details: columns that the scorer returned besides the scores.
-    """
-    finished = [entry.samples.alone() for entry in queue if entry.is_complete]
-    unfinished = [entry.prompt for entry in queue if not entry.is_complete]
-    rows = [len(samples) for samples in finished]
-    state = {**queue.state_dict(), "rows": rows, "unfinished": len(unfinished), "details": list(details)}
-    parts = {}
-    for name, groups in ((FINISHED, finished), (PROMPTS, [*unfinished, *drawn.left])):
-        if groups:
-            parts[name] = together(groups)
-            parts[name].meta_info = {**parts[name].meta_info, STATE: state}
-    return parts
-
-
-def groups_carried(parts: Mapping[str, DataProto], queue: GroupQueue, drawn: Drawn) -> tuple[list[int], list[str]]:
-    """Fill a queue from what `carried_groups` made; returns the unfinished groups, and ``details``."""
-    saved = {name: parts[name].select() for name in (FINISHED, PROMPTS) if name in parts}
-    if not saved:
-        return [], []
-    states = [part.meta_info.pop(STATE) for part in saved.values()]
-    state, starts = states[0], [0]
-    for count in state["rows"]:
-        starts.append(starts[-1] + count)
-    finished = trimmed(saved[FINISHED]) if FINISHED in saved else None
-    samples = [] if finished is None else [GroupRows(finished, start, stop) for start, stop in pairwise(starts)]
-    left = saved.get(PROMPTS)
-    rows = [] if left is None else [left.slice(row, row + 1) for row in range(len(left))]
-    waiting = iter(rows[: state["unfinished"]])
-    prompts = [None if place >= 0 else next(waiting) for _, _, place in state["entries"]]
-    drawn.left = deque(rows[state["unfinished"] :])
-    return queue.load_state_dict(state, prompts, samples), state["details"]
-
-
-def samples_of_queue(parts: Mapping[str, DataProto]) -> tuple[DataProto | None, int]:
-    """The samples in a checkpoint of `carried_groups`, and how many prompts it has besides, for a run without queue."""
-    samples, prompts = parts.get(FINISHED), parts.get(PROMPTS)
-    if samples is not None:
-        samples = samples.select()
-        samples.meta_info = {name: value for name, value in samples.meta_info.items() if name != STATE}
-    return samples, 0 if prompts is None else len(prompts)
-
-
-def check_in_time(queue: GroupQueue) -> None:
-    """What a checkpoint had in its queue can be trained on within this run's bound, which may be another one.
-
-    Raises:
-        ConfigError: it cannot, so the run would stop or wait for ever.
-    """
-    bound, step = queue.bound, queue.step
-    if bound.overdue != "wait" and not bound.in_order:
-        return  # it drops what is too old, or trains on it
-    versions = [entry.version if entry.is_complete else step for entry in queue]
-    versions = versions if bound.in_order else sorted(versions)
-    worst = max((step + place // bound.groups - version for place, version in enumerate(versions)), default=0)
-    if worst > bound.allowed:
-        raise ConfigError(
-            f"the checkpoint has {len(queue)} groups in its queue, of which one would be trained on {worst} versions "
-            f"late: this run allows {bound.allowed}",
-            key="trainer.resume_changed",
-            got="accept",
-            fix="Give the queue's settings of before, or go on under trainer.v1.trainer_mode=sync.",
-        )
-
-
 class Report:
     """What a step did with the queue, as metrics.
 
@@ -278,7 +267,7 @@ class Report:
 
     def add_to(self, ctx: StepContext, idle_seconds: float) -> None:
         """Counts are of the run so far, ages of this step."""
-        counts, total, each = self.queue.counts, sum(self._ages.values()), ctx.samples_per_prompt
+        counts, total, each = self.queue.counts, sum(self._ages.values()), ctx.run.samples_per_prompt
         stale = total - self._ages[0]
         waited = ctx.timers.seconds.get("wait_for_samples", 0.0)
         generated = counts["trained"] + counts["filtered"] + counts["dropped"] + self.queue.complete_groups

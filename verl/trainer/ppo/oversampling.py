@@ -37,11 +37,11 @@ def accuracies(samples: DataProto, returned: dict) -> np.ndarray:
     return group_filter.outcomes(samples, name, returned)
 
 
-def choose(samples: DataProto, ctx: StepContext) -> DataProto:
-    """One training batch of the samples: prompts that pass the filters, then the earliest others; rows keep order."""
+def chosen_rows(samples: DataProto, ctx: StepContext) -> np.ndarray:
+    """(B,) bool: the rows of one training batch, of prompts that pass the filters, then of the earliest others."""
     data = ctx.config.data
     if data.oversample_factor == 1:
-        return samples
+        return np.ones(len(samples), dtype=bool)
     uids = samples.non_tensor_batch["uid"].astype(str)
     _, first, groups = np.unique(uids, return_index=True, return_inverse=True)
     liked = np.ones(len(first), dtype=bool)
@@ -55,7 +55,7 @@ def choose(samples: DataProto, ctx: StepContext) -> DataProto:
     chosen = np.lexsort((first, ~liked))[: data.train_batch_size]
     ctx.metrics.add("training/oversampling/liked_prompts", int(liked.sum()), "sum")
     ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[chosen]).sum()), "sum")
-    return samples.select_idxs(np.flatnonzero(np.isin(groups, chosen)))
+    return np.isin(groups, chosen)
 
 
 def _means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.ndarray:

@@ -1,103 +1,16 @@
-"""A queue between sampling and training that bounds how stale a trained token is: by construction, and asserted.
+"""The groups between admission and training, whose bound on staleness `verl.trainer.ppo.admission` proves.
 
 Plain bookkeeping: no thread, no clock, no tensor. What it holds of a prompt and of its samples is the caller's.
-
-The bound
----------
-A group is all n samples of one prompt. Weights are published after every training step; a step trains on T groups
-(k chunks of B groups, T = k B), and the weights that step s begins with are version s, counted from 0. Let f be the
-share of a step that may be sampled ahead, ``ahead``. Of the groups that were admitted and neither trained on nor lost,
-let a be the number, and c the number of groups that were trained on. The next group gets the ordinal g = c + a. It is
-admitted under the newest version v if and only if
-
-    g < T (v + 1 + f)
-
-- In order of admission, group g is used by step floor(g / T) or an earlier one (a group before it may be lost, and none
-  overtakes it). So its staleness, the versions between sampling and use, is at most floor(g / T) - v <= ceil(f), or 0
-  where f T < 1, and no later sampling of its tokens makes it larger. The group size n, the chunk B and the number of
-  requests in flight are not in the formula: they say how fast the queue fills, not how far. At most T (1 + f) groups
-  are in the queue or in flight at once, and for f <= 1 at most f T of a step's groups are of an older version.
-- In order of completion, later groups overtake. Each group then has a last step, v + S, where S >= ceil(f) is the
-  bound. ``wait`` takes a chunk only if every group that is left can still be used in time: for every step d, the groups
-  with a last step of d or earlier that stay behind must fit into the chunks that are left until then. Admission gives
-  this for a new group, since g < T (v + 1 + S), and taking keeps it. ``drop`` takes whatever is complete, and discards
-  groups whose last step has passed. ``reweight`` trains on those, too: the one case without a bound, for runs that
-  correct for it.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
-from verl.errors import VerlError
-
-OVERDUE = ("wait", "drop", "reweight")
-"""What happens to a group that would be staler than the bound."""
-
-
-class BoundBroken(VerlError):
-    """A token is staler than the bound: a fault of the program, never of a setting."""
-
-
-@dataclass(frozen=True)
-class QueueBound:
-    """How far sampling may be ahead of training; the module says why it holds.
-
-    Args:
-        groups: T, of one training step, after which weights are published.
-        chunk: B, taken and trained on at once; divides ``groups``.
-        ahead: f >= 0, share of a step that may be sampled before its weights are there.
-        staleness: S, versions, in order of completion; None: the smallest there is.
-        in_order: groups are used in order of admission; else in order of completion.
-        overdue: one of `OVERDUE`; in order of admission there is nothing to decide.
-
-    Example:
-        >>> bound = QueueBound(groups=64, chunk=16, ahead=Fraction("0.5"))
-        >>> bound.limit(version=0), bound.most, bound.allowed
-        (96, 96, 1)
-    """
-
-    groups: int
-    chunk: int
-    ahead: Fraction = Fraction(0)
-    staleness: int | None = None
-    in_order: bool = True
-    overdue: str = "wait"
-
-    def __post_init__(self) -> None:
-        assert self.groups > 0 < self.chunk and self.groups % self.chunk == 0, "a step is a number of chunks"
-        assert self.ahead >= 0 and self.overdue in OVERDUE
-        assert self.allowed * self.groups >= self._ahead, "sampling may not be further ahead than the bound"
-
-    @cached_property
-    def _ahead(self) -> int:
-        return math.floor(self.groups * self.ahead)
-
-    @cached_property
-    def allowed(self) -> int:
-        """S, the largest staleness of a trained token in versions."""
-        by_admission = -(-self._ahead // self.groups)
-        return by_admission if self.staleness is None or self.in_order else self.staleness
-
-    @property
-    def most(self) -> int:
-        """Groups that are in the queue or in flight at once, at most."""
-        return self.limit(version=0)
-
-    @property
-    def enforced(self) -> int | None:
-        """S, where it holds; None where overdue groups are trained on."""
-        return None if self.overdue == "reweight" and not self.in_order else self.allowed
-
-    def limit(self, version: int) -> int:
-        """Ordinals below it may be admitted under a version."""
-        return self.groups * (version + 1) + self._ahead
+from verl.trainer.ppo.admission import BoundBroken, GroupAdmission, check_version
 
 
 @dataclass(eq=False)
@@ -133,11 +46,11 @@ class GroupQueue:
         trained: c, groups that were taken for training, of this step and those before.
 
     Attributes:
-        counts: ``admitted``, ``trained``, ``filtered``, ``failed``, ``dropped``: every group admitted is in one of the
-            others or in the queue, once.
+        counts: ``admitted``, ``trained``, ``filtered``, ``failed``, ``surplus``, ``dropped``: every group admitted is
+            in one of the others or in the queue, once.
 
     Example:
-        >>> queue = GroupQueue(QueueBound(groups=2, chunk=2))
+        >>> queue = GroupQueue(GroupAdmission(groups=2, chunk=2))
         >>> first, second = queue.admit("a"), queue.admit("b")
         >>> queue.room()
         0
@@ -147,7 +60,7 @@ class GroupQueue:
         ["a's samples", "b's samples"]
     """
 
-    bound: QueueBound
+    bound: GroupAdmission
     version: int = 0
     trained: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -162,6 +75,13 @@ class GroupQueue:
     def __iter__(self) -> Iterator[QueuedGroup]:
         """In order of admission."""
         return iter(self._entries.values())
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._entries
+
+    def get(self, number: int) -> QueuedGroup:
+        """A group in the queue."""
+        return self._entries[number]
 
     @property
     def step(self) -> int:
@@ -186,7 +106,7 @@ class GroupQueue:
 
     def admit(self, prompt: Any) -> int:
         """One more group, under the newest version; returns its number."""
-        assert self.room() > 0, "the bound admits no group"
+        assert self.bound.by_batch or self.room() > 0, "the bound admits no group"
         number = self.counts["admitted"]
         self.counts["admitted"] += 1
         self._entries[number] = QueuedGroup(number, prompt, self.version)
@@ -205,7 +125,7 @@ class GroupQueue:
         if entry is None:
             return False
         if version is not None:
-            if version < entry.version:
+            if version < entry.version and self.bound.enforced is not None:
                 raise BoundBroken(f"group {number} was admitted under version {entry.version}, and has older tokens",
                                   got=version)  # fmt: skip
             entry.version = version
@@ -214,7 +134,11 @@ class GroupQueue:
         return True
 
     def lose(self, number: int, why: str) -> None:
-        """A group will not be trained on: ``filtered`` or ``failed``; it makes room for another one."""
+        """A group will not be trained on, and makes room for another one.
+
+        Args:
+            why: ``filtered``, ``failed`` or ``surplus``.
+        """
         if self._entries.pop(number, None) is not None:
             self.counts[why] += 1
 
@@ -297,8 +221,8 @@ class GroupQueue:
         entries = [[entry.number, entry.version, entry.place] for entry in self]
         return {"version": self.version, "trained": self.trained, "counts": dict(self.counts), "entries": entries}
 
-    def load_state_dict(self, state: dict[str, Any], prompts: Sequence[Any], samples: Sequence[Any]) -> list[int]:
-        """Go on from a saved queue; returns the numbers of the groups that were being sampled.
+    def load_state_dict(self, state: dict[str, Any], prompts: Sequence[Any], samples: Sequence[Any]) -> None:
+        """Continue from a saved queue.
 
         Args:
             prompts: of every entry.
@@ -311,20 +235,3 @@ class GroupQueue:
             result = next(sampled) if place >= 0 else None
             self._entries[number] = QueuedGroup(number, prompt, version, result, place)
         self._places = max((entry.place for entry in self), default=-1) + 1
-        return [entry.number for entry in self if not entry.is_complete]
-
-
-def check_version(oldest: int, step: int, allowed: int, what: str) -> None:
-    """Raise if a token is staler than the bound.
-
-    Args:
-        oldest: version of the oldest token.
-        step: the version that the training step begins with.
-        what: has the token, for the message.
-
-    Raises:
-        BoundBroken: saying by how much.
-    """
-    if step - oldest > allowed:
-        raise BoundBroken(f"{what} has a token of version {oldest}, trained on at version {step}: "
-                          f"{step - oldest} versions, where {allowed} are allowed")  # fmt: skip

@@ -6,7 +6,8 @@ Subclass it to change a part: each is an attribute, created in its own method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,21 +17,19 @@ import torch
 from verl import device
 from verl.algorithms.upstream_forms import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
-from verl.config import PPOTrainerConfig, elastic, to_dict
+from verl.config import PPOTrainerConfig, elastic, to_dict, topology
 from verl.config.loading import config_from
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps
 from verl.data.progress import timed
 from verl.errors import CheckpointError, DataError, RolloutError
-from verl.journal.account import Key
 from verl.journal.places import folder_of_run
 from verl.metrics import notice
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto, traffic
-from verl.registry import ADVANTAGE_ESTIMATORS, SCHEDULES, refuse_while_loading
-from verl.rollout.base import Moved
+from verl.registry import ADVANTAGE_ESTIMATORS, refuse_while_loading
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
@@ -52,6 +51,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.oversampling import key_of_prompts_at_once, prompts_at_once
 from verl.trainer.ppo.sample_texts import SampleTexts
+from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
 from verl.trainer.watchdog import Watchdog
@@ -106,7 +106,7 @@ class RayPPOTrainer:
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
         self.callbacks: list[Callback] = default_callbacks(typed)
         self.checkpoint_callback = build_checkpoint_callback(typed)
-        self.schedule = SCHEDULES.get(typed.trainer.v1.trainer_mode)()
+        self.schedule = ScheduleRun(topology.schedule_of(typed))
         self.tracking: Tracking | None = None
         self.replicas: ReplicaKeeper | None = None
         self._folders: dict[str, Path] = {}
@@ -246,10 +246,11 @@ class RayPPOTrainer:
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         self._open_trackers()
-        record.open_journal(self.config, self.state, self.checkpoints, self.script, self._waiting())
+        waiting = accounting.waiting_in(self.schedule.held_samples())
+        record.open_journal(self.config, self.state, self.checkpoints, self.script, waiting)
         keeper = self.replicas
         if keeper is not None:
-            keeper.watch(self._note_moved)
+            keeper.watch(partial(record.note_moved, self.state))
         self.checkpoints.remember()
         self.schedule.publish(self.roles, self.ctx)
         try:
@@ -259,7 +260,7 @@ class RayPPOTrainer:
             self.schedule.settle(self.roles, self.ctx)
             self._notify("on_fit_end")
             if self.state.ledger is not None:
-                self.state.ledger.check(self._waiting())
+                self.state.ledger.check(accounting.waiting_in(self.schedule.held_samples()))
             self.state.updates.check()
         except StepDropped:
             raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None
@@ -275,17 +276,6 @@ class RayPPOTrainer:
 
     def _is_mending(self) -> bool:
         return self.replicas is not None and self.replicas.is_mending
-
-    def _note_moved(self, moved: Sequence[Moved]) -> None:
-        if self.state.ledger is not None:
-            self.state.ledger.moved(self.state.step, moved)
-
-    def _waiting(self) -> list[Key]:
-        """The samples that wait to be trained on, between two steps; a schedule of a user's may hold none."""
-        held = getattr(self.schedule, "held_samples", tuple)
-        unfinished = self.state.unfinished
-        in_work = None if unfinished is None else unfinished.peek()
-        return accounting.waiting_in([self.state.pool.peek(), in_work, *held()])
 
     def _close_trackers(self, exit_code: int = 0) -> None:
         if self.tracking is not None:
@@ -326,7 +316,7 @@ class RayPPOTrainer:
                     self._end_saved_step(batch)
                 raise
             self._end_step(batch)
-            if ctx.stop.requested and step < self.total_training_steps:
+            if ctx.run.stop.requested and step < self.total_training_steps:
                 raise StepDropped
 
     def _end_step(self, batch: DataProto) -> None:
@@ -350,7 +340,7 @@ class RayPPOTrainer:
         ctx = self.ctx
         batch.meta_info["global_token_num"] = batch.tensors["attention_mask"].sum(-1).tolist()
         ranks = self.resource_pool_manager.get_n_gpus()
-        skipped = 0.0 if ctx.needs_old_log_prob else 1.0
+        skipped = 0.0 if ctx.run.needs_old_log_prob else 1.0
         return {
             "training/global_step": ctx.step,
             "training/epoch": ctx.epoch,

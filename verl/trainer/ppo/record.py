@@ -20,6 +20,7 @@ from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
 from verl.journal.schedule import KEY, ScheduleRecord, Script, digest, finite
 from verl.protocol import DataProto
+from verl.rollout.base import Moved
 from verl.trainer.ppo import staleness
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState, StepContext
@@ -83,7 +84,7 @@ def open_journal(
             script.begin(0 if known is None else known.decisions)
         about = {
             "processes": _processes(config),
-            "beside": samples_beside(config) and not state.open(0).needs_reward_baselines,
+            "beside": samples_beside(config) and not state.needs_reward_baselines,
             "settings": checkpoints.provenance.settings,
             "content": checkpoints.provenance.content,
         }
@@ -96,6 +97,12 @@ def open_journal(
         state.ledger.resume(state.step, waiting)
     if trainer.trace:
         state.spans.record_in(journal)
+
+
+def note_moved(state: RunState, moved: Sequence[Moved]) -> None:
+    """Requests went on at another replica."""
+    if state.ledger is not None:
+        state.ledger.moved(state.step, moved)
 
 
 def note_step(batch: DataProto, ctx: StepContext) -> None:

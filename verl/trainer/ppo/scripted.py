@@ -14,28 +14,27 @@ from typing import Any
 from verl.errors import ReplayError
 from verl.journal.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
 from verl.metrics import notice
-from verl.protocol import DataProto
 from verl.trainer.ppo import accounting, stages
-from verl.trainer.ppo.beside import Sampling
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.driver import Driver, Prompts
 from verl.trainer.ppo.groups import OF_FAILED, Done, GroupRows, count_lost
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 
 
 class ScriptedSampling:
-    """A `Sampling` around another one.
+    """A `Driver` around another one.
 
     Args:
         record: of this run; None in one that has none.
     """
 
-    def __init__(self, inner: Sampling, record: ScheduleRecord | None):
+    def __init__(self, inner: Driver, record: ScheduleRecord | None):
         self.inner, self.record = inner, record
         self.script: Script | None = None if record is None else record.script
         self.takes_turns, self.failed = inner.takes_turns, inner.failed
         self._held: dict[int, Done] = {}
         """Groups that have ended before their moment."""
-        self._later: dict[int, DataProto] = {}
+        self._later: dict[int, GroupRows] = {}
         """Groups whose end the record has not."""
         self._spans: dict[int, Mapping[str, Draws]] = {}
         self._calls = 0
@@ -63,13 +62,15 @@ class ScriptedSampling:
             return room
         return len(script.next["groups"]) if script.next["event"] == "admit" else 0
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext) -> None:
-        if prompts:
-            uids = [str(prompt.non_tensor_batch["uid"][0]) for prompt in prompts.values()]
+    def begin(self, prompts: Prompts, ctx: StepContext, enough: int | None = None) -> None:
+        if prompts and self.record is None:
+            self.inner.begin(prompts, ctx, enough=enough)
+        elif prompts:
+            uids = [str(prompt.alone().non_tensor_batch["uid"][0]) for prompt in prompts.values()]
             self._note("admit", step=ctx.step, groups=list(prompts), uids=uids)
             self._start(prompts, ctx, gone=0)
 
-    def begin_again(self, groups: Mapping[int, DataProto], queue: GroupQueue, ctx: StepContext) -> None:
+    def begin_again(self, groups: Prompts, queue: GroupQueue, ctx: StepContext) -> None:
         """What a checkpoint had in flight: drawn as before where there is a script, else anew."""
         if self.follows is None and groups:
             for number in groups:
@@ -124,7 +125,7 @@ class ScriptedSampling:
             self.record.add(event, **facts)
         self._calls = 0
 
-    def _start(self, prompts: Mapping[int, DataProto], ctx: StepContext, gone: int) -> None:
+    def _start(self, prompts: Prompts, ctx: StepContext, gone: int) -> None:
         """Begin groups; of versions before ``gone`` nobody has the weights."""
         script, begun = self.follows, dict(prompts)
         for number in prompts if script is not None else ():
@@ -158,12 +159,12 @@ class ScriptedSampling:
             self._hold(self.inner.results(ctx, wait=False))  # it raises the error
         recorded = script.next
         if recorded["event"] != "ended" or recorded["calls"] != self._calls:
-            if wait and not (may_stop and ctx.stop.requested):
+            if wait and not (may_stop and ctx.run.stop.requested):
                 raise script.differs({"event": "wait", "step": ctx.step, "calls": self._calls})
             return []
         wanted = [one["group"] for one in recorded["groups"]]
         while not all(number in self._held for number in wanted):
-            if may_stop and ctx.stop.requested:
+            if may_stop and ctx.run.stop.requested:
                 return []
             if not self.inner.in_flight:
                 self._hold(self.inner.results(ctx, wait=False))
@@ -237,9 +238,9 @@ def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str
     return answers
 
 
-def _failed(number: int, prompt: DataProto, why: str, ctx: StepContext) -> Done:
+def _failed(number: int, prompt: GroupRows, why: str, ctx: StepContext) -> Done:
     """A group whose sampling or scoring failed in the recorded run."""
-    asked = stages.repeated(prompt, ctx.run.open(ctx.step))
+    asked = stages.repeated(prompt.alone(), ctx.run.open(ctx.step))
     accounting.ask(asked, ctx)
     done = Done(number, GroupRows.of(asked), why=why)
     count_lost(done, ctx)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.agent_loop.unfinished import ENOUGH
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
 from verl.algorithms.kl import apply_kl_penalty
@@ -25,7 +24,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import scattered_rows, zero_rows
 from verl.single_controller.base import RoleHandle, Roles
-from verl.trainer.ppo import accounting, correction, experts, group_filter, oversampling, positive
+from verl.trainer.ppo import accounting, correction, experts, group_filter, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
@@ -75,59 +74,20 @@ def give_uids(prompts: DataProto, epoch: int) -> None:
     prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, row) for row in rows], dtype=object)
 
 
-def next_prompts(source: PromptSource, ctx: StepContext) -> DataProto:
-    """The next batch of prompts, or several as one (``filter_groups.max_inflight_gen_batches``).
-
-    Where responses go on in the next step, as many prompts as those leave room for.
-    """
-    if ctx.unfinished is not None:
-        return ctx.unfinished.new_prompts(source)
-    parts = [source.next_prompts()]
-    for _ in range(ctx.may_sample_more):
-        parts.append(source.next_prompts())
-    for _ in parts[1:]:
-        ctx.count_gen_batch()  # `generate` counts the first
-    return parts[0] if len(parts) == 1 else DataProto.concat(parts)
-
-
-def generate(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
-    """`rollout.n` responses per prompt, adjacent; adds responses, masks, rollout log-probs and token versions.
-
-    Where responses go on in the next step, the samples of those prompts that are complete, of earlier steps or this.
-    """
-    ctx.count_gen_batch()
-    prompts = repeated(prompts, ctx)
-    samples = None if ctx.replay is None else ctx.replay.find(prompts, ctx.step, ctx.gen_batches)
-    accounting.ask(prompts if samples is None else samples, ctx)
-    if ctx.replay is not None:
-        ctx.metrics.add("rollout/replayed", float(samples is not None), "last")
-    if samples is None:
-        samples = _sampled(prompts, roles, ctx)
-        if ctx.replay is not None:
-            ctx.replay.keep(samples, ctx.step, ctx.gen_batches)
-    accounting.sampled(samples, ctx)
-    experts.measure(samples, ctx)
-    return samples
-
-
-def _sampled(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
-    """The samples of these rows, and of prompts that earlier steps left unfinished."""
-    if ctx.unfinished is None:
-        return sample(prompts, roles["rollout"], ctx.metrics)
-    prompts.meta_info[ENOUGH] = -(-(ctx.pool.rows - len(ctx.pool)) // ctx.samples_per_prompt)
-    asked = ctx.unfinished.with_earlier(prompts)
-    return ctx.unfinished.keep(asked, sample(asked.select(), roles["rollout"], ctx.metrics))
+def generate(rows: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+    """A response to each row of `repeated`; adds responses, masks, rollout log-probs and token versions."""
+    return sample(rows, roles["rollout"], ctx.metrics)
 
 
 def repeated(prompts: DataProto, ctx: StepContext) -> DataProto:
-    """A row for each of the `rollout.n` responses to be sampled, adjacent."""
-    rows = rows_of(prompts, ctx.samples_per_prompt)
+    """``rollout.n`` adjacent rows per prompt, one for each response."""
+    rows = rows_of(prompts, ctx.run.samples_per_prompt)
     rows.meta_info = {**rows.meta_info, "global_steps": ctx.step, "validate": False}
     return rows
 
 
 def rows_of(prompts: DataProto, each: int) -> DataProto:
-    """``each`` adjacent rows per prompt, one for each response."""
+    """``each`` adjacent rows per prompt, with their ``sample_index``."""
     rows = prompts.repeat(each, interleave=True)
     number_samples(rows)
     return rows
@@ -169,11 +129,11 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
 
     So is an aborted one (``finish_reason`` abort): it is no answer, right or wrong.
     """
-    scored = score_samples(samples, roles, ctx.reward, ctx.metrics)
+    scored = score_samples(samples, roles, ctx.run.reward, ctx.metrics)
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
     for name, values in scored.get("reward_extra_info", {}).items():
         samples.non_tensor_batch[name] = np.array(values, dtype=object)
-    ctx.sample_info = ctx.pool.sample_info = dict(scored.get("reward_extra_info", {}))
+    ctx.sample_info = dict(scored.get("reward_extra_info", {}))
     measure_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), ctx.metrics)
     ctx.metrics.merge(scored.get("metrics", {}))
     left_out = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
@@ -183,7 +143,6 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     leave_out(samples, left_out | aborted)
     out = samples.non_tensor_batch["unscorable"].tolist()
     tell_missing_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), out)
-    accounting.scored(samples, ctx)
     return samples
 
 
@@ -202,29 +161,18 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
     columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
     asked = DataProto(prompts.batch, columns, {**prompts.meta_info, "global_steps": ctx.step, "do_sample": False})
     greedy = sample(asked, roles["rollout"], MetricSet())
-    scored = score_samples(greedy, roles, ctx.reward, MetricSet())
+    scored = score_samples(greedy, roles, ctx.run.reward, MetricSet())
     rewards = scored["reward_tensor"].sum(-1)
     failed = np.array(scored.get("unscorable", [False] * len(greedy)), dtype=bool)
     if not failed.all():
         counted = rewards[torch.from_numpy(~failed)]
         ctx.metrics.add("critic/reward_baselines/mean", counted.mean().item(), weight=len(counted))
-    samples.tensors["reward_baselines"] = rewards.repeat_interleave(ctx.samples_per_prompt)
-    leave_out(samples, np.repeat(failed, ctx.samples_per_prompt))
+    samples.tensors["reward_baselines"] = rewards.repeat_interleave(ctx.run.samples_per_prompt)
+    leave_out(samples, np.repeat(failed, ctx.run.samples_per_prompt))
 
 
-def keep(samples: DataProto, ctx: StepContext) -> DataProto:
-    """Dynamic sampling: drop groups whose samples all have the same outcome; a single sample is always kept."""
-    groups = group_filter.group_numbers(samples)
-    dropped = filtered(samples, groups, ctx)
-    if ctx.config.algorithm.filter_groups.enable:
-        return samples.select_idxs(np.flatnonzero(~dropped[groups]))
-    liked = oversampling.choose(samples, ctx)
-    accounting.drop_rest(samples, liked, "surplus", ctx)
-    return liked
-
-
-def filtered(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.ndarray:
-    """(G,) bool: groups that dynamic sampling drops, counted and entered into the ledger.
+def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.ndarray:
+    """(G,) bool: groups that dynamic sampling drops, since all their samples have the same outcome.
 
     Args:
         groups: (B,) int, of each row, 0 .. G - 1.
@@ -240,22 +188,9 @@ def filtered(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.nda
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
         return np.zeros_like(flat)
-    dropped = flat[groups]
     ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
-    ctx.metrics.add("training/filter_groups/evicted_samples", int(dropped.sum()), "sum")
-    accounting.drop_rows(samples, dropped, "filtered_group", ctx)
+    ctx.metrics.add("training/filter_groups/evicted_samples", int(flat[groups].sum()), "sum")
     return flat
-
-
-def take_batch(ctx: StepContext) -> DataProto:
-    """One training batch from the pool; the surplus is kept for the next step, and counted."""
-    batch = ctx.pool.take()
-    accounting.batched(batch, ctx)
-    ctx.sample_info = ctx.pool.sample_info  # also if the whole batch is surplus of the previous step
-    ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
-    if ctx.config.algorithm.filter_groups.enable:
-        ctx.metrics.add("training/filter_groups/carried_samples", len(ctx.pool), "last")
-    return batch
 
 
 def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
@@ -267,7 +202,7 @@ def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     ctx.metrics.add("perf/total_num_tokens", sum(lengths), "sum")
     role, seen = roles["actor"], len(ctx.lengths)
-    rows, groups = role.mini_batch_size * ctx.samples_per_prompt, _groups(batch, ctx, together=1)
+    rows, groups = role.mini_batch_size * ctx.run.samples_per_prompt, _groups(batch, ctx, together=1)
     ctx.shares = ctx.shares or [[] for _ in range(role.num_parts)]
     for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
         order = _in_rank_order(members, lengths, groups, role.num_parts, ctx)
@@ -289,8 +224,8 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
         return
     replay = experts.mode_of(ctx)
     wanted = {
-        "sum_pi_squared": ctx.needs_sum_pi_squared,
-        "full_kl": ctx.charges_exact_kl,
+        "sum_pi_squared": ctx.run.needs_sum_pi_squared,
+        "full_kl": ctx.run.charges_exact_kl,
         experts.COLUMN: replay == "R2",
     }
     more = tuple(name for name, is_read in wanted.items() if is_read)
@@ -299,9 +234,9 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     made = roles["actor"].infer(asked, InferOptions(("log_probs", "entropy", *more))).tensors
     if replay == "R2":
         batch.tensors[experts.COLUMN] = made[experts.COLUMN]
-    if ctx.needs_sum_pi_squared:
+    if ctx.run.needs_sum_pi_squared:
         batch.tensors["sum_pi_squared"] = made["sum_pi_squared"]
-    if ctx.charges_exact_kl:
+    if ctx.run.charges_exact_kl:
         batch.tensors["ref_kl"] = made["full_kl"]
     if "entropy" in made.keys():
         mask = batch.tensors["response_mask"]
@@ -330,7 +265,7 @@ def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
 
 def measure_chunks(batch: DataProto, ctx: StepContext) -> None:
     """The spreads and quantiles of a step that learned from several batches: over all their samples, not the last."""
-    if ctx.needs_old_log_prob:
+    if ctx.run.needs_old_log_prob:
         measure_sampler(batch, ctx)
     correct_rollout(batch.select(), ctx)  # what was trained on has its weights
 
@@ -363,14 +298,14 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     """Adds token_level_rewards, advantages and returns; unscorable samples get zeros and are in no baseline."""
     algorithm = ctx.config.algorithm
     if algorithm.use_kl_in_reward:
-        charged = charge_kl(batch, ctx.kl_controller, algorithm.kl_penalty)
+        charged = charge_kl(batch, ctx.run.kl_controller, algorithm.kl_penalty)
         filled = int(batch.tensors["response_mask"].bool().any(-1).sum())
         ctx.metrics.add("actor/reward_kl_penalty", charged.pop("actor/reward_kl_penalty"), weight=filled)
         for name, value in charged.items():
             ctx.metrics.add(name, value, "last")
     else:
         batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
-    compute_advantage(batch, ctx.estimator, algorithm)
+    compute_advantage(batch, ctx.run.estimator, algorithm)
     if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
         batch.tensors["positive"] = positive.marks(batch)
         ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), weight=len(batch))
@@ -419,8 +354,8 @@ def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
     rows = batch
     if ctx.config.algorithm.use_pf_ppo:
         rows = resample(batch, ctx)
-    elif ctx.learns_from_pairs:
-        rows = pair_up(batch, ctx.samples_per_prompt, ctx.metrics)
+    elif ctx.run.learns_from_pairs:
+        rows = pair_up(batch, ctx.run.samples_per_prompt, ctx.metrics)
     accounting.chosen(batch, rows, ctx)
     return rows
 
@@ -446,7 +381,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
     one the rows are split so that every rank gets as many tokens. The rows of a pair stay together.
     """
-    rows, together = role.mini_batch_size * ctx.trained_per_prompt, 2 if ctx.learns_from_pairs else 1
+    rows, together = role.mini_batch_size * ctx.run.trained_per_prompt, 2 if ctx.run.learns_from_pairs else 1
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not something else asked for old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
@@ -468,7 +403,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         if "positive" in mini_batch.tensors.keys():
             positive.weigh(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
-        ctx.spans.progress()
+        ctx.run.spans.progress()
         ctx.run.updates.add(role.name, metrics.values())
         # A name with its own prefix (rollout_corr/kl) keeps it.
         ctx.metrics.merge({name if "/" in name else f"{role.name}/{name}": m for name, m in metrics.items()})

@@ -6,14 +6,12 @@ s - 1 - v versions old. Shapes: B rows, T response tokens.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.protocol import DataProto
-from verl.trainer.ppo import accounting, group_filter
 from verl.trainer.ppo.context import StepContext
 
 VERSIONS = "token_versions"
@@ -76,23 +74,13 @@ def check(batch: DataProto, ctx: StepContext, bound: int | None) -> None:
         )
 
 
-def evict(ctx: StepContext, bound: int) -> None:
-    """Drop from the pool what would be older than the bound when step ``ctx.step`` trains on it, groups as a whole."""
-    waiting = ctx.pool.peek()
-    rows = None if waiting is None else _versions(waiting)
-    if waiting is None or rows is None:
-        return
-    oldest, _, drawn = rows
-    age = ctx.step - 1 - oldest
-    stale = (drawn & (age > bound)).numpy()
-    if not stale.any():
-        return
-    groups = group_filter.group_numbers(waiting)
-    dropped = np.isin(groups, groups[stale])
-    accounting.drop(waiting.select_idxs(dropped), "stale", ctx)
-    ctx.pool.keep_only(np.flatnonzero(~dropped))
-    ctx.metrics.add(f"{PREFIX}/evicted_samples", int(dropped.sum()), "sum")
-    _report(ctx, "evicted_samples_staleness", age[torch.from_numpy(dropped) & drawn])
+def measure_dropped(samples: DataProto, ctx: StepContext) -> None:
+    """Report samples that are dropped, as step ``ctx.step`` would train on tokens that are too old."""
+    rows = _versions(samples)
+    ctx.metrics.add(f"{PREFIX}/evicted_samples", len(samples), "sum")
+    if rows is not None:
+        oldest, _, drawn = rows
+        _report(ctx, "evicted_samples_staleness", (ctx.step - 1 - oldest)[drawn])
 
 
 def _report(ctx: StepContext, name: str, values: Tensor) -> None:

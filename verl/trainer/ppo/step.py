@@ -1,9 +1,10 @@
 """One iteration of RL training: this file is the algorithm, everything else serves it.
 
-`collect` samples until a batch is full; `learn` turns the batch into one update of the critic and the actor. A schedule
-(`verl/trainer/ppo/schedules/`) composes the two, so that asynchrony never copies them: each writes into its context
-`ctx`, and those of two steps may be open at once. Shapes: B rows (prompts x `rollout.n`), T response tokens; a comment
-at each stage names what it adds to the batch.
+`collect` gives the prompts of a batch their scored responses; `learn` turns a batch into one update of the critic and
+the actor. Between the two is the stream of groups (`verl.trainer.ppo.stream`), which admits prompts, filters groups and
+holds those that wait; a schedule says how far it may be ahead. Each of the two writes into its context `ctx`, and those
+of two steps may be open at once. Shapes: B rows (prompts x `rollout.n`), T response tokens; a comment at each stage
+names what it adds to the batch.
 """
 
 from __future__ import annotations
@@ -17,30 +18,29 @@ from verl.trainer.ppo.context import StepContext
 
 Stage = Callable[[DataProto, Roles, StepContext], None]
 """Adds declared fields to a batch."""
+Generate = Callable[[DataProto, Roles, StepContext], DataProto]
+"""From prompts to samples."""
 
 
-def collect(source: stages.PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
-    """Sample and score prompts until the training batch is full."""
-    while not ctx.pool.is_full():
-        prompts = stages.next_prompts(source, ctx)
-        with ctx.timed("gen"):
-            samples = stages.generate(prompts, roles, ctx)  # responses, response_mask, rollout_log_probs, ...
-        with ctx.timed("reward"):
-            samples = stages.score(samples, roles, ctx)  # token_level_scores; unscorable samples are masked
-        if ctx.needs_reward_baselines:
-            with ctx.timed("gen_max"):
-                stages.add_reward_baselines(samples, prompts, roles, ctx)  # reward_baselines
-        ctx.pool.add(stages.keep(samples, ctx))
-    return stages.take_batch(ctx)
+def collect(prompts: DataProto, roles: Roles, ctx: StepContext, generate: Generate) -> DataProto:
+    """The scored samples of a batch of prompts."""
+    with ctx.timed("gen"):
+        samples = generate(prompts, roles, ctx)  # responses, response_mask, rollout_log_probs, ...
+    with ctx.timed("reward"):
+        stages.score(samples, roles, ctx)  # token_level_scores; unscorable samples are masked
+    if ctx.run.needs_reward_baselines:
+        with ctx.timed("gen_max"):
+            stages.add_reward_baselines(samples, prompts, roles, ctx)  # reward_baselines
+    return samples
 
 
 def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage] = ()) -> DataProto:
     """Estimate advantages on the batch, then update the critic and the actor; ``more`` are stages of a recipe."""
     stages.measure_balance(batch, roles, ctx)
-    if ctx.needs_old_log_prob or ctx.bypasses_old_log_prob:
+    if ctx.run.needs_old_log_prob or ctx.run.bypasses_old_log_prob:
         with ctx.timed("old_log_prob"):
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs
-    if "ref" in roles and ctx.needs_ref_log_prob:
+    if "ref" in roles and ctx.run.needs_ref_log_prob:
         with ctx.timed("ref"):
             stages.add_ref_log_prob(batch, roles, ctx)  # ref_log_prob
     if "critic" in roles:

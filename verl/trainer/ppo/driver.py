@@ -1,7 +1,7 @@
-"""Where groups are sampled: in turn with training, or beside it.
+"""Who turns the stream: `Inline` samples while training waits, `Concurrent` while the trainers train.
 
-`InTurn` samples what is begun at once, in the thread that calls: one process, or samplers that share the trainers'
-processes. `Beside` samples group by group while training goes on.
+Inline, what is begun together is sampled as one batch, in the thread that calls: in one process, or with samplers that
+share the trainers' processes. Concurrently it is sampled group by group.
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from verl.agent_loop.failed import RunStops
+from verl.agent_loop.unfinished import EARLIER, ENOUGH, LEFT
 from verl.errors import RewardError, RolloutError
 from verl.journal.schedule import Draws
 from verl.metrics import notice
 from verl.protocol import DataProto
+from verl.protocol.columns import object_array
 from verl.rewards.failures import NothingScored
 from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.groups import Done, GroupRows, count_lost, judged
+from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows, count_lost, joined, judged
+from verl.trainer.ppo.step import collect
 from verl.workers.sampling import FOLLOW, SERVED
 
 T = TypeVar("T")
 Ended = tuple[Done, StepContext, BaseException | None]
+Prompts = Mapping[int, GroupRows]
 Follow = Mapping[int, Mapping[str, Draws]]
 """Group -> request -> what it is to draw."""
 LOOK_SECONDS = 0.2
@@ -43,8 +49,8 @@ TURN_SECONDS = 0.001
 """That the loop of groups gets, where it runs in the thread that waits."""
 
 
-class Sampling(Protocol):
-    """Where groups are sampled.
+class Driver(Protocol):
+    """Samples and scores the groups of a stream.
 
     Attributes:
         failed: is set once `results` would raise; who trains meanwhile need not wait for its workers any longer.
@@ -64,8 +70,16 @@ class Sampling(Protocol):
     def takes_turns(self) -> bool:
         """Nothing is sampled while the thread that calls is elsewhere."""
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
-        """Begin groups, by number; ``follow`` says what the requests of each are to draw."""
+    def begin(
+        self, prompts: Prompts, ctx: StepContext, follow: Follow | None = None, enough: int | None = None
+    ) -> None:
+        """Begin groups.
+
+        Args:
+            prompts: by number.
+            follow: what the requests of each are to draw.
+            enough: complete groups that end a batch, while the others stay in work; None: all are waited for.
+        """
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         """Groups that ended since the last call; their metrics go into ``ctx``.
@@ -82,45 +96,53 @@ class Sampling(Protocol):
         """End what is in flight."""
 
 
-class InTurn:
-    """Samples all groups that are begun together as one batch."""
+class Inline:
+    """Samples all groups that are begun together as one batch, in the thread that calls.
+
+    Args:
+        by_batch: a step's batch of prompts: its samples keep the width that the sampler gave them, and a batch of which
+            nothing could be scored ends the run.
+    """
 
     in_flight, idle_seconds, takes_turns = 0, 0.0, True
 
-    def __init__(self, roles: Roles):
-        self.roles, self.failed = roles, Interrupt()
+    def __init__(self, roles: Roles, by_batch: bool = False):
+        self.roles, self.by_batch, self.failed = roles, by_batch, Interrupt()
         self._done: list[Done] = []
         self._failed_in_a_row = 0
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
+    def begin(
+        self, prompts: Prompts, ctx: StepContext, follow: Follow | None = None, enough: int | None = None
+    ) -> None:
         if not prompts:
             return
-        batch, half = DataProto.concat(list(prompts.values())), ctx.run.open(ctx.step)
-        with ctx.timed("gen"):
-            samples = stages.generate(batch, self.roles, half)
-        try:
-            with ctx.timed("reward"):
-                samples = stages.score(samples, self.roles, half)
-        except NothingScored as error:
-            self._left_out(list(prompts), samples, half, error)
-            ctx.take_in(half)
-            return
-        self._failed_in_a_row = 0
-        if ctx.needs_reward_baselines:
-            with ctx.timed("gen_max"):
-                stages.add_reward_baselines(samples, batch, self.roles, half)
-        self._done += judged(list(prompts), samples, half)
-        ctx.take_in(half)
+        batch, numbers = joined(list(prompts.values())), list(prompts)
 
-    def _left_out(self, numbers: list[int], samples: DataProto, half: StepContext, error: NothingScored) -> None:
+        def generate(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+            if enough is None:
+                return generated(batch, roles, ctx)
+            samples, left = generated_partly(batch, roles, ctx, enough)
+            self._done += [Done(numbers.pop(place), one, why=UNFINISHED) for place, one in reversed(left)]
+            return samples
+
+        try:
+            samples = collect(batch, self.roles, ctx, generate)
+        except NothingScored as error:
+            if self.by_batch:
+                raise
+            return self._left_out(prompts, ctx, error)
+        self._failed_in_a_row = 0
+        accounting.scored(samples, ctx)
+        self._done += judged(numbers, samples, ctx, trims=not self.by_batch)
+
+    def _left_out(self, prompts: Prompts, ctx: StepContext, error: NothingScored) -> None:
         """Groups none of whose samples could be scored; raises where they are many."""
-        self._failed_in_a_row += len(numbers)
+        self._failed_in_a_row += len(prompts)
         _check_few(self._failed_in_a_row, error)
-        each = half.samples_per_prompt
-        for place, number in enumerate(numbers):
-            rows = GroupRows(samples, place * each, (place + 1) * each)
+        for number, prompt in prompts.items():
+            rows = GroupRows.of(stages.repeated(prompt.alone(), ctx))
             self._done.append(Done(number, rows, why="unscorable"))
-            count_lost(self._done[-1], half)
+            count_lost(self._done[-1], ctx)
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done, self._done = self._done, []
@@ -133,7 +155,57 @@ class InTurn:
         """There is nothing in flight."""
 
 
-class Beside:
+def generated(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+    """The samples of all groups, from the sampler or from the files of ``skip.rollout``."""
+    rows, files = stages.repeated(prompts, ctx), ctx.run.replay
+    samples = None if files is None else files.find(rows, ctx.step, ctx.gen_batches)
+    accounting.ask(rows if samples is None else samples, ctx)
+    if files is not None:
+        ctx.metrics.add("rollout/replayed", float(samples is not None), "last")
+    if samples is None:
+        samples = stages.generate(rows, roles, ctx)
+        if files is not None:
+            files.keep(samples, ctx.step, ctx.gen_batches)
+    return _entered_in_ledger(samples, ctx)
+
+
+def generated_partly(
+    prompts: DataProto, roles: Roles, ctx: StepContext, enough: int
+) -> tuple[DataProto, list[tuple[int, GroupRows]]]:
+    """The samples of the groups that were complete once ``enough`` were, and the others.
+
+    Args:
+        prompts: with `EARLIER` where some were in work before: what each of their samples has, a list.
+
+    Returns:
+        The samples; the place of each group that stays in work, and its prompt with what its samples have now.
+    """
+    each, none = ctx.run.samples_per_prompt, np.full(len(prompts), None, dtype=object)
+    earlier = prompts.non_tensor_batch.pop(EARLIER, none)
+    is_new = np.repeat([states is None for states in earlier], each)
+    rows = stages.repeated(prompts, ctx)
+    accounting.ask(rows.select_idxs(is_new), ctx)
+    rows.meta_info[ENOUGH] = enough
+    rows.non_tensor_batch[EARLIER] = object_array([state for states in earlier for state in states or [None] * each])
+    samples = stages.generate(rows, roles, ctx)
+    samples.non_tensor_batch.pop(EARLIER)
+    states = samples.non_tensor_batch.pop(LEFT)
+    is_left = np.array([state is not None for state in states], dtype=bool)
+    left = []
+    for place in np.flatnonzero(is_left[::each]).tolist():
+        one = prompts.slice(place, place + 1)
+        one.non_tensor_batch[EARLIER] = object_array([list(states[place * each : (place + 1) * each])])
+        left.append((place, GroupRows.of(one)))
+    return _entered_in_ledger(samples.select_idxs(~is_left), ctx), left
+
+
+def _entered_in_ledger(samples: DataProto, ctx: StepContext) -> DataProto:
+    accounting.sampled(samples, ctx)
+    experts.measure(samples, ctx)
+    return samples
+
+
+class Concurrent:
     """Samples and scores groups one by one, in a thread, while the thread that calls trains.
 
     Consumes: groups that are begun. Waits for: a free one of ``limit`` places, the sampler, the reward function (one
@@ -163,13 +235,15 @@ class Beside:
     def idle_seconds(self) -> float:
         return self._idle + (0.0 if self.in_flight else time.monotonic() - self._since)
 
-    def begin(self, prompts: Mapping[int, DataProto], ctx: StepContext, follow: Follow | None = None) -> None:
+    def begin(
+        self, prompts: Prompts, ctx: StepContext, follow: Follow | None = None, enough: int | None = None
+    ) -> None:
         if prompts and not self.in_flight:
             self._idle += time.monotonic() - self._since
         for number, prompt in prompts.items():
             self.in_flight += 1
             half = ctx.run.open(ctx.step)
-            asked = stages.repeated(prompt, half)
+            asked = stages.repeated(prompt.alone(), half)
             accounting.ask(asked, half)
             spans = None if follow is None else follow[number]
             asyncio.run_coroutine_threadsafe(self._group(number, asked, half, spans), self._loop)
@@ -178,7 +252,7 @@ class Beside:
         done: list[Done] = []
         if wait and self.in_flight:
             with ctx.timed("wait_for_samples"):
-                while not done and self._done.empty() and not (may_stop and ctx.stop.requested):
+                while not done and self._done.empty() and not (may_stop and ctx.run.stop.requested):
                     done += [self._entered(*ended, ctx) for ended in self._look()]
         while not self._done.empty():
             done.append(self._entered(*self._done.get(), ctx))
@@ -229,7 +303,7 @@ class Beside:
             sent.meta_info = {**sent.meta_info, FOLLOW: dict(spans)}
         try:
             async with self._slots if spans is None else nullcontext():  # those that wait for weights keep no place
-                with half.spans.apart("gen", half.step, f"group {number}"):
+                with half.run.spans.apart("gen", half.step, f"group {number}"):
                     made = await self._handle.call("sample_beside", sent)
                 served = made.meta_info.pop(SERVED, {})
                 samples = stages.with_answers(asked, made, half.metrics)
@@ -246,10 +320,10 @@ class Beside:
         return await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
 
     def _scored(self, number: int, samples: DataProto, half: StepContext) -> Done:
-        accounting.sampled(samples, half)
-        experts.measure(samples, half)
-        with half.spans.apart("reward", half.step, f"group {number}"):
-            samples = stages.score(samples, self.roles, half)
+        _entered_in_ledger(samples, half)
+        with half.run.spans.apart("reward", half.step, f"group {number}"):
+            stages.score(samples, self.roles, half)
+        accounting.scored(samples, half)
         return judged([number], samples, half)[0]
 
     def close(self) -> None:
@@ -262,7 +336,7 @@ class Beside:
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
 
-class Driven(Beside):
+class Driven(Concurrent):
     """The same in the thread that calls, and only while that waits: for a replay in one process."""
 
     takes_turns = True
@@ -288,19 +362,21 @@ class Driven(Beside):
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
 
-def sampling_of(roles: Roles, ctx: StepContext) -> Sampling:
+def driver_of(roles: Roles, ctx: StepContext, by_batch: bool) -> Driver:
     """Where a run samples its groups: what it has follows from where its roles are, or from the record it follows."""
+    if by_batch:
+        return Inline(roles, by_batch=True)
     script = ctx.run.script
     if script is not None and not script.about["beside"]:
-        return InTurn(roles)
+        return Inline(roles)
     if roles["rollout"].group.shares_processes(roles["actor"].group):
-        return InTurn(roles) if script is None else Driven(roles)
-    if ctx.needs_reward_baselines:
+        return Inline(roles) if script is None else Driven(roles)
+    if ctx.run.needs_reward_baselines:
         why = "the greedy answers of its baseline are sampled with their batch, so sampling and training take turns"
         notice("algorithm.adv_estimator", why)
-        return InTurn(roles)
+        return Inline(roles)
     each = ctx.config.async_training.concurrent_samples_per_replica
-    return Beside(roles, each * len(topology_of(ctx.config).replicas))
+    return Concurrent(roles, each * len(topology_of(ctx.config).replicas))
 
 
 def _is_of_group(error: BaseException) -> bool:

@@ -1,0 +1,254 @@
+"""The schedules: how far sampling may be ahead of training. Each is a row of data; `ScheduleRun` follows any of them.
+
+In every row step s begins with the weights of version s - 1, and they are sent to the samplers when it is over. T is
+``data.train_batch_size``, the prompts of a step.
+
+- ``sync``: a step samples the batch that it trains on. What dynamic sampling has left over opens the next one, and with
+  ``rollout.keep_unfinished`` responses continue in the next step.
+- ``one_step_off``: while a batch is learned from, the next one is sampled with the weights from before that update:
+  every token is exactly one version old; those of the first step are new. Where the samplers share the trainers'
+  processes the two take turns, the sampling first: the same numbers.
+- ``colocate_async`` and ``separate_async``: a queue of ``num_warmup_batches`` batches ahead, a part of one by its
+  share. In ``separate_async`` a step is ``parameter_sync_step`` mini-batches. Where the sampler's log-probs are the old
+  ones, each is trained on when it is complete; else the step takes its batch as one, as all mini-batches share the
+  log-probs of one old policy.
+- ``fully_async``: ``async_training.staleness_threshold`` is the share f of a step that may be sampled before its
+  weights. A step is ``trigger_parameter_sync_step`` chunks of ``require_batches`` mini-batches, each trained on when it
+  is complete. Between two updates at most (1 + f) T groups are sampled, those that wait from before included.
+
+The clock is logical: which groups are admitted, and under which version, follows from counts. With a queue, weights are
+sent once every admitted group was sampled: a token's version is the same whether groups are sampled one by one or in
+turn with training; ``rollout.requests_at_update`` lets groups in flight go on instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from verl.config import PPOTrainerConfig
+from verl.config.root import sampler_is_old_policy
+from verl.protocol import DataProto
+from verl.single_controller.base import Roles
+from verl.trainer.ppo import reloading, stages, staleness
+from verl.trainer.ppo.admission import GroupAdmission
+from verl.trainer.ppo.ahead import side_by_side
+from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.groups import together
+from verl.trainer.ppo.stages import PromptSource
+from verl.trainer.ppo.step import Stage, learn
+from verl.trainer.ppo.stream import GroupStream
+from verl.workers.model import ModelRole
+from verl.workers.sending import SyncResult
+
+BEHIND = 1
+"""Versions by which ``one_step_off`` trails."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How sampling and training take turns.
+
+    Args:
+        admission: from a run's configuration, how far sampling may be ahead.
+        prefix: of the metrics of its queue; empty: it has none.
+        prefetches: the next batch is sampled while, or before, a step learns.
+        checks: the age of every trained token is reported and held to the bound.
+        prompt_limit: from a run's configuration, the prompts after which the run ends; None: no such limit.
+        stages: of a recipe, between the samples and their advantages.
+        models: of a recipe, from a run's configuration: models besides the library's roles, in the order in which they
+            are built.
+
+    Example:
+        >>> import dataclasses
+        >>> def rate(batch, roles, ctx): ...
+        >>> RATED = dataclasses.replace(SYNC, stages=(rate,))    # trainer.v1.trainer_mode=my_package.my_module:RATED
+    """
+
+    admission: Callable[[PPOTrainerConfig], GroupAdmission]
+    prefix: str = ""
+    prefetches: bool = False
+    checks: bool = True
+    prompt_limit: Callable[[PPOTrainerConfig], int | None] = lambda _: None
+    stages: tuple[Stage, ...] = ()
+    models: Callable[[PPOTrainerConfig], list[ModelRole]] = lambda _: []
+
+
+def in_turn(config: PPOTrainerConfig) -> GroupAdmission:
+    """The batch of the step itself."""
+    groups, rollout = config.data.train_batch_size, config.actor_rollout_ref.rollout
+    in_work = prompts_in_work(groups, rollout.over_sample_rate) if rollout.keep_unfinished else None
+    return GroupAdmission(groups, groups, in_order=False, overdue="reweight", by_batch=True, in_work=in_work)
+
+
+def prompts_in_work(trained: int, rate: float) -> int:
+    """Prompts that are sampled at once, so that a share of ``rate`` may be left when ``trained`` of them are done."""
+    return math.ceil(trained / (1 - Fraction(str(rate))))
+
+
+def one_batch_ahead(config: PPOTrainerConfig) -> GroupAdmission:
+    """The next step's batch."""
+    groups = config.data.train_batch_size
+    return GroupAdmission(groups, groups, Fraction(BEHIND), BEHIND, in_order=False, overdue="drop", by_batch=True)
+
+
+def of_warmup(config: PPOTrainerConfig) -> GroupAdmission:
+    """Batches ahead on the trainers' devices."""
+    return _with_warmup(config, config.data.train_batch_size, config.trainer.v1.colocate_async.num_warmup_batches)
+
+
+def of_separate_warmup(config: PPOTrainerConfig) -> GroupAdmission:
+    """Batches ahead on devices of the samplers."""
+    streams = sampler_is_old_policy(config)
+    chunk = config.actor_rollout_ref.actor.ppo_mini_batch_size if streams else config.data.train_batch_size
+    return _with_warmup(config, chunk, config.trainer.v1.separate_async.num_warmup_batches)
+
+
+def _with_warmup(config: PPOTrainerConfig, chunk: int, warmup: float) -> GroupAdmission:
+    """``warmup`` batches ahead, by the rules of ``trainer.v1.sampler``."""
+    rules = config.trainer.v1.sampler
+    threshold = rules.max_off_policy_threshold
+    return GroupAdmission(
+        config.data.train_batch_size,
+        chunk,
+        Fraction(str(warmup)),
+        staleness=threshold,
+        in_order=rules.order == "admission",
+        overdue="reweight" if threshold is None else rules.max_off_policy_strategy,
+    )
+
+
+def of_threshold(config: PPOTrainerConfig) -> GroupAdmission:
+    """A share of a step ahead."""
+    settings, rules = config.async_training, config.trainer.v1.sampler
+    chunk = settings.require_batches * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    ahead = Fraction(str(settings.staleness_threshold))
+    in_order, overdue = rules.order == "admission", rules.max_off_policy_strategy
+    return GroupAdmission(config.data.train_batch_size, chunk, ahead, in_order=in_order, overdue=overdue)
+
+
+SYNC = Schedule(in_turn, checks=False)
+ONE_STEP_OFF = Schedule(one_batch_ahead, prefetches=True)
+COLOCATE_ASYNC = Schedule(of_warmup, prefix="colocate_async")
+SEPARATE_ASYNC = Schedule(of_separate_warmup, prefix="separate_async")
+FULLY_ASYNC = Schedule(
+    of_threshold, prefix="fully_async", prompt_limit=lambda config: config.async_training.total_rollout_steps
+)
+
+
+class ScheduleRun:
+    """A schedule in a run: its steps, its weights on their way to the samplers, and what a checkpoint keeps of it."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self.stream: GroupStream | None = None
+        self._on_their_way: Any = None
+        self._version = 0
+
+    def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
+        """Steps in an epoch of so many batches of the loader, which may have another size than a step's."""
+        if self.schedule.admission(config).by_batch:
+            return batches
+        prompts = batches * (config.data.gen_batch_size or config.data.train_batch_size)
+        return max(1, prompts // config.data.train_batch_size)
+
+    def length_of(self, config: PPOTrainerConfig, steps_per_epoch: int) -> int:
+        """Steps of the run."""
+        steps = config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
+        prompts = self.schedule.prompt_limit(config)
+        return steps if prompts is None else min(steps, max(1, prompts // config.data.train_batch_size))
+
+    def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
+        """One training step, chunk after chunk; returns all that it trained on."""
+        self.settle(roles, ctx)
+        stream = self._opened(roles, ctx, ctx.step - 1)
+        bound, parts = stream.admission, list[DataProto]()
+        stream.open_step(ctx)
+        for left in reversed(range(bound.groups // bound.chunk)):
+            ctx.goes_on = left > 0
+            # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
+            chunk = stream.take(source, ctx, may_stop=not parts)
+            if self.schedule.checks or bound.in_work is not None:
+                staleness.check(chunk, ctx, bound.enforced)
+            parts.append(self._learn(chunk, source, roles, ctx))
+        stream.close_step(ctx)
+        if len(parts) == 1:
+            return parts[0]
+        batch = together(parts)
+        stages.measure_chunks(batch, ctx)
+        return batch
+
+    def _learn(self, chunk: DataProto, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
+        """The update, and the sampling of the next step's batch where the schedule prefetches."""
+        stream = self._opened(roles, ctx, ctx.step - 1)
+        train = partial(learn, chunk, roles, ctx, self.schedule.stages)
+        if not self.schedule.prefetches or ctx.step >= ctx.run.total_steps:
+            return stream.during(train, ctx)
+        ahead = ctx.run.open(ctx.step + 1)
+        if roles["rollout"].group.shares_processes(roles["actor"].group):
+            stream.prefetch(source, ahead, may_stop=True)
+            return train()
+        prefetch = partial(stream.prefetch, source, ahead, may_stop=False)
+        return side_by_side(prefetch, train, ctx.timed("wait_for_samples"))[1]
+
+    def publish(self, roles: Roles, ctx: StepContext) -> None:
+        """The sampler generates with the updated policy from here on.
+
+        With ``trainer.async_weight_update`` the weights are on their way while the controller logs what the step
+        brought; before anything is sampled they have arrived, and the numbers are the same.
+        """
+        stream, record, group = self.stream, ctx.run.record, roles["actor"].group
+        if stream is not None and (stream.is_open or ctx.run.script is not None):
+            stream.open(roles, ctx)
+            stream.before_update(ctx)
+        if record is not None:
+            record.weights(ctx.step)
+        with ctx.timed("update_weights"):
+            if ctx.config.trainer.async_weight_update:
+                self._on_their_way, self._version = group.begin_weight_update(ctx.step), ctx.step
+            else:
+                _admit(roles, ctx, group.send_weights(ctx.step), ctx.step)
+
+    def settle(self, roles: Roles, ctx: StepContext) -> None:
+        """Return once the sampler has the latest published weights; raises their transfer's error."""
+        group, references, self._on_their_way = roles["actor"].group, self._on_their_way, None
+        if references is not None:
+            with ctx.timed("wait_for_weights"):
+                group.wait(references)
+                _admit(roles, ctx, group.end_weight_update(), self._version)
+
+    def close(self) -> None:
+        """The run ends, in whatever way."""
+        if self.stream is not None:
+            self.stream.close()
+
+    def _opened(self, roles: Roles, ctx: StepContext, version: int) -> GroupStream:
+        """At the first step of a run the stream is made, or what a checkpoint had in flight is sampled again."""
+        self.stream = stream = self.stream or self._made(ctx.run, version)
+        stream.open(roles, ctx)
+        return stream
+
+    def _made(self, run: RunState, version: int) -> GroupStream:
+        return GroupStream(self.schedule.admission(run.config), run, version, self.schedule.prefix)
+
+    def held_samples(self) -> Iterable[DataProto]:
+        """The samples between sampling and training when a step is over."""
+        return () if self.stream is None else self.stream.held_samples()
+
+    def state(self) -> dict[str, DataProto]:
+        """What is between sampling and training when a step is over: parts of a checkpoint, by name."""
+        return {} if self.stream is None else self.stream.state()
+
+    def load_state(self, parts: Mapping[str, DataProto], run: RunState) -> None:
+        """Continue with what `state` returned, perhaps in a run under another schedule; nothing sampled is lost."""
+        self.stream = self._made(run, run.step)
+        self.stream.load_state(parts)
+
+
+def _admit(roles: Roles, ctx: StepContext, sent: list[SyncResult], version: int) -> None:
+    roles["rollout"].group.publish(version, SyncResult.by_all(sent))
+    reloading.check(roles, ctx, version)

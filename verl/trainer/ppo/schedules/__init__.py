@@ -1,1 +1,0 @@
-"""How `collect` and `learn` are composed in time."""
