@@ -112,6 +112,14 @@ BENCHMARKS = {
         (Goal("10M", STEP, 1.3),),
         (TRL,),
     ),
+    "vision": Benchmark(
+        "GRPO step of a small Qwen2.5-VL, 8 pictures x 8 samples, float32, against TRL's GRPOTrainer",
+        "bench_vision.py",
+        (),
+        SHORT_STEP,
+        (Goal("a GRPO step", STEP, 1.3), Goal("prompts", "ratio", most=1.2)),
+        (TRL,),
+    ),
     "sft": Benchmark(
         "Fine-tuning step, 32 rows, 10M parameters, float32, against TRL's SFTTrainer at its fastest",
         "bench_sft.py",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from verl.config import vision
+from verl.config import PPOTrainerConfig, machine, replace, vision
 from verl.errors import ConfigError, NotBuiltError
 
 
@@ -49,16 +49,11 @@ def test_a_hub_name_whose_files_are_on_this_machine_is_judged_by_them(tmp_path, 
     assert told("no hub/name/at all", None) == []
 
 
-def test_sequences_with_images_are_not_shared_among_processes(model):
-    [(kind, said)] = told(model(model_type="qwen2_5_vl", vision_config={"depth": 2}), None, "fsdp2", 2)
-    assert kind is NotBuiltError and said.startswith("ulysses_sequence_parallel_size")
-
-
 def test_other_families_are_refused_with_those_that_are_built(model):
     [(kind, said)] = told(model(model_type="internvl", vision_config={"depth": 2}), None)
     assert kind is NotBuiltError and "'internvl'" in said and "qwen2_5_vl" in said
     assert told(model(model_type="internvl", vision_config={"depth": 2}), "my_package") == []
-    assert told(model(model_type="qwen2"), None, "megatron", 2) == []
+    assert told(model(model_type="qwen2"), None, "megatron") == []
 
 
 def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that_sees(model):
@@ -77,3 +72,11 @@ def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that
     frozen = f"{key}.actor.freeze_vision_tower=true {key}.model.lora_rank=4"
     [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
     assert isinstance(problem, ConfigError) and "exclude_modules" in str(problem)
+
+
+def test_a_critic_of_the_policys_model_needs_an_engine_with_towers_too(model):
+    path = model(model_type="qwen2_5_vl", vision_config={"depth": 2})
+    changes = {"actor_rollout_ref.model.path": path, "critic.model.path": path, "algorithm.adv_estimator": "gae"}
+    config = replace(PPOTrainerConfig(), **changes, **{"critic.strategy": "megatron"})
+    [problem] = machine._towers(config)
+    assert isinstance(problem, NotBuiltError) and problem.key == "critic.model.path" and "megatron" in str(problem)

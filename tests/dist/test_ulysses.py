@@ -18,8 +18,16 @@ CELLS = {
         cells.ulysses_shares_tokens,
         cells.ulysses_nan_on_one_rank,
         cells.ulysses_refused,
+        cells.ulysses_over_images,
+        cells.ulysses_over_inner_features,
     ),
-    4: (cells.ulysses, cells.ulysses_in_pairs, cells.ulysses_shares_tokens, cells.ulysses_same_rows),
+    4: (
+        cells.ulysses,
+        cells.ulysses_in_pairs,
+        cells.ulysses_shares_tokens,
+        cells.ulysses_same_rows,
+        cells.ulysses_over_images,
+    ),
 }
 
 
@@ -37,7 +45,14 @@ def cases(*wanted):
     )
 
 
-@cases(cells.ulysses, cells.ulysses_in_pairs, cells.ulysses_with_windows, cells.ulysses_value_model)
+@cases(
+    cells.ulysses,
+    cells.ulysses_in_pairs,
+    cells.ulysses_with_windows,
+    cells.ulysses_value_model,
+    cells.ulysses_over_images,
+    cells.ulysses_over_inner_features,
+)
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):
     errors = runs[size][name][0]["errors"]
     assert {"loss", "gradient", "weights"} < set(errors)

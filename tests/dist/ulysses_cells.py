@@ -43,6 +43,21 @@ def ulysses_value_model(ranks: Ranks, folder: Path) -> dict:
     return compare(ranks, folder, Case("llama", kind="value", engine={KEY: 2}, limits={"micro_batch_size": 3}))
 
 
+def ulysses_over_images(ranks: Ranks, folder: Path) -> dict:
+    """Pictures of several sizes, through which the cuts between ranks run; some micro-batches are text alone."""
+    sizes = (((56, 56),), (), ((84, 56), (28, 112)), (), ((28, 28),), (), ((112, 84),))
+    case = Case("qwen2_5_vl", engine={KEY: 2}, limits={"micro_batch_size": 2}, sizes=sizes)
+    return compare(ranks, folder, case)
+
+
+def ulysses_over_inner_features(ranks: Ranks, folder: Path) -> dict:
+    """Features of the tower's inner layers are added in decoder layers, too; some micro-batches have no picture."""
+    sizes = (((84, 84),), ((28, 56), (56, 28)), (), ())
+    model = {"enable_gradient_checkpointing": True}
+    case = Case("qwen3_vl", engine={KEY: 2}, model=model, limits={"micro_batch_size": 2}, sizes=sizes)
+    return compare(ranks, folder, case)
+
+
 class Exchanged(TorchDispatchMode):
     """Numbers that go through all-to-all within the block."""
 

@@ -62,6 +62,23 @@ def test_rewards_alone_teach_it_the_rest(warm: Path):
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
 
 
+RAY = ("trainer.runtime=ray", "trainer.device=cpu", "trainer.n_gpus_per_node=2")
+WAYS = {
+    "two_workers": RAY,
+    "a_shared_sequence": (
+        *RAY,
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_workers_learn_it_too_and_may_share_a_sequence(warm: Path, way: str):
+    accuracy = learn(warm, way, *WAYS[way])
+    assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
+
+
 DISCS = """import random
 import sys
 

@@ -6,13 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from tests.harness.engines import ragged_batch
+from tests.harness.vision import seen_batch, tiny_vision_dir
 from verl.distributed import Ranks
 from verl.engines.packing import pack
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.sequence_parallel import check_heads, part_of, pooled, sequence_peers
-from verl.errors import ConfigError, NotBuiltError
+from verl.errors import ConfigError
+from verl.models import load_model_config
+from verl.models.vision import VisionInputs, family_of, placing
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -53,11 +57,45 @@ def test_alone_there_is_nothing_to_share(caplog):
         torch.testing.assert_close(whole.batch[name], tensor, equal_nan=True, rtol=0, atol=0)
 
 
-def test_images_are_refused():
-    batch = ragged_batch(rows=2)
-    batch.non_tensor_batch["multi_modal_inputs"] = batch.batch["responses"][:, 0].numpy().astype(object)
-    with pytest.raises(NotBuiltError, match="image"):
-        pooled(batch, Ranks())
+def test_rows_of_peers_keep_their_images_and_samples_share_theirs(tmp_path):
+    folder = tiny_vision_dir(tmp_path / "model")
+    batch = seen_batch(load_model_config(str(folder)), folder, samples=2)
+    whole, mine = pooled(batch, Ranks())
+    assert mine == slice(0, len(batch))
+    for before, after in zip(*(one.non_tensor_batch["multi_modal_inputs"] for one in (batch, whole)), strict=True):
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    shown = whole.non_tensor_batch["multi_modal_inputs"]
+    assert shown[0] is shown[1] and shown[0] is not shown[4]
+
+
+def test_a_cut_through_a_picture_leaves_each_rank_the_features_it_needs():
+    places = {"image": torch.tensor([1, 2, 5, 6, 7, 9])}
+    vision = VisionInputs({"pixel_values": torch.zeros(6, 1)}, places)
+    first, second = vision.part(0, 6), vision.part(6, 6)
+    assert first.places["image"].tolist() == [1, 2, 5] and first.rows["image"].tolist() == [0, 1, 2]
+    assert second.places["image"].tolist() == [0, 1, 3] and second.rows["image"].tolist() == [3, 4, 5]
+    assert first.tensors is second.tensors is vision.tensors, "each runs the tower on all pictures"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_and_videos_of_a_pass_are_each_cut_by_their_own_rows(tmp_path, family):
+    """Qwen3-VL computes the features of videos by its function for images."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_vision_dir(tmp_path / family, family)).eval()
+    dim = family_of(model.config).smallest("image").tensors["pixel_values"].shape[1]
+    grids = {"image": torch.tensor([[1, 4, 6]]), "video": torch.tensor([[1, 4, 4]])}
+    pixels = {kind: torch.randn(int(grid.prod()), dim) for kind, grid in grids.items()}
+    tensors = {"pixel_values": pixels["image"], "pixel_values_videos": pixels["video"]}
+    vision = VisionInputs(tensors, {"image": torch.arange(6), "video": torch.arange(7, 11)}).part(4, 5)
+
+    def features() -> list[torch.Tensor]:
+        made = [getattr(model.model, f"get_{kind}_features")(pixels[kind], grids[kind]) for kind in grids]
+        return [torch.cat(tuple(one.pooler_output)) for one in made]
+
+    with torch.no_grad():
+        of_images, of_videos = features()
+        with placing(model, vision):
+            images, videos = features()
+    assert torch.equal(images, of_images[4:6]) and torch.equal(videos, of_videos[:2])
 
 
 def test_heads_and_ranks_must_divide():

@@ -182,9 +182,8 @@ def _towers(cfg: PPOTrainerConfig) -> Problems:
     """Models that take images or sounds, where that is not built."""
     policy, critic, scorer = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model
     path, actor = policy.model.path, policy.actor
-    ulysses = actor.fsdp_config.ulysses_sequence_parallel_size
-    problems = vision.problems("actor_rollout_ref.model.path", path, policy.model.external_lib, actor.strategy, ulysses)
-    if uses_critic(cfg) and critic.model.path != path:
+    problems = vision.problems("actor_rollout_ref.model.path", path, policy.model.external_lib, actor.strategy)
+    if uses_critic(cfg) and (critic.model.path != path or not problems):
         problems += vision.problems("critic.model.path", critic.model.path, critic.model.external_lib, critic.strategy)
     if uses_reward_model(cfg):
         key = "reward.reward_model.model_path"
@@ -220,8 +219,7 @@ def sft_files(cfg: SFTTrainerConfig) -> Problems:
     problems = _data_files(cfg.data, cfg.data.custom_cls.path)
     problems += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
     path, engine = cfg.model.path, cfg.engine
-    ulysses = engine.ulysses_sequence_parallel_size
-    problems += vision.problems("model.path", path, cfg.model.external_lib, engine.strategy, ulysses)
+    problems += vision.problems("model.path", path, cfg.model.external_lib, engine.strategy)
     return problems + _model("model", cfg.model)
 
 

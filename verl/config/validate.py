@@ -361,8 +361,7 @@ def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
 def _sft_names(cfg: SFTTrainerConfig) -> Problems:
     strategy = cfg.engine.strategy
     names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    ulysses = cfg.engine.ulysses_sequence_parallel_size
-    return names + vision.problems("model.path", cfg.model.path, cfg.model.external_lib, strategy, ulysses)
+    return names + vision.problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)
 
 
 def _two_columns(cfg: SFTTrainerConfig) -> Problems:

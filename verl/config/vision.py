@@ -25,14 +25,12 @@ SEEING_SAMPLERS = ("hf", "vllm")
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
-def problems(
-    key: str, path: str | None, external_lib: str | None, strategy: str = "auto", ulysses: int = 1
-) -> Problems:
+def problems(key: str, path: str | None, external_lib: str | None, strategy: str = "auto") -> Problems:
     """A model on this machine that sees or hears, where that is not built.
 
     Args:
         external_lib: a module of the user's own may know how to load the model as text.
-        strategy, ulysses: the training backend, and how many processes share a sequence in it.
+        strategy: the training backend.
     """
     facts = config_json(path)
     if not facts or external_lib:
@@ -40,7 +38,7 @@ def problems(
     refused = caught(refuse, facts, key, path)
     if refused or facts.get("model_type") not in SEEN:
         return refused
-    return caught(refuse_engine, key, path, strategy) + caught(refuse_ulysses, ulysses)
+    return caught(refuse_engine, key, path, strategy)
 
 
 def policy_problems(cfg: Any) -> Problems:
@@ -107,15 +105,4 @@ def refuse_engine(key: str, path: str | None, strategy: str) -> None:
             key=key,
             got=path,
             fix="Set strategy=fsdp2.",
-        )
-
-
-def refuse_ulysses(size: int) -> None:
-    """Raise `NotBuiltError` where several processes would share the tokens of an image."""
-    if size > 1:
-        raise NotBuiltError(
-            "a model that takes images cannot share its sequences among processes yet",
-            key="ulysses_sequence_parallel_size",
-            got=size,
-            allowed=[1],
         )

@@ -54,7 +54,7 @@ def _with_axes(micro: MicroBatch, family: VisionFamily) -> MicroBatch:
 
 def _behind_row(micro: MicroBatch, ids: Tensor) -> tuple[MicroBatch, int]:
     """The tokens as a segment of their own behind a packed row, and where they begin."""
-    assert isinstance(micro.attention, PackedPlan), "sequences that ranks share have no pictures"
+    assert isinstance(micro.attention, PackedPlan), "pictures are placed before ranks share a sequence"
     old = micro.attention.segments
     segments = Segments((*old.lengths, len(ids)), (*old.prefix, NO_PREFIX), old.device)
     grown = replace(

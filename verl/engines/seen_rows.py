@@ -43,7 +43,7 @@ class SeenRows:
         placed, positions = [], torch.empty(family.axes, *tokens.shape, dtype=torch.long)
         for row, inputs in enumerate(column):
             if id(inputs) not in known:  # the samples of a prompt share what the processor made
-                known[id(inputs)] = _in_row(row, family.pictures, _tensors(inputs))
+                known[id(inputs)] = _in_row(row, family.pictures, tensors_of(inputs))
             mine = _in_row(row, family.place, tokens[row, : lengths[row]], known[id(inputs)])
             positions[:, row] = family.positions(tokens.shape[1], mine)
             placed.append(mine)
@@ -93,7 +93,7 @@ def has_pictures(columns: Mapping[str, Any]) -> bool:
     return COLUMN in columns and any(bool(row) for row in columns[COLUMN])
 
 
-def _tensors(inputs: Any) -> dict[str, Tensor]:
+def tensors_of(inputs: Any) -> dict[str, Tensor]:
     """A row's entry as tensors; arrays are what a wire may have made of them."""
     return {
         name: value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))

@@ -19,6 +19,8 @@ from verl.distributed.ulysses import UlyssesPlan, summed
 from verl.engines.forward import TokenForward
 from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
+from verl.engines.seen_rows import COLUMN as PICTURES
+from verl.engines.seen_rows import tensors_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.models.attention import PackedPlan
 from verl.models.attention.mixers import mixes_by_sequence
@@ -113,13 +115,14 @@ def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
     return replace(
         micro,
         input_ids=micro.input_ids[:, first : first + length],
-        position_ids=micro.position_ids[:, first : first + length],
+        position_ids=micro.position_ids[..., first : first + length],
         positions=micro.positions[here] - first,
         labels=micro.labels[here],
         places=micro.places[here],
         slopes=None if micro.slopes is None else micro.slopes[here],
         attention=UlyssesPlan(plan, peers),
         token_of=token_of,
+        vision=None if micro.vision is None else micro.vision.part(first, length),
     )
 
 
@@ -137,31 +140,51 @@ def rows_of_peers(batch: DataProto, peers: Ranks) -> tuple[DataProto, slice]:
 def pooled(batch: DataProto, peers: Ranks) -> tuple[DataProto, slice]:
     """The rows of all peers, and which of them are this rank's.
 
-    Tensors travel as bytes; of other columns only ``uid`` is read behind this point.
+    Tensors travel as bytes, those of images included; of other columns only ``uid`` is read behind this point.
     """
-    if "multi_modal_inputs" in batch.non_tensor_batch:
-        raise NotBuiltError("sequence parallelism over image or video inputs is not built yet", key=KEY)
     columns: Any = batch.tensors
-    tensors: dict[str, Tensor] = {str(key): value.cpu().contiguous() for key, value in columns.items()}
-    forms = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    uids = [str(uid) for uid in batch.non_tensor_batch.get("uid", ())]
-    data = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(tensor_bytes(t) for t in tensors.values())]))
-    facts = peers.exchange([forms, uids, len(data)])
-    padded = torch.zeros(max(fact[2] for fact in facts), dtype=torch.uint8)
+    (pictures, shown), _ = peers.together(lambda: (_distinct_pictures(batch), None))  # an error is one on all ranks
+    parts = [{str(name): tensor for name, tensor in columns.items()}, *pictures]
+    tensors = [{name: tensor.cpu().contiguous() for name, tensor in part.items()} for part in parts]
+    forms = [[[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in p.items()] for p in tensors]
+    raw = [tensor_bytes(tensor) for part in tensors for tensor in part.values()]
+    data = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *raw]))
+    column = batch.non_tensor_batch.get("uid")
+    uids = None if column is None else [str(uid) for uid in column]
+    facts = peers.exchange([forms, uids, shown, len(data)])
+    padded = torch.zeros(max(fact[-1] for fact in facts), dtype=torch.uint8)
     padded[: len(data)] = data
-    parts = [_unpacked(fact, raw) for fact, raw in zip(facts, peers.gather(padded))]
-    before = sum(len(part) for part in parts[: peers.rank])
-    whole = DataProto.concat(parts)
+    rows = [_unpacked(fact, raw) for fact, raw in zip(facts, peers.gather(padded))]
+    before = sum(len(part) for part in rows[: peers.rank])
+    whole = DataProto.concat(rows)
     whole.meta_info = dict(batch.meta_info)
     return whole, slice(before, before + len(batch))
 
 
+def _distinct_pictures(batch: DataProto) -> tuple[list[dict[str, Tensor]], list[int] | None]:
+    """What the processor made of images, once for all rows that share it, and which of them each row has.
+
+    None where the batch has no such column.
+    """
+    column = batch.non_tensor_batch.get(PICTURES)
+    if column is None:
+        return [], None
+    distinct = {id(inputs): inputs for inputs in column}
+    number = {key: at for at, key in enumerate(distinct)}
+    return [tensors_of(inputs) for inputs in distinct.values()], [number[id(inputs)] for inputs in column]
+
+
 def _unpacked(fact: Any, raw: Tensor) -> DataProto:
-    forms, uids, _ = fact
-    tensors, at, data = {}, 0, raw.numpy()
-    for name, dtype, shape in forms:
-        kind = getattr(torch, dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        tensors[name] = tensor_from_bytes(data[at : at + size].copy(), kind, shape)
-        at += size
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)} if uids else None)
+    forms, uids, shown, _ = fact
+    at, data, parts = 0, raw.numpy(), list[dict[str, Tensor]]()
+    for part in forms:
+        parts.append({})
+        for name, dtype, shape in part:
+            kind = getattr(torch, dtype)
+            size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+            parts[-1][name] = tensor_from_bytes(data[at : at + size].copy(), kind, shape)
+            at += size
+    columns: dict[str, Any] = {} if uids is None else {"uid": uids}
+    if shown is not None:
+        columns[PICTURES] = [parts[1 + number] for number in shown]
+    return DataProto.from_dict(tensors=parts[0], non_tensors=columns)

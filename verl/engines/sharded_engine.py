@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from verl import distributed
 from verl.checkpoint.state import StateSection
-from verl.config import vision
 from verl.config.node import key_of
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.axis_sharding import AxisSharding
@@ -34,7 +33,6 @@ from verl.models import count_parameters, lora
 from verl.models.loading import HOLLOW
 from verl.models.router_replay import COLUMN
 from verl.models.stored import StoredWeights, stored_weights
-from verl.models.vision import family_of
 from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
 
@@ -110,8 +108,6 @@ class ShardedEngine(TorchEngine):
             lambda: ([load(device) for device in ("meta", "meta", HOLLOW)], None)
         )
         check_heads(cut.config, self.num_sequence_ranks, self.sequence_key)
-        if family_of(cut.config) is not None:
-            vision.refuse_ulysses(self.num_sequence_ranks)  # of a hub name the settings could not tell
         if self.experts is not None:
             refuse_adapted_tensors(cut)
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ class VisionInputs:
         tensors: keyword arguments.
         places: kind -> (tokens,) in the flattened tokens of the pass, in the order of the features.
         features: what the tower made of the images, where that is known already; ``tensors`` then has no pixels.
+        rows: kind -> those of the features whose tokens are here, where other ranks have the others; None: all are.
     """
 
     tensors: dict[str, Any]
     places: dict[Kind, Tensor]
     features: Any = None
+    rows: dict[Kind, Tensor] | None = None
 
     @classmethod
     def of(
@@ -47,6 +50,15 @@ class VisionInputs:
                 places[kind] = torch.tensor(numbers, device=device)
         tensors = family.prepare([one.picture for one, _ in placed])
         return cls({name: tensor.to(device) for name, tensor in tensors.items()}, places)
+
+    def part(self, first: int, length: int) -> VisionInputs:
+        """The same for a rank that has ``length`` tokens of the pass from ``first`` on, and sees all pictures.
+
+        Every rank runs the tower on all pictures of the pass, and keeps the features of its tokens: a cut may go
+        through a picture, and ranks that gather the tower's weights together must call it equally often.
+        """
+        here = {kind: ((at >= first) & (at < first + length)).nonzero().flatten() for kind, at in self.places.items()}
+        return replace(self, places={kind: at[here[kind]] - first for kind, at in self.places.items()}, rows=here)
 
     def moved(self, width: int, new_width: int) -> VisionInputs:
         """The same for rows that became longer by padding."""
@@ -89,6 +101,11 @@ def placing(model: Any, vision: VisionInputs | None) -> Iterator[dict[str, Any]]
     elif vision.features is not None:  # such a model calls its tower wherever there are pixels, and nowhere else
         tensors = {**tensors, "pixel_values": vision.features.pooler_output[0]}
         replaced["get_image_features"] = lambda *_, **__: vision.features
+    assert vision.features is None or vision.rows is None, "features that are given are those of all tokens"
+    cut = FeatureCut()
+    for kind, rows in (vision.rows or {}).items():
+        name = f"get_{kind}_features"
+        replaced[name] = partial(cut, getattr(backbone, name), rows)
     for name, function in replaced.items():
         setattr(backbone, name, function)
     try:
@@ -96,6 +113,36 @@ def placing(model: Any, vision: VisionInputs | None) -> Iterator[dict[str, Any]]
     finally:
         for name in replaced:
             delattr(backbone, name)
+
+
+class FeatureCut:
+    """A tower's output of which only some rows (features) are kept; gradients of the others are zero.
+
+    Models may compute the features of videos by their function for images: the outermost call is cut.
+    """
+
+    def __init__(self) -> None:
+        self._is_inside = False
+
+    def __call__(self, compute: Callable[..., Any], rows: Tensor, *arguments: Any, **more: Any) -> Any:
+        if self._is_inside:
+            return compute(*arguments, **more)
+        self._is_inside = True
+        try:
+            made = compute(*arguments, **more)
+        finally:
+            self._is_inside = False
+        made.pooler_output = [_joined_rows(made.pooler_output, rows)]
+        if getattr(made, "deepstack_features", None) is not None:
+            made.deepstack_features = [
+                one[rows] if isinstance(one, Tensor) else [_joined_rows(one, rows)] for one in made.deepstack_features
+            ]
+        return made
+
+
+def _joined_rows(features: Tensor | Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Rows of the features of all pictures together, which come as one tensor or as one for each picture."""
+    return (features if isinstance(features, Tensor) else torch.cat(tuple(features)))[rows]
 
 
 def takes_features(backbone: Any) -> bool:
