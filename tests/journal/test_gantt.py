@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
+from verl.errors import DataError
 from verl.journal import gantt
 from verl.journal.file import NAME, Journal
 from verl.journal.spans import Span, Spans, read_spans
@@ -120,3 +123,10 @@ def test_each_run_has_a_journal_of_its_own_and_the_newest_is_read(tmp_path):
     assert [run(1), run(2), run(3, 2, "journal-2.jsonl")] == [NAME, "journal-2.jsonl", "journal-2.jsonl"]
     assert [one.step for one in read_spans(tmp_path)] == [2, 3], "also of a process whose steps were repeated"
     assert [one.step for one in read_spans(tmp_path / NAME)] == [1]
+
+
+def test_a_trace_of_an_earlier_release_is_refused_by_its_kind(tmp_path):
+    trace = tmp_path / "trace-2.jsonl"
+    trace.write_text('{"stage": "gen", "step": 1, "thread": "main", "begin": 0.0, "end": 1.0}\n')
+    with pytest.raises(DataError, match=r"a trace of an earlier release.*trace-2.jsonl.*journal.jsonl"):
+        read_spans(trace)

@@ -191,7 +191,7 @@ def test_images_of_a_server_are_shown_to_a_model_that_sees():
         answers.append(asyncio.run(tool.execute("", {}, agent_data=trajectory))[0])
     assert answers[0].text == "a" and answers[0].image == [{"bytes": red}, {"bytes": blue}]
     assert answers[1].text == "a\n[image: image/png]\n[resource: image/png]" and answers[1].image is None
-    for damaged in ("c", "ZGFtYWdlZA=="):
+    for damaged in ("c", "ZGFtYWdlZA==", None, 7):
         parts[1]["data"] = damaged
         sees = SimpleNamespace(seen=SimpleNamespace(processor=object(), load=load))
         answer = asyncio.run(tool.execute("", {}, agent_data=sees))[0]

@@ -148,6 +148,9 @@ def read_spans(place: Path) -> list[Span]:
         DataError: there is no such file, it is damaged, or it has no span.
     """
     path = journal_in(place, "spans")
+    if path is not None and path.name.startswith("trace"):
+        raise DataError("a trace of an earlier release is not read", got=str(path), fix=f"Name the {NAME} of a run, or "
+                        "draw it with the release that wrote it.")  # fmt: skip
     if path is None:
         raise DataError("there is no journal", got=str(place), fix=f"{KEY}=true writes spans into {NAME} in "
                         "trainer.default_local_dir.")  # fmt: skip

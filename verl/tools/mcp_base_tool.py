@@ -158,8 +158,11 @@ def is_image(part: Mapping[str, Any]) -> bool:
 
 
 def image_of(part: Mapping[str, Any]) -> dict[str, bytes]:
-    """The file in an image part; raises ValueError where it is not base64."""
-    return {"bytes": base64.b64decode(part.get("data") or part["resource"]["blob"], validate=True)}
+    """The file in an image part; raises ValueError where there is none, or it is not base64."""
+    data = part.get("data") or (part.get("resource") or {}).get("blob")
+    if not isinstance(data, str):
+        raise ValueError("an image part without data")
+    return {"bytes": base64.b64decode(data, validate=True)}
 
 
 def text_of(result: Mapping[str, Any]) -> str:
