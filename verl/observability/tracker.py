@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ class Sample:
     """The part of the prompt that a terminal has room for."""
     turns: Sequence[tuple[str, str]] = ()
     """Role and text of each piece of the response, where several speak; a terminal shows them instead of it."""
+    picture: bytes | None = None
+    """A small PNG file of the images that the model saw, side by side, for trackers that show images."""
 
 
 class Tracker(ABC):
@@ -61,6 +64,13 @@ class Tracker(ABC):
 
     def finish(self, exit_code: int = 0) -> None:  # noqa: B027 - nothing to close by default
         """Flush and close; called once."""
+
+
+def opened(picture: bytes) -> Any:
+    """The PIL image in `Sample.picture`."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(picture))
 
 
 def numbers(data: Mapping[str, Any]) -> dict[str, float | int]:

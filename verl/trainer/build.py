@@ -131,7 +131,7 @@ def report_validation(
         )  # fmt: skip
     if trainer.log_val_generations > 0 and tracking is not None:
         turns = turns_of_rows(seen.conversations, len(seen.scores))
-        seen_rows = zip(seen.inputs, seen.outputs, seen.scores, repeat(None), seen.questions, turns)
+        seen_rows = zip(seen.inputs, seen.outputs, seen.scores, repeat(None), seen.questions, turns, seen.pictures)
         rows = [Sample(*row) for row in islice(seen_rows, trainer.log_val_generations)]
         sample_output.ValidationGenerationsLogger().log(tracking, rows, step)
 

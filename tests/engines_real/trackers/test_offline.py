@@ -9,6 +9,7 @@ import sys
 
 import mlflow
 import pytest
+from PIL import Image
 
 from tests.engines_real.trackers.readers import swanlab_records, swanlab_scalars, wandb_history
 from verl.metrics import notices, reset_notices
@@ -33,6 +34,16 @@ def offline(tmp_path, monkeypatch):
     reset_notices()
     yield tmp_path
     reset_notices()
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # or the next run of this process is written to this one's folder
+
+
+@pytest.fixture
+def seen() -> Sample:
+    """An answer about a red picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (56, 28), "red").save(file, "PNG")
+    return Sample("What is it?", "red", 1.0, "red", picture=file.getvalue())
 
 
 def runs(project: str = "sums"):
@@ -58,6 +69,22 @@ def test_mlflow_keeps_metrics_parameters_samples_and_the_end(offline):
     assert run.data.params["algorithm.adv_estimator"] == "grpo" and run.data.params["trainer.nnodes"] == "1"
     assert artifact(run, "config.json") == CONFIG
     assert artifact(run, "samples/val/generations/2.json")["samples"][0]["response"] == "2"
+
+
+def test_each_tracker_stores_the_pictures_that_a_sample_is_about(offline, seen):
+    with Tracking("sums", "first", ["mlflow", "swanlab", "wandb"], CONFIG) as tracking:
+        tracking.log_samples("val", [Sample("1+1=", "2", 1.0, "2"), seen], 2)
+        assert list(tracking.logger) == ["mlflow", "swanlab", "wandb"], "none has failed"
+    _, (run,) = runs()
+    stored = mlflow.artifacts.load_image(f"{run.info.artifact_uri}/samples/val/2_1.png")
+    assert artifact(run, "samples/val/2.json")["samples"][1]["picture"] is None
+    folders = (
+        (offline / "swanlog", "run-*/media/image/*"),
+        (offline / "wandb", "offline-run-*/files/media/images/**/*.png"),
+    )
+    files = [next(iter(folder.glob(pattern))) for folder, pattern in folders]
+    for image in (stored, *map(Image.open, files)):
+        assert image.size == (56, 28) and image.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
 
 
 def test_mlflow_takes_more_parameters_and_metrics_than_one_request_holds(offline):

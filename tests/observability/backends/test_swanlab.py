@@ -6,7 +6,9 @@ import sys
 import types
 
 import pytest
+from PIL import Image
 
+from verl.data.vision.images import thumbnails
 from verl.errors import MissingDependencyError
 from verl.metrics import notices
 from verl.observability.backends.swanlab import SwanlabTracker
@@ -21,6 +23,7 @@ def fake(monkeypatch):
     module = types.ModuleType("swanlab")
     module.asked, module.logged, module.ended = [], [], []
     module.Text = lambda content, caption=None: (content, caption)
+    module.Image = lambda image, caption=None: (image.size, caption)
 
     def init(**asked):
         module.asked.append(asked)
@@ -67,6 +70,9 @@ def test_metrics_samples_and_the_way_a_run_ended_reach_swanlab(fake, monkeypatch
     tracker.log_samples("val", [Sample("q", "a", 1.0, "g"), Sample("q", "b")], 2)
     tracker.log_samples("val", [], 3)
     assert fake.logged == [({"x": 0.5}, 2), ({"val": [("q\n\na", "score 1, expected g"), ("q\n\nb", "no score")]}, 2)]
+    seen = Sample("q", "a", 0.0, picture=thumbnails([Image.new("RGB", (56, 28))]))
+    tracker.log_samples("val", [seen, Sample("q", "b")], 4)
+    assert fake.logged[-1][0]["val/images"] == [((56, 28), "score 0")]
     tracker.finish()
     SwanlabTracker("p", "e").finish(1)
     assert fake.ended == [{}, {"state": "crashed", "error": "the run ended with exit code 1"}]

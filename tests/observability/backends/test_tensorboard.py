@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from PIL import Image
 
+from verl.data.vision.images import thumbnails
 from verl.errors import MissingDependencyError
 from verl.observability.backends.tensorboard import TensorboardTracker
 from verl.observability.tracker import Sample
@@ -18,13 +20,17 @@ def test_scalars_and_completions_can_be_read_back(tmp_path, monkeypatch):
     tracker = TensorboardTracker("p", "e")
     tracker.log({"critic/score/mean": 0.5, "note": "text"}, 1)
     tracker.log({"critic/score/mean": 0.75}, 2)
-    tracker.log_samples("validation", [Sample("1+1=", "2", 1.0)], 2)
+    picture = thumbnails([Image.new("RGB", (56, 56), "red"), Image.new("RGB", (28, 56), "blue")])
+    tracker.log_samples("validation", [Sample("1+1=", "2", 1.0), Sample("What is it?", "a disc", picture=picture)], 2)
     tracker.finish()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.5), (2, 0.75)]
     assert events.Tags()["scalars"] == ["critic/score/mean"]
     assert "validation/0/text_summary" in events.Tags()["tensors"]
+    assert events.Tags()["images"] == ["validation/1/images"]
+    (image,) = events.Images("validation/1/images")
+    assert (image.step, image.width, image.height) == (2, 84, 56)
 
 
 def test_the_folder_is_named_after_the_run_unless_the_environment_says_otherwise(tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ import sys
 import types
 
 import pytest
+from PIL import Image
 
+from verl.data.vision.images import thumbnails
 from verl.errors import MissingDependencyError
 from verl.observability.backends.wandb import WandbTracker
 from verl.observability.tracker import Sample
@@ -37,6 +39,7 @@ def fake(monkeypatch):
     module.run, module.asked = FakeRun(), []
     module.Settings = lambda **kw: kw
     module.Table = FakeTable
+    module.Image = lambda image, caption: (image.size, caption)
     module.init = lambda **kw: module.asked.append(kw) or module.run
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
@@ -57,6 +60,16 @@ def test_metrics_samples_and_the_exit_code_reach_the_run(fake):
     assert fake.run.logged[0] == ({"x": 0.5}, 2)
     assert fake.run.logged[1][0]["validation"].rows == [(2, "q", "a", 1.0, "g")]
     assert fake.run.code == 1
+
+
+def test_images_of_a_sample_are_logged_with_its_answer_and_row(fake):
+    tracker = WandbTracker("p", "e", {})
+    strip = thumbnails([Image.new("RGB", (64, 32)), Image.new("RGB", (256, 64))])
+    tracker.log_samples("validation", [Sample("r", "b"), Sample("q", "a", 0.5, picture=strip)], 2)
+    logged = fake.run.logged[0][0]
+    assert (
+        logged["validation/images"] == [((64 + 128, 32), "row 1, score 0.5: a")] and len(logged["validation"].rows) == 2
+    )
 
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import torch
 from PIL import Image
@@ -42,6 +44,11 @@ def test_an_image_is_named_once_where_it_stands(tmp_path):
     named = SampleTexts(tokenizer, processor).columns(batch)["images"]
     assert [name.split()[1] for name in named[0]] == ["56x56", "84x56", "56x56"] and named[1] == []
     assert named[0][0] == named[0][2] != named[0][1]
+    first, second = SampleTexts(tokenizer, processor).pictures(batch, 2)
+    strip = Image.open(io.BytesIO(first))
+    assert (strip.size, second) == ((56 + 84 + 56, 56), None) and red.size == (56, 56)
+    assert [strip.getpixel((x, 5)) for x in (0, 60, 190)] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
+    assert SampleTexts(tokenizer, processor).pictures(batch, 0) == [None, None]
     text = batch.select(non_tensor_batch_keys=[])
     assert SampleTexts(tokenizer).of(text)[1] == ["red blue", "red"] and SampleTexts(tokenizer).columns(text) == {}
 

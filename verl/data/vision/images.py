@@ -13,7 +13,7 @@ import hashlib
 import io
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,22 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     exif = Image.Image.getexif(image)  # that of the class for PNG decodes all of it
     lying = exif.get(0x0112, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if lying else image.size
+
+
+def thumbnails(images: Sequence[Image.Image], edge: int = 128, most: int = 8) -> bytes:
+    """A PNG file of images side by side, each with a longer edge of at most ``edge`` pixels; the first ``most``."""
+    small = []
+    for image in images[:most]:
+        small.append(image.convert("RGB"))
+        small[-1].thumbnail((edge, edge))  # a copy was made of an image that is RGB, too
+    strip = Image.new("RGB", (sum(one.width for one in small), max(one.height for one in small)), "white")
+    at = 0
+    for one in small:
+        strip.paste(one, (at, 0))
+        at += one.width
+    file = io.BytesIO()
+    strip.save(file, "PNG")
+    return file.getvalue()
 
 
 def describe_image(image: Image.Image) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from verl import env
 from verl.errors import MissingDependencyError
-from verl.observability.tracker import Sample, Tracker, numbers
+from verl.observability.tracker import Sample, Tracker, numbers, opened
 
 PARAMS_PER_CALL, METRICS_PER_CALL = 100, 1000  # what MLflow's servers take in one request
 LONGEST_PARAM = 6000  # characters
@@ -62,8 +62,12 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self.run_id, metrics=part)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
-        rows = {"step": step, "samples": [asdict(s) for s in samples]}
-        self._client.log_dict(self.run_id, rows, f"samples/{plain_name(title)}/{step}.json")
+        rows = {"step": step, "samples": [asdict(replace(s, picture=None)) for s in samples]}
+        folder = f"samples/{plain_name(title)}"
+        self._client.log_dict(self.run_id, rows, f"{folder}/{step}.json")
+        for i, sample in enumerate(samples):
+            if sample.picture is not None:
+                self._client.log_image(self.run_id, opened(sample.picture), f"{folder}/{step}_{i}.png")
 
     def finish(self, exit_code: int = 0) -> None:
         self._client.set_terminated(self.run_id, "FINISHED" if exit_code == 0 else "FAILED")

@@ -8,7 +8,7 @@ from typing import Any
 from verl import env
 from verl.errors import MissingDependencyError
 from verl.metrics import notice
-from verl.observability.tracker import Sample, Tracker, numbers
+from verl.observability.tracker import Sample, Tracker, numbers, opened
 
 
 class SwanlabTracker(Tracker):
@@ -54,8 +54,9 @@ class SwanlabTracker(Tracker):
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         texts = [self._swanlab.Text(f"{s.prompt}\n\n{s.response}", caption=_caption(s)) for s in samples]
+        pictures = [self._swanlab.Image(opened(s.picture), caption=_caption(s)) for s in samples if s.picture]
         if texts:
-            self.run.log({title: texts}, step=step)
+            self.run.log({title: texts, **({f"{title}/images": pictures} if pictures else {})}, step=step)
 
     def finish(self, exit_code: int = 0) -> None:
         if exit_code == 0:

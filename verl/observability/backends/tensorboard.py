@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl import env
 from verl.errors import MissingDependencyError
 from verl.journal.places import folder_of_run
-from verl.observability.tracker import Sample, Tracker, numbers
+from verl.observability.tracker import Sample, Tracker, numbers, opened
 
 
 class TensorboardTracker(Tracker):
@@ -50,6 +52,9 @@ class TensorboardTracker(Tracker):
         for i, sample in enumerate(samples):
             text = f"score {sample.score}\n\n```\n{sample.prompt}\n```\n\n```\n{sample.response}\n```"
             self._ready().add_text(f"{title}/{i}", text, step)
+            if sample.picture is not None:
+                pixels = np.asarray(opened(sample.picture))
+                self._ready().add_image(f"{title}/{i}/images", pixels, step, dataformats="HWC")
 
     def finish(self, exit_code: int = 0) -> None:
         if self._writer is not None:

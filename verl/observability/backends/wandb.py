@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.secrets import hide
 from verl.errors import MissingDependencyError
-from verl.observability.tracker import Sample, Tracker, numbers
+from verl.observability.tracker import Sample, Tracker, numbers, opened
 
 
 class WandbTracker(Tracker):
@@ -43,9 +43,12 @@ class WandbTracker(Tracker):
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         table = self._wandb.Table(columns=["step", "prompt", "response", "score", "ground_truth"])
-        for s in samples:
+        images = []
+        for row, s in enumerate(samples):
             table.add_data(step, s.prompt, s.response, s.score, s.ground_truth)
-        self.run.log({title: table}, step=step)
+            if s.picture is not None:
+                images.append(self._wandb.Image(opened(s.picture), caption=f"row {row}, score {s.score}: {s.response}"))
+        self.run.log({title: table, **({f"{title}/images": images} if images else {})}, step=step)
 
     def finish(self, exit_code: int = 0) -> None:
         self.run.finish(exit_code=exit_code)

@@ -114,6 +114,7 @@ class ShowSamples(Callback):
         columns += [
             trainer.texts.questions(first, rows["inputs"]),
             turns_of_rows(rows["reward_extra_infos"], len(first)),
+            trainer.texts.pictures(first, count),
         ]
         shown = [Sample(*row) for row in zip(*columns)]
         trainer.show_samples("sampled completions", shown)

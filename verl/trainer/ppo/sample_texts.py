@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verl.data.vision.images import describe_image
+from verl.data.vision.images import describe_image, thumbnails
 from verl.protocol import DataProto
 
 IMAGES = "multi_modal_data"
@@ -61,6 +61,11 @@ class SampleTexts:
             return {}
         known = {id(image): describe_image(image) for images in shown for image in images}
         return {"images": [[known[id(image)] for image in images] for images in shown]}
+
+    def pictures(self, batch: DataProto, count: int) -> list[bytes | None]:
+        """Thumbnails of the images of the first rows (`Sample.picture`); None for the others, and for text alone."""
+        shown = [thumbnails(images) if images else None for images in self._images(batch)[: max(0, count)]]
+        return [*shown, *[None] * (len(batch) - len(shown))]
 
     def _images(self, batch: DataProto) -> list[Sequence[Any]]:
         if self.processor is None or IMAGES not in batch.non_tensor_batch:

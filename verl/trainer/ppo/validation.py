@@ -37,6 +37,8 @@ class ValidationSamples:
     infos: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     num_turns: list[float] = field(default_factory=list)
     conversations: dict[str, list[Any]] = field(default_factory=dict)
+    pictures: list[bytes | None] = field(default_factory=list)
+    """Thumbnails of the images of the first ones, of which trackers are shown so many."""
 
 
 class Validator:
@@ -75,6 +77,7 @@ class Validator:
         seen.inputs += prompts_shown
         seen.questions += self.texts.questions(samples, prompts_shown)
         seen.outputs += responses_shown
+        seen.pictures += self.texts.pictures(samples, self.config.trainer.log_val_generations - len(seen.pictures))
         seen.uids += list(samples.non_tensor_batch["uid"])
         unknown = np.full(len(samples), "unknown", dtype=object)
         sources = samples.non_tensor_batch.get("data_source", unknown)
