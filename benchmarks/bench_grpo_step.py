@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from figures import MARKS, TRL_CLOCK, Figures, Run, add_json, linear_seconds, run_script
+from figures import MARKS, TRL_CLOCK, Figures, Run, add_json, against_trl, linear_seconds, run_script
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, WARMUP = 16, 8, 32, 32, 3
 TAIL_TOKENS, TAIL_MEAN = 256, 32
@@ -230,20 +229,10 @@ def compare(folder: Path, size: str, arguments: argparse.Namespace) -> dict[str,
         mine.append(run_ours(folder, model, ours, arguments.steps, length, arguments.more))
         if arguments.peer_python:
             peer.append(run_peer(folder, arguments.peer_python, model, theirs, arguments.steps, length))
-    found: dict[str, float | str] = {}
-    times = {"ours": [run.medians(WARMUP) for run in mine], "TRL": [run.medians(WARMUP) for run in peer]}
-    for name, runs in (("ours", mine), ("TRL", peer)):
-        if runs:
-            found[f"{name}, s"], found[f"{name}, CPU s"] = map(statistics.median, zip(*times[name]))
-            found[f"{name}, peak MiB"] = max(run.peak_mib for run in runs)
-    for which, name in enumerate(("TRL / ours by the clock", "TRL / ours by CPU time")):
-        ratios = [p[which] / m[which] for m, p in zip(times["ours"], times["TRL"])]
-        if ratios:
-            found[name] = statistics.median(ratios)
-            found[f"{name}, per round"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    row = against_trl(mine, peer, WARMUP)
     if size != "tail":
-        found["matrix products alone, CPU s"] = product_seconds(model)
-    return found
+        row["matrix products alone, CPU s"] = product_seconds(model)
+    return row
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A GRPO step of a model that sees, ours beside TRL's `GRPOTrainer`; what n samples of a prompt with a picture cost.
+"""A GRPO step of a model that sees, ours against TRL's `GRPOTrainer`; what n samples of a prompt with a picture cost.
 
     python benchmarks/bench_vision.py --peer-python path/to/venv-with-trl/bin/python [--rounds 3] [--pixels 112]
 
@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 from bench_grpo_step import OURS
-from figures import ROOT, TRL_CLOCK, Figures, Run, add_json, run_script
+from figures import ROOT, TRL_CLOCK, Figures, Run, add_json, against_trl, run_script
 
 PROMPTS, SAMPLES, NEW_TOKENS, WARMUP = 8, 8, 32, 2
 SIZES = {"hidden": 256, "layers": 4, "vision_layers": 4}
@@ -111,18 +111,7 @@ def compare(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[st
         mine.append(run_ours(folder, model, arguments.steps, arguments.more))
         if arguments.peer_python:
             peer.append(run_peer(folder, arguments.peer_python, model, arguments.steps))
-    row: dict[str, float | str] = {}
-    times = {"ours": [run.medians(WARMUP) for run in mine], "TRL": [run.medians(WARMUP) for run in peer]}
-    for name, runs in (("ours", mine), ("TRL", peer)):
-        if runs:
-            row[f"{name}, s"], row[f"{name}, CPU s"] = map(statistics.median, zip(*times[name]))
-            row[f"{name}, peak MiB"] = max(run.peak_mib for run in runs)
-    for which, name in enumerate(("TRL / ours by the clock", "TRL / ours by CPU time")):
-        ratios = [p[which] / m[which] for m, p in zip(times["ours"], times["TRL"])]
-        if ratios:
-            row[name] = statistics.median(ratios)
-            row[f"{name}, per round"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    return row
+    return against_trl(mine, peer, WARMUP)
 
 
 COUNTS = """

@@ -85,6 +85,22 @@ class Run:
         return statistics.median(self.wall[warmup:]), statistics.median(self.own[warmup:]) + children
 
 
+def against_trl(ours: list[Run], trl: list[Run], warmup: int) -> dict[str, float | str]:
+    """Medians over rounds that took turns, and how often the peer's time ours is; ``trl`` may be empty."""
+    row: dict[str, float | str] = {}
+    times = {"ours": [run.medians(warmup) for run in ours], "TRL": [run.medians(warmup) for run in trl]}
+    for name, runs in (("ours", ours), ("TRL", trl)):
+        if runs:
+            row[f"{name}, s"], row[f"{name}, CPU s"] = map(statistics.median, zip(*times[name]))
+            row[f"{name}, peak MiB"] = max(run.peak_mib for run in runs)
+    for which, name in enumerate(("TRL / ours by the clock", "TRL / ours by CPU time")):
+        ratios = [p[which] / m[which] for m, p in zip(times["ours"], times["TRL"])]
+        if ratios:
+            row[name] = statistics.median(ratios)
+            row[f"{name}, per round"] = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return row
+
+
 def run_script(python: str, script: str, words: Iterable[str], folder: Path, ours: bool) -> Run:
     """Run a script that `tell`s in a process of its own; ``ours`` lets it import this repository."""
     (folder / "child.py").write_text(script)

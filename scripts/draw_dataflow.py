@@ -99,7 +99,7 @@ def save(figure: Figure, name: str) -> None:
 
 
 def draw_walk() -> None:
-    """Every group goes from left to right; what comes to nothing makes room for another one."""
+    """Every group moves from left to right; one that is dropped makes room for another."""
     figure, axes = blank(14.8, 4.0)
     for box in WALK:
         box.draw(axes)

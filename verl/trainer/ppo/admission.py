@@ -11,7 +11,7 @@ admitted under the newest version v if and only if
     g < T (v + 1 + f)
 
 - In order of admission, group g is used by step floor(g / T) or an earlier one (a group before it may be lost, and none
-  overtakes it). So its staleness, the versions between sampling and use, is at most floor(g / T) - v <= ceil(f), or 0
+  overtakes it). Its staleness, the versions between sampling and use, is at most floor(g / T) - v <= ceil(f), or 0
   where f T < 1, and no later sampling of its tokens makes it larger. The group size n, the chunk B and the number of
   requests in flight are not in the formula: they say how fast the queue fills, not how far. At most T (1 + f) groups
   are in the queue or in flight at once, and for f <= 1 at most f T of a step's groups are of an older version.

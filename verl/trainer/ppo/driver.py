@@ -243,10 +243,10 @@ class Concurrent:
         for number, prompt in prompts.items():
             self.in_flight += 1
             half = ctx.run.open(ctx.step)
-            asked = stages.repeated(prompt.alone(), half)
-            accounting.ask(asked, half)
+            rows = stages.repeated(prompt.alone(), half)
+            accounting.ask(rows, half)
             spans = None if follow is None else follow[number]
-            asyncio.run_coroutine_threadsafe(self._group(number, asked, half, spans), self._loop)
+            asyncio.run_coroutine_threadsafe(self._group(number, rows, half, spans), self._loop)
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done: list[Done] = []

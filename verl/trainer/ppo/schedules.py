@@ -150,7 +150,7 @@ class ScheduleRun:
         self._version = 0
 
     def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
-        """Steps in an epoch of so many batches of the loader, which may have another size than a step's."""
+        """Steps in an epoch of ``batches`` of the loader, which may have another size than a step's."""
         if self.schedule.admission(config).by_batch:
             return batches
         prompts = batches * (config.data.gen_batch_size or config.data.train_batch_size)
@@ -165,12 +165,12 @@ class ScheduleRun:
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training step, chunk after chunk; returns all that it trained on."""
         self.settle(roles, ctx)
-        stream = self._opened(roles, ctx, ctx.step - 1)
+        stream = self._opened(roles, ctx)
         bound, parts = stream.admission, list[DataProto]()
         stream.open_step(ctx)
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
-            # Nothing is saved between two chunks: once the first one changed the weights, the step goes on to its end.
+            # Nothing is saved between two chunks: once the first one changed the weights, the step runs to its end.
             chunk = stream.take(source, ctx, may_stop=not parts)
             if self.schedule.checks or bound.in_work is not None:
                 staleness.check(chunk, ctx, bound.enforced)
@@ -184,7 +184,7 @@ class ScheduleRun:
 
     def _learn(self, chunk: DataProto, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """The update, and the sampling of the next step's batch where the schedule prefetches."""
-        stream = self._opened(roles, ctx, ctx.step - 1)
+        stream = self._opened(roles, ctx)
         train = partial(learn, chunk, roles, ctx, self.schedule.stages)
         if not self.schedule.prefetches or ctx.step >= ctx.run.total_steps:
             return stream.during(train, ctx)
@@ -226,9 +226,9 @@ class ScheduleRun:
         if self.stream is not None:
             self.stream.close()
 
-    def _opened(self, roles: Roles, ctx: StepContext, version: int) -> GroupStream:
+    def _opened(self, roles: Roles, ctx: StepContext) -> GroupStream:
         """At the first step of a run the stream is made, or what a checkpoint had in flight is sampled again."""
-        self.stream = stream = self.stream or self._made(ctx.run, version)
+        self.stream = stream = self.stream or self._made(ctx.run, ctx.step - 1)
         stream.open(roles, ctx)
         return stream
 

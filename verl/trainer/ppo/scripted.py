@@ -240,8 +240,8 @@ def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str
 
 def _failed(number: int, prompt: GroupRows, why: str, ctx: StepContext) -> Done:
     """A group whose sampling or scoring failed in the recorded run."""
-    asked = stages.repeated(prompt.alone(), ctx.run.open(ctx.step))
-    accounting.ask(asked, ctx)
-    done = Done(number, GroupRows.of(asked), why=why)
+    rows = stages.repeated(prompt.alone(), ctx.run.open(ctx.step))
+    accounting.ask(rows, ctx)
+    done = Done(number, GroupRows.of(rows), why=why)
     count_lost(done, ctx)
     return done

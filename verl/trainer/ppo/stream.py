@@ -237,7 +237,7 @@ class GroupStream:
             notice(
                 LIMIT,
                 f"step {ctx.step} samples batch {ctx.gen_batches} of prompts, with {kept} of "
-                f"{self.admission.groups * each} samples kept; without a limit it goes on until the batch is full",
+                f"{self.admission.groups * each} samples kept; without a limit this continues until the batch is full",
             )
 
     def _drop_overdue(self, ctx: StepContext) -> None:

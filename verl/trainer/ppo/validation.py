@@ -38,7 +38,7 @@ class ValidationSamples:
     num_turns: list[float] = field(default_factory=list)
     conversations: dict[str, list[Any]] = field(default_factory=dict)
     pictures: list[bytes | None] = field(default_factory=list)
-    """Thumbnails of the images of the first ones, of which trackers are shown so many."""
+    """Thumbnails of the images of the first ones, as many as trackers are shown (``trainer.log_val_generations``)."""
 
 
 class Validator:
