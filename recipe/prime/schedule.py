@@ -20,7 +20,6 @@ from verl.algorithms.advantages.prime import shaped
 from verl.config import HFModelConfig, PPOTrainerConfig
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
-from verl.single_controller.base import Roles
 from verl.trainer.ppo import group_filter, oversampling
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.schedules import SYNC
@@ -28,6 +27,7 @@ from verl.trainer.ppo.stages import train
 from verl.workers.model import ModelRole
 from verl.workers.options import InferOptions
 from verl.workers.part import PassLimits
+from verl.workers.roles import Roles
 
 MODEL, FROZEN = "reward_model", "reward_model_ref"
 """The model that learns, whose name its metrics and its part of a checkpoint bear, and what it started from."""

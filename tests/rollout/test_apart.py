@@ -20,7 +20,7 @@ from verl.registry import TRANSPORTS
 from verl.rollout import Request, SamplingParams
 from verl.rollout.apart import ApartSampler, apart
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.hosted import HostedSampler, SamplerHost
+from verl.rollout.hosted import HostedSampler, WeightIntake
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
 
@@ -161,7 +161,7 @@ async def test_an_update_that_is_cancelled_while_the_pass_runs_changes_nothing_a
 def test_weights_that_come_by_any_transport_beside_forward_passes_draw_the_tokens_of_their_version(kind):
     """Teacher-forced by the model of its version, each token has the log-prob that the sampler reported."""
     sampler = ApartSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True))
-    host = LocalHandle(SamplerHost(sampler))
+    host = LocalHandle(WeightIntake(sampler))
     replica = HostedSampler(host, kind, partial(TRANSPORTS.get(kind).begin, 1 << 20, "cpu"))
     wanted = Request("a", (5, 6, 7), LONG)
 
@@ -226,8 +226,9 @@ def test_a_request_whose_replica_is_killed_goes_on_elsewhere_from_what_it_had_re
 
     dead, done = asyncio.run(asyncio.wait_for(run(), 60))
     other = next(one for one in replicas if one is not dead)
+    moved = asyncio.run(service.look()).moved
     kept = {prefix for prefix in other.prefixes if prefix}
-    assert max(map(len, kept)) > 4 and {one[2] for one in service.take_moved()} == set(map(len, kept))
+    assert max(map(len, kept)) > 4 and {one[2] for one in moved} == set(map(len, kept))
     assert kept <= {one.token_ids[: len(prefix)] for one in plain for prefix in kept}
     for undisturbed, answer in zip(plain, done):
         assert answer.token_ids == undisturbed.token_ids and answer.finish_reason == "length"

@@ -20,7 +20,7 @@ from verl.metrics import notices, reset_notices
 from verl.models import export_weights, load_causal_lm
 from verl.rollout import place
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.hosted import HostedSampler, SamplerHost
+from verl.rollout.hosted import HostedSampler, WeightIntake
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.local import LocalHandle
 from verl.weight_sync import DiskTransport, SharedMemoryTransport, chunk_weights, shared_memory
@@ -41,7 +41,7 @@ def model(tmp_path_factory) -> HFModelConfig:
 
 def hosted(model: HFModelConfig, backend: str, **options) -> HostedSampler:
     """Both ends in this process; the transport does not know."""
-    host = SamplerHost(HFSampler(tiny_model()))
+    host = WeightIntake(HFSampler(tiny_model()))
     chosen = place.transport_of(rollout(backend, timeout=60, **options), model, "cpu")
     return HostedSampler(LocalHandle(host), *chosen)
 

@@ -460,10 +460,11 @@ async def test_where_replicas_are_replaced_requests_wait_for_one_that_joins_and_
         await asyncio.sleep(0)
     assert not any(task.done() for task in tasks)
     assert await service.abort(["2"]) == 1, "one that waits can be ended"
-    service.discard("0")
+    await service.discard("0")
     await service.add("1", Fake(1))
     assert [done.token_ids for done in await asyncio.gather(*tasks)] == [(1,), (1,), ()]
-    assert service.take_moved() == [("row", 0, 0), ("row", 1, 0), ("row", 2, 0)] and service.take_moved() == []
+    assert (await service.look()).moved == (("row", 0, 0), ("row", 1, 0), ("row", 2, 0))
+    assert (await service.look()).moved == ()
 
 
 def test_an_update_that_finds_every_replica_dead_counts_for_those_that_replace_them():
@@ -493,7 +494,7 @@ async def test_once_no_replica_comes_any_more_every_request_hears_the_last_error
     for _ in range(20):
         await asyncio.sleep(0)
     assert not any(task.done() for task in tasks)
-    service.give_up("2 of 2 replacements were made. Its last error: out of memory")
+    await service.give_up("2 of 2 replacements were made. Its last error: out of memory")
     tasks.append(asyncio.ensure_future(service.generate(asked(9))))
     errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert len(errors) == 6 and all(isinstance(error, EngineLostError) for error in errors)

@@ -17,7 +17,7 @@ from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.base import Sampler
 from verl.rollout.gated import Sampled
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.hosted import HostedSampler, RemoteSampler, SamplerHost
+from verl.rollout.hosted import HostedSampler, RemoteSampler, WeightIntake
 from verl.rollout.resume import continued, joined
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
@@ -131,7 +131,7 @@ async def test_updates_without_a_pause_between_them_let_every_response_end(at_up
 
 def test_weights_reach_a_replica_in_another_process_while_it_samples():
     """By a transport, beside the requests, as the trainer sends them to a pool of samplers; then they are published."""
-    host = LocalHandle(SamplerHost(hf("abort")))
+    host = LocalHandle(WeightIntake(hf("abort")))
     replica = HostedSampler(host, "shared_memory", partial(TRANSPORTS.get("shared_memory").begin, 1 << 20, "cpu"))
     service = SamplerService({"a": RemoteSampler(host)})
 

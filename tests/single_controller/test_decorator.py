@@ -92,8 +92,8 @@ def test_futures_are_fetched_for_a_tagged_method_unless_told_not_to():
     group = LocalWorkerGroup(None, ClassWithInitArgs(Futures))
     assert group.fetched(future, b=future) == [("whole", "whole")]
     assert group.kept(future) == [future] == group.execute_all_sync("untagged", future)
-    assert asyncio.run(group.handle().call("fetched", future, b=1)) == ("whole", 1)
-    assert asyncio.run(group.handle().call("kept", future)) is future
+    assert asyncio.run(group.handle().call(Futures.fetched, future, b=1)) == ("whole", 1)
+    assert asyncio.run(group.handle().call(Futures.kept, future)) is future
 
 
 def test_a_method_that_is_registered_anew_keeps_its_first_tag_in_the_parent():

@@ -11,6 +11,7 @@ import torch
 
 from verl.errors import WorkerError
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register, worker_seed
+from verl.single_controller.base.handle import method_of
 from verl.single_controller.local import LocalHandle, LocalWorkerGroup
 
 
@@ -57,17 +58,17 @@ class Server:
 
 async def test_async_and_plain_methods_answer_with_any_keyword():
     handle = LocalHandle(Server())
-    assert await handle.call("echo", name="n", timeout=3, method="m") == ("n", 3, "m")
-    assert await handle.call("thread") is not threading.main_thread()
-    assert await handle.call("coroutine") == ("late", None, None)
+    assert await handle.call(Server.echo, name="n", timeout=3, method="m") == ("n", 3, "m")
+    assert await handle.call(Server.thread) is not threading.main_thread()
+    assert await handle.call(Server.coroutine) == ("late", None, None)
 
 
 async def test_plain_methods_do_not_stop_the_loop_and_keep_their_order():
     server = Server()
     handle = LocalHandle(server)
-    blocked = asyncio.ensure_future(handle.call("block"))
-    behind = asyncio.ensure_future(handle.call("thread"))
-    assert await handle.call("echo", "while it blocks") == ("while it blocks", None, None)
+    blocked = asyncio.ensure_future(handle.call(Server.block))
+    behind = asyncio.ensure_future(handle.call(Server.thread))
+    assert await handle.call(Server.echo, "while it blocks") == ("while it blocks", None, None)
     assert not blocked.done() and not behind.done()
     server.release.set()
     assert await blocked is True
@@ -84,15 +85,15 @@ async def test_two_plain_calls_run_at_once_where_allowed():
             return self.barrier.wait(60) >= 0
 
     handle = LocalHandle(Meeting(), max_concurrency=2)
-    assert await asyncio.gather(handle.call("meet"), handle.call("meet")) == [True, True]
+    assert await asyncio.gather(handle.call(Meeting.meet), handle.call(Meeting.meet)) == [True, True]
 
 
 async def test_the_objects_exception_arrives_unchanged_with_a_note():
     with pytest.raises(KeyError, match="mine") as caught:
-        await LocalHandle(Server(), name="rollout[0]").call("fail")
+        await LocalHandle(Server(), name="rollout[0]").call(Server.fail)
     assert caught.value.__notes__ == ["(in worker rollout[0].fail)"]
     with pytest.raises(TimeoutError, match="my own"):
-        await LocalHandle(Server(), timeout=60).call("fail_by_timeout")
+        await LocalHandle(Server(), timeout=60).call(Server.fail_by_timeout)
 
 
 async def test_a_call_that_takes_too_long_is_given_up_and_cancelled():
@@ -101,14 +102,14 @@ async def test_a_call_that_takes_too_long_is_given_up_and_cancelled():
         seconds *= 2
         handle = LocalHandle(server, name="rollout[0]").with_timeout(seconds)
         with pytest.raises(WorkerError, match=rf"rollout\[0\].hang did not answer within {seconds:g} s"):
-            await handle.call("hang")
+            await handle.call(Server.hang)
     await asyncio.sleep(0)
     assert server.cancelled == 1
 
 
 async def test_cancelling_the_waiting_task_cancels_the_call():
     server = Server()
-    task = asyncio.ensure_future(LocalHandle(server).call("hang"))
+    task = asyncio.ensure_future(LocalHandle(server).call(Server.hang))
     while not server.started:
         await asyncio.sleep(0)
     task.cancel()
@@ -124,7 +125,7 @@ def test_the_error_of_a_call_that_was_cancelled_is_printed_nowhere():
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
         server = Server()
-        task = asyncio.ensure_future(LocalHandle(server).call("hang_and_fail"))
+        task = asyncio.ensure_future(LocalHandle(server).call(Server.hang_and_fail))
         while not server.started:
             await asyncio.sleep(0)
         task.cancel()
@@ -140,12 +141,12 @@ def test_the_error_of_a_call_that_was_cancelled_is_printed_nowhere():
 async def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
     server = Server()
     handle = LocalHandle(server)
-    hanging = [asyncio.ensure_future(handle.call("hang")) for _ in range(2)]
-    blocked = asyncio.ensure_future(handle.call("block"))
+    hanging = [asyncio.ensure_future(handle.call(Server.hang)) for _ in range(2)]
+    blocked = asyncio.ensure_future(handle.call(Server.block))
     while server.started < 2:
         await asyncio.sleep(0)
     counts: list[int] = []
-    thread = threading.Thread(target=lambda: counts.append(handle.cancel("hang")))
+    thread = threading.Thread(target=lambda: counts.append(handle.cancel(Server.hang)))
     thread.start()
     results = await asyncio.gather(*hanging, return_exceptions=True)
     thread.join()
@@ -158,9 +159,31 @@ async def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
 async def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
     handle = LocalHandle(Server())
     with pytest.raises(WorkerError, match="'thread'"):
-        await handle.call("threat")
+        method_of(Server(), "Server.threat", "server")  # the other process has another release
     with pytest.raises(WorkerError, match="no method '_private'"):
-        await handle.call("_private")
+        await handle.call(Server._private)
+    with pytest.raises(WorkerError, match=r"no object of the class Drawer.*Server"):
+        await handle.call(Drawer.draw)
+
+
+async def test_a_handle_reaches_the_objects_that_a_worker_holds_by_class():
+    class Louder(Server):
+        async def echo(self, name, timeout=None, method=None):
+            return name.upper(), timeout, method
+
+    class Holder(Worker):
+        def endpoints(self):
+            return Louder(), Server()
+
+        def echo(self):
+            return "the worker's"
+
+    handle = LocalHandle(Holder(), name="holder[0]")
+    assert await handle.call(Server.echo, "name") == ("NAME", None, None), "the first of the class, and its override"
+    assert await handle.call(Holder.echo) == "the worker's"
+    with pytest.raises(KeyError) as error:
+        await handle.call(Server.fail)
+    assert error.value.__notes__ == ["(in worker holder[0].fail)"]
 
 
 class Drawer(Worker):
@@ -171,7 +194,7 @@ class Drawer(Worker):
     @register(Dispatch.ONE_TO_ALL)
     async def ask(self, handle):
         """An async method that awaits a plain method of another worker while its own call holds the generators."""
-        return await handle.call("draw")
+        return await handle.call(Drawer.draw)
 
 
 def test_the_handle_of_a_worker_draws_from_the_workers_state_also_inside_another_call():
@@ -179,5 +202,5 @@ def test_the_handle_of_a_worker_draws_from_the_workers_state_also_inside_another
     asking = LocalWorkerGroup(None, ClassWithInitArgs(Drawer), name_prefix="asking")
     seed = worker_seed(0, "drawer", 0)
     expected = torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
-    found = [asyncio.run(group.handle().call("draw")), group.draw()[0], asking.ask(group.handle(timeout=30))[0]]
+    found = [asyncio.run(group.handle().call(Drawer.draw)), group.draw()[0], asking.ask(group.handle(timeout=30))[0]]
     assert found == expected

@@ -18,8 +18,8 @@ from tests.trainer.test_replicas import OWN_POOL, configured
 from verl import stacks
 from verl.errors import WorkerError
 from verl.metrics import notices, reset_notices
+from verl.rollout.reports import ReplicaState, ServiceState
 from verl.trainer.keeper import ReplicaKeeper
-from verl.workers.sampling import ReplicaState, ServiceState
 from verl.workers.sending import SyncResult
 
 LIMIT = 1.5
@@ -64,16 +64,16 @@ class Service:
 
     async def call(self, method, *args):
         await asyncio.sleep(0)
-        return getattr(self, method)(*args)
+        return getattr(self, method.__name__)(*args)
 
-    def look_at_service(self):
+    def look(self):
         states = {name: ReplicaState((f"request of {name}",)) for name in self.names}
         return ServiceState(states, tuple(("row", 0, 0) for _ in self.names))
 
-    def add_replica(self, name, handle):
-        self.names[name] = handle
+    def add(self, name, sampler):
+        self.names[name] = sampler
 
-    def discard_replica(self, name):
+    def discard(self, name):
         self.names.pop(name, None)
         self.discarded.append(name)
 

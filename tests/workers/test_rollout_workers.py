@@ -63,7 +63,7 @@ def apart(config, own_ray_folder):
         group = cluster.RayWorkerGroup(cluster.RayResourcePool([1], use_gpu=False), sampling(config))
         group.init_model()
         arguments = {"config": config.actor_rollout_ref, "data": config.data, "service": group.handle(0)}
-        group.loops = group.start_beside(ClassWithInitArgs(RolloutWorker, **arguments), 2, "agent_loop")
+        group.loops = group.start_helpers(ClassWithInitArgs(RolloutWorker, **arguments), 2, "agent_loop")
         group.connect({}, group.loops)
         yield group
     finally:
@@ -204,7 +204,7 @@ def test_what_an_external_library_registers_is_known_where_agent_loops_run(confi
 
 def test_a_run_of_one_process_has_no_other_processes_to_start(here):
     with pytest.raises(WorkerError, match=r"trainer.runtime=ray"):
-        here.start_beside(ClassWithInitArgs(dict), 2, "agent_loop")
+        here.start_helpers(ClassWithInitArgs(dict), 2, "agent_loop")
 
 
 @pytest.mark.parametrize(

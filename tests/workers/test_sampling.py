@@ -5,23 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+from tests.rollout.test_service import Fake
 from verl.config import ActorRolloutRefConfig, HFModelConfig
-from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout import Request, SamplingParams
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
 from verl.workers.sampling import SamplingWorker, balance
-
-
-class Answering:
-    """What answers at the other end of a handle, with its number as the only token."""
-
-    version = 0
-
-    def __init__(self, number):
-        self.number = number
-
-    async def generate(self, request):
-        return Completion(request.id, (self.number,), (-0.1,), "stop", (0,))
 
 
 def answers(service) -> set[int]:
@@ -36,9 +25,9 @@ def answers(service) -> set[int]:
 
 def test_replicas_of_other_processes_join_the_service():
     worker = SamplingWorker(ActorRolloutRefConfig(model=HFModelConfig(path="nowhere")))
-    service = worker.service = SamplerService({worker.replica_name(0): Answering(0)})
+    service = worker.service = SamplerService({worker.replica_name(0): Fake(0)})
     worker.agent_loops = SimpleNamespace(run_in=lambda runners: None)
-    handles = {worker.replica_name(rank): LocalHandle(Answering(rank)) for rank in (2, 4)}
+    handles = {worker.replica_name(rank): LocalHandle(Fake(rank)) for rank in (2, 4)}
     asyncio.run(worker.connect(handles))
     assert [replica.name for replica in service.replicas] == [f"replica of rollout[{rank}]" for rank in (0, 2, 4)]
     assert answers(service) == {0, 2, 4}

@@ -1,16 +1,16 @@
 """A sampler in another process, with weights that come by a transport: both sides of it.
 
-`SamplerHost` lives in the other process, behind a handle of Ray or behind HTTP. `RemoteSampler` is the sampler that
-requests see from elsewhere, `HostedSampler` the one that weights are sent to as well. An update is under way at both
-ends at once: the host takes the stream while a thread here sends it. Whatever goes wrong with it ends the transport,
-and the next update makes a new one.
+The sampler and its `WeightIntake` are in the other process, behind a handle of Ray or behind HTTP. `RemoteSampler` is
+the sampler that requests see from elsewhere, `HostedSampler` the one that weights are sent to as well. An update is
+under way at both ends at once: the intake takes the stream while a thread here sends it. Whatever goes wrong with it
+ends the transport, and the next update makes a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from verl.errors import RolloutError
@@ -22,11 +22,11 @@ from verl.weight_sync import Transport, WeightChunk
 from verl.weight_sync.transport import PeerFailedError
 
 
-class SamplerHost:
-    """The end in the other process.
+class WeightIntake:
+    """Takes weights for a sampler of this process.
 
     Args:
-        sampler: of this process.
+        sampler: gets them.
         device: for the receiving ends of transports.
     """
 
@@ -34,20 +34,9 @@ class SamplerHost:
         self.sampler, self.device = sampler, device
         self._ends: dict[str, Transport] = {}
 
-    async def generate(self, request: Request) -> Completion:
-        return await self.sampler.generate(request)
-
-    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
-        return await self.sampler.drawn(known)
-
-    async def abort(self, request_ids: list[str] | None = None) -> int:
-        return await self.sampler.abort(request_ids)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self.sampler.sleep(level)
-
-    async def wake(self) -> None:
-        await self.sampler.wake()
+    def endpoints(self) -> tuple[Sampler]:
+        """Handles on this object reach the sampler, too."""
+        return (self.sampler,)
 
     async def status(self) -> dict[str, Any]:
         """``version`` of the weights, and ``stats``."""
@@ -75,18 +64,21 @@ def _remoteness(error: BaseException) -> int:
     return 0 if isinstance(error, LOSSES) else 2 if isinstance(error, PeerFailedError) else 1
 
 
+Generate = Callable[[Any, Request], Coroutine[Any, Any, Completion]]
+
+
 class RemoteSampler(Sampler):
     """A sampler behind a handle; its weights are sent separately.
 
     Args:
-        handle: of a `SamplerHost`, or of whatever samples under another name of the method.
-        generate: that name.
+        handle: on a process with a sampler and its `WeightIntake`.
+        generate: the method that samples, where it is not the sampler's.
 
     Example:
         >>> service = SamplerService({name: RemoteSampler(handle) for name, handle in handles.items()})
     """
 
-    def __init__(self, handle: Handle, generate: str = "generate"):
+    def __init__(self, handle: Handle, generate: Generate = Sampler.generate):
         self._handle, self._generate = handle, generate
         self._version = 0
         self._stats: dict[str, float] = {"forward_tokens": 0.0, "steps": 0.0}
@@ -96,26 +88,22 @@ class RemoteSampler(Sampler):
         return self._version
 
     async def generate(self, request: Request) -> Completion:
-        done: Completion = await self._handle.call(self._generate, request)
-        return done
+        return await self._handle.call(self._generate, request)
 
     async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
-        got: dict[str, Completion] = await self._handle.call("drawn", known)
-        return got
+        return await self._handle.call(Sampler.drawn, known)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = None if request_ids is None else list(request_ids)
-        count: int = await self._handle.call("abort", wanted)
-        return count
+        return await self._handle.call(Sampler.abort, None if request_ids is None else list(request_ids))
 
     async def sleep(self, level: int = 1) -> None:
-        await self._handle.call("sleep", level)
+        await self._handle.call(Sampler.sleep, level)
 
     async def wake(self) -> None:
-        await self._handle.call("wake")
+        await self._handle.call(Sampler.wake)
 
     async def confirm(self, version: int) -> int:
-        status = await self._handle.call("status")
+        status = await self._handle.call(WeightIntake.status)
         self._version, self._stats = int(status["version"]), status["stats"]
         return self._version
 
@@ -131,7 +119,7 @@ class HostedSampler(RemoteSampler):
     """A sampler behind a handle that weights are sent to from here.
 
     Args:
-        handle: of a `SamplerHost`.
+        handle: on a process with a sampler and its `WeightIntake`.
         transport: name in the registry of transports.
         begin: makes the trainer's end of one.
 
@@ -155,7 +143,7 @@ class HostedSampler(RemoteSampler):
         transport = self._transport
         sending: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(transport.send, chunks))
         taking: asyncio.Future[Any] = asyncio.ensure_future(
-            self._handle.call("take_weights", self._kind, transport.address, version)
+            self._handle.call(WeightIntake.take_weights, self._kind, transport.address, version)
         )
         try:
             await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_EXCEPTION)

@@ -7,12 +7,37 @@ holds no lock and no slot; nobody waits for it. Unblocked by: the answer, or the
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from verl.errors import VerlError
 from verl.metrics import notice
-from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.base import Completion, Moved, Request, Sampler
 from verl.rollout.lost import LOSSES
 from verl.rollout.resume import joined
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """A replica as the service sees it.
+
+    Args:
+        requests: ids of those that it has.
+        broken: the error by which its engine was lost; empty otherwise.
+        reported: tokens that it has drawn of these requests, by its last report.
+    """
+
+    requests: tuple[str, ...] = ()
+    broken: str = ""
+    reported: int = 0
+
+
+@dataclass(frozen=True)
+class ServiceState:
+    """All replicas by name; every request that moved to another one, once for each time."""
+
+    replicas: Mapping[str, ReplicaState]
+    moved: tuple[Moved, ...]
 
 
 class AttemptReport:

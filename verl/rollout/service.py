@@ -19,7 +19,8 @@ from verl.metrics import notice
 from verl.rollout.base import Completion, Moved, Request, Sampler
 from verl.rollout.gated import Gate
 from verl.rollout.lost import LOSSES, EngineLostError
-from verl.rollout.reports import AttemptReport, DrawnReports
+from verl.rollout.reports import AttemptReport, DrawnReports, ReplicaState, ServiceState
+from verl.rollout.request_spans import RequestSpans
 from verl.rollout.resume import continued, joined
 from verl.rollout.waiting import Queue
 from verl.weight_sync import WeightChunk, deliver
@@ -44,7 +45,7 @@ class Replica:
         self.reason = ""
         self.is_broken = False
         self.ids: set[str] = set()
-        self._reports = DrawnReports(name, sampler)
+        self.reports = DrawnReports(name, sampler)
 
     @property
     def load(self) -> int:
@@ -54,25 +55,11 @@ class Replica:
     @property
     def reported(self) -> int:
         """Tokens of its requests that it has drawn, as far as it has said."""
-        return self._reports.num_drawn
+        return self.reports.num_drawn
 
     @property
     def is_lost(self) -> bool:
         return self.lost_at is not None
-
-    async def generate(self, request: Request, report: AttemptReport | None = None, seconds: float = 0.0) -> Completion:
-        """The answer; meanwhile the report, if there is one, gets what is drawn, once in so many seconds."""
-        self.ids.add(request.id)
-        if report is not None:
-            self._reports.begin(report, seconds)
-        try:
-            done = await self.sampler.generate(request)
-            self.completed += 1
-            return done
-        finally:
-            if report is not None:
-                self._reports.end(report)
-            self.ids.discard(request.id)
 
     def recovered(self) -> None:
         """It answered."""
@@ -186,6 +173,7 @@ class SamplerService(Sampler):
         self._at_gate: set[str] = set()
         self._given_up: set[str] = set()
         self.is_elastic, self._end = is_elastic, ""
+        self.spans = RequestSpans(lambda: self.version)
         self._moved: list[Moved] = []
 
     @property
@@ -193,6 +181,12 @@ class SamplerService(Sampler):
         return self._version if self._published or not self._is_single else self.replicas[0].sampler.version
 
     async def generate(self, request: Request) -> Completion:
+        if self.spans.has(request):
+            return await self.spans.follow_up(request, self._serve)
+        self.spans.restart(request)
+        return await self._serve(request)
+
+    async def _serve(self, request: Request) -> Completion:
         parts: list[Completion] = []
         self._in_flight.add(request.id)
         try:
@@ -200,7 +194,7 @@ class SamplerService(Sampler):
                 self._at_gate.add(request.id)
                 async with self._gate.inside():
                     self._at_gate.discard(request.id)
-                    parts.append(await self._generate(request))
+                    parts.append(await self._route(request))
                 if not parts[-1].is_interrupted:
                     return joined(parts)
                 if request.id in self._given_up:
@@ -212,13 +206,11 @@ class SamplerService(Sampler):
             for kept in (self._in_flight, self._at_gate, self._given_up):
                 kept.discard(request.id)
 
-    async def _generate(self, request: Request) -> Completion:
+    async def _route(self, request: Request) -> Completion:
         if request.id in self._given_up:  # it was aborted at the gate
             return Completion(request.id, (), (), "abort", ())
         if self._is_single and not self.replicas[0].is_lost:
-            answer = await self.replicas[0].generate(request)
-            self._answered(self.replicas[0], answer)
-            return answer
+            return await self._attempt(self.replicas[0], request)
         parts: list[Completion] = []
         avoided: set[str] = set()
         last: BaseException | None = None
@@ -232,7 +224,7 @@ class SamplerService(Sampler):
             done = None
             try:
                 report = None if self.report_seconds is None else AttemptReport(request)
-                done = await replica.generate(request, report, self.report_seconds or 0.0)
+                done = await self._attempt(replica, request, report)
             except LOSSES as error:
                 request = self._with_report(replica, request, report, parts)
                 self._note_loss(replica, error)
@@ -247,7 +239,6 @@ class SamplerService(Sampler):
                 self._queue.call_next()
             if not replica.is_lost or not self._published:
                 replica.recovered()
-            self._answered(replica, done)
             return joined((*parts, done))
         self._counts["resent"] -= 1
         raise EngineLostError(
@@ -262,11 +253,23 @@ class SamplerService(Sampler):
         if part is None:
             return request
         parts.append(part)
-        self._answered(replica, part)
+        self.spans.add(replica.name, part)
         return continued(request, part)
 
-    def _answered(self, replica: Replica, done: Completion) -> None:
-        """A replica answered an attempt; a subclass may keep which."""
+    async def _attempt(self, replica: Replica, request: Request, report: AttemptReport | None = None) -> Completion:
+        """A replica's answer; meanwhile the report, if there is one, gets what is drawn."""
+        replica.ids.add(request.id)
+        if report is not None:
+            replica.reports.begin(report, self.report_seconds or 0.0)
+        try:
+            done = await replica.sampler.generate(request)
+        finally:
+            if report is not None:
+                replica.reports.end(report)
+            replica.ids.discard(request.id)
+        replica.completed += 1
+        self.spans.add(replica.name, done)
+        return done
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """All replicas take the stream, bucket by bucket and each once; then it is published.
@@ -320,13 +323,14 @@ class SamplerService(Sampler):
                 self._take_or_lose(replica)
         if self.is_elastic:  # requests may wait for a replica that has this version
             self._wake_waiting()
+        self.spans.published()
 
     async def confirm(self, version: int) -> int:
         await self.publish(version)
         return self.version
 
     async def add(self, name: str, sampler: Sampler) -> None:
-        """One more replica; where weights were published it gets requests once it has them.
+        """One more replica; where weights were published it gets requests if it has them.
 
         Raises:
             RolloutError: there is one of this name.
@@ -335,11 +339,12 @@ class SamplerService(Sampler):
             raise RolloutError("there is a replica of this name", got=name, fix="Give it another one.")
         replica = Replica(name, sampler)
         if self._published:
+            await sampler.confirm(self._version)
             self._take_or_lose(replica)
         self.replicas.append(replica)
         self._wake_waiting()
 
-    def discard(self, name: str) -> None:
+    async def discard(self, name: str) -> None:
         """Remove a replica whose process is gone or about to be ended; its requests go to others when their calls fail.
 
         Nothing happens where there is none of this name.
@@ -348,15 +353,19 @@ class SamplerService(Sampler):
             self.replicas.remove(replica)
             self._router.forget(replica)
 
-    def give_up(self, reason: str) -> None:
+    async def give_up(self, reason: str) -> None:
         """No replica will be replaced any more: from here on every request is an error, also one that waits."""
         self._end = reason
         self._wake_waiting()
 
-    def take_moved(self) -> list[Moved]:
-        """The requests that lost their replica since the last call, once for each loss."""
+    async def look(self) -> ServiceState:
+        """What each replica does, and which requests lost theirs since the last call."""
         moved, self._moved = self._moved, []
-        return moved
+        states = {
+            one.name: ReplicaState(tuple(sorted(one.ids)), one.reason if one.is_broken else "", one.reported)
+            for one in self.replicas
+        }
+        return ServiceState(states, tuple(moved))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
         wanted = None if request_ids is None else set(request_ids)

@@ -28,10 +28,14 @@ from verl.config.topology import beyond_one_machine, processes_of
 from verl.errors import VerlError, WorkerError
 from verl.metrics import notice
 from verl.rollout.base import Moved
-from verl.single_controller.base import ClassWithInitArgs
+from verl.rollout.hosted import RemoteSampler, WeightIntake
+from verl.rollout.reports import ReplicaState
+from verl.rollout.service import SamplerService
+from verl.single_controller.base import ClassWithInitArgs, WorkerGroup, by_rank
 from verl.single_controller.base.handle import Handle
 from verl.stacks import Process
-from verl.workers.sampling import ReplicaState, ServiceState
+from verl.workers.model import ModelWorker
+from verl.workers.replica import ReplicaWorker
 from verl.workers.sending import FeedChange, SyncResult, fed_sampler
 
 if TYPE_CHECKING:
@@ -78,7 +82,12 @@ class ReplicaKeeper:
     """
 
     def __init__(
-        self, config: PPOTrainerConfig, worker: ClassWithInitArgs, groups: Mapping[str, Any], pool: Any, device: str
+        self,
+        config: PPOTrainerConfig,
+        worker: ClassWithInitArgs,
+        groups: Mapping[str, WorkerGroup],
+        pool: Any,
+        device: str,
     ):
         self.config, self.device = config, device
         self._worker, self._pool = worker, pool
@@ -113,7 +122,7 @@ class ReplicaKeeper:
         with ThreadPoolExecutor(len(places)) as threads:
             made = [threads.submit(self._start, self._next_name(), place) for place in places]
         units = [one.result() for one in made]
-        asyncio.run(_all([unit.call_all("init_model") for unit in units]))
+        asyncio.run(_all([unit.call_all(ReplicaWorker.init_model) for unit in units]))
         self._replicas = [
             Placed(unit.name, unit, place, number % ranks) for number, (unit, place) in enumerate(zip(units, places))
         ]
@@ -220,7 +229,7 @@ class ReplicaKeeper:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self) -> None:
-        state: ServiceState = await self._service.call("look_at_service")
+        state = await self._service.call(SamplerService.look)
         self._resent += len(state.moved)
         if state.moved:
             self._moved(state.moved)
@@ -240,7 +249,7 @@ class ReplicaKeeper:
 
     def _check_health(self, one: Placed) -> None:
         if one.health_check is None:
-            one.health_check = asyncio.ensure_future(one.unit.handle.call("status"))
+            one.health_check = asyncio.ensure_future(one.unit.handle.call(WeightIntake.status))
             one.health_check.add_done_callback(_take_error)
         if one.health_check.done():
             check, one.health_check = one.health_check, None
@@ -265,7 +274,7 @@ class ReplicaKeeper:
         name, allowed = one.name, self.config.actor_rollout_ref.rollout.max_replacements
         self._coming += 1
         try:
-            await self._service.call("discard_replica", name)
+            await self._service.call(SamplerService.discard, name)
             for _ in range(REPORT_LOOKS if reason == known.broken else 0):  # who waits for a replica hears of it first
                 if not one.unit.death:
                     await asyncio.sleep(LOOK_SECONDS)
@@ -292,7 +301,7 @@ class ReplicaKeeper:
         used = f"{self.replaced} of {self.config.actor_rollout_ref.rollout.max_replacements} replacements"
         self.error = f"{KEY}: {name} was lost, and {used} were made in this run. Its last error: {reason}"
         with suppress(WorkerError):  # the service is gone, and whoever waits for it hears that
-            await self._service.call("give_up", self.error)
+            await self._service.call(SamplerService.give_up, self.error)
 
     async def _add(self, slots: Sequence[Any], rank: int) -> None:
         """Start a replica, send it the last version, and let it serve.
@@ -304,7 +313,7 @@ class ReplicaKeeper:
         unit = await asyncio.to_thread(self._start, name, slots)
         try:
             limit = self.config.trainer.ray_wait_register_center_timeout
-            await asyncio.wait_for(unit.call_all("init_model"), limit)
+            await asyncio.wait_for(unit.call_all(ReplicaWorker.init_model), limit)
             one = Placed(name, unit, slots, rank)
             await self._unless_it_hangs(one, self._serve(one))
         except BaseException:
@@ -315,7 +324,7 @@ class ReplicaKeeper:
 
     async def _serve(self, one: Placed) -> None:
         await self._feed(one.unit, one.rank)
-        await self._service.call("add_replica", one.name, one.unit.handle)
+        await self._service.call(SamplerService.add, one.name, RemoteSampler(one.unit.handle))
 
     async def _unless_it_hangs(self, one: Placed, work: Coroutine[Any, Any, None]) -> None:
         """Do something that waits for a replica which is not among the others so far.
@@ -361,8 +370,7 @@ class ReplicaKeeper:
             raise error
 
     async def _change(self, changes: list[FeedChange]) -> list[SyncResult]:
-        made: list[SyncResult] = await asyncio.to_thread(self._actors.change_feeds, changes)
-        return made
+        return await asyncio.to_thread(by_rank(self._actors, ModelWorker.change_feeds), changes)
 
     def _host(self, unit: Unit, rank: int) -> str | None:
         """The address at which a rank of the actor is reached from another machine; None on its own."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from verl.config import PPOTrainerConfig
 from verl.config.refusals import raise_all
 from verl.config.topology import OWN_POOL, Topology, beyond_one_machine
 from verl.metrics import notice
-from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base import ClassWithInitArgs, WorkerGroup, by_rank, collected
 from verl.single_controller.base.handle import Handle
 from verl.trainer.keeper import ReplicaKeeper
 from verl.trainer.placement import topology_of
 from verl.workers.loops import RolloutWorker
+from verl.workers.model import ModelWorker
 from verl.workers.replica import ReplicaWorker
+from verl.workers.sampling import SamplingWorker
 from verl.workers.sending import senders
 
 LOOPS = "agent_loop"
@@ -23,7 +24,7 @@ LOOPS = "agent_loop"
 
 def connect(
     config: PPOTrainerConfig,
-    groups: Mapping[str, Any],
+    groups: Mapping[str, WorkerGroup],
     device: str,
     keeper: ReplicaKeeper | None = None,
 ) -> None:
@@ -40,18 +41,21 @@ def connect(
     if keeper is not None:
         keeper.start()
         hosts = _hosts(config, groups["actor"].addresses, keeper.addresses)
-        groups["actor"].feed(senders(config.actor_rollout_ref, device, keeper.handles, keeper.feeds(), hosts))
-        return group.connect(keeper.handles, _start_loops(config, topology, group))
+        sending = senders(config.actor_rollout_ref, device, keeper.handles, keeper.feeds(), hosts)
+        by_rank(groups["actor"], ModelWorker.feed)(sending)
+        collected(group, SamplingWorker.connect)(keeper.handles, _start_loops(config, topology, group))
+        return
     leaders = [replica.leader for replica in topology.replicas if replica.leader is not None]
-    handles = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
+    handles: dict[str, Handle] = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
     is_apart = any(replica.placement == OWN_POOL for replica in topology.replicas)
     if is_apart:
         hosts = _hosts(config, groups["actor"].addresses, group.addresses)
-        groups["actor"].feed(senders(config.actor_rollout_ref, device, handles, _feeds(topology), hosts))
+        sending = senders(config.actor_rollout_ref, device, handles, _feeds(topology), hosts)
+        by_rank(groups["actor"], ModelWorker.feed)(sending)
     others = dict(list(handles.items())[1:])
     loops = _start_loops(config, topology, group)
     if others or loops or is_apart:
-        group.connect(others, loops)
+        collected(group, SamplingWorker.connect)(others, loops)
 
 
 def _feeds(topology: Topology) -> list[list[str]]:
@@ -74,7 +78,7 @@ def _hosts(config: PPOTrainerConfig, actors: Sequence[str], samplers: Sequence[s
     return list(actors)
 
 
-def _start_loops(config: PPOTrainerConfig, topology: Topology, group: Any) -> list[Handle]:
+def _start_loops(config: PPOTrainerConfig, topology: Topology, group: WorkerGroup) -> Sequence[Handle]:
     key = "actor_rollout_ref.rollout.agent.num_workers"
     if not topology.loops:
         if config.actor_rollout_ref.rollout.agent.num_workers > 1:
@@ -83,5 +87,4 @@ def _start_loops(config: PPOTrainerConfig, topology: Topology, group: Any) -> li
     made = ClassWithInitArgs(
         RolloutWorker, config.actor_rollout_ref, config.data, service=group.handle(0), processes=topology.loops
     )
-    started: list[Handle] = group.start_beside(made, topology.loops, LOOPS, config.trainer.seed)
-    return started
+    return group.start_helpers(made, topology.loops, LOOPS, config.trainer.seed)

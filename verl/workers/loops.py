@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.runner import RowRunner, RunnerLostError, place_of_row
@@ -34,7 +35,7 @@ class RolloutWorker:
             shared_by(processes)
         import_external(config.model.external_lib)  # no model is loaded here, and it may register loops and parsers
         model = local_model(config.model, "actor_rollout_ref.model.path")
-        sampler = RemoteSampler(service, generate="serve")
+        sampler = RemoteSampler(service, generate=AgentLoopManager.serve)
         tokenizer = tokenizer_of(model)
         processor = processor_of(model, tokenizer, data and data.mm_processor_kwargs)
         self._runner = RowRunner(config.rollout, sampler, tokenizer, processor, data_config=data)
@@ -77,14 +78,13 @@ class RemoteRunner:
         self, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any], stop: Stop
     ) -> AgentLoopOutput:
         try:
-            output: AgentLoopOutput = await self._worker.call(
-                "run_row", stop.batch, number, row, stream, parameters, stop.keeps
+            return await self._worker.call(
+                RolloutWorker.run_row, stop.batch, number, row, stream, parameters, stop.keeps
             )
         except WorkerError as error:
             where = place_of_row(number, row, stream)
             raise RunnerLostError(f"the process that ran the agent loop of {where} is lost: {error}") from error
-        return output
 
     async def end(self, stop: Stop) -> None:
         with suppress(WorkerError):  # of a process that is lost each of its rows says so
-            await self._worker.call("end_batch", stop.batch, stop.keeps)
+            await self._worker.call(RolloutWorker.end_batch, stop.batch, stop.keeps)

@@ -24,7 +24,6 @@ from verl.protocol import DataProto
 from verl.single_controller.base import (
     CallOptions,
     Dispatch,
-    RoleHandle,
     RoleKind,
     make_nd_compute_dataproto_dispatch_fn,
     make_nd_compute_metric_dispatch_fn,
@@ -112,11 +111,6 @@ class ModelRole:
     pool: str = ""
     torchtitan: TorchTitanEngineConfig | None = None
     role_kind: RoleKind | None = None
-
-    def handle(self, group: Any) -> RoleHandle:
-        """What the dataflow holds of this role, over the worker group that plays it."""
-        kind = self.role_kind or ("frozen" if self.optim is None else "trainable")
-        return RoleHandle(self.name, kind, group, self.mini_batch_size, self.epochs, self.shuffle, self.shuffle_seed)
 
 
 class ModelWorker(ProfiledWorker):

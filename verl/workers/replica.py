@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from verl import distributed
 from verl.config import ActorRolloutRefConfig
 from verl.config.topology import processes_of
-from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.base import Sampler
 from verl.rollout.devices import of_replica
-from verl.rollout.hosted import SamplerHost
+from verl.rollout.hosted import WeightIntake
 from verl.rollout.place import make_sampler, server_sampler, servers_of
 from verl.single_controller.base import Dispatch, register
 from verl.workers.part import WorkerContext, local_model
@@ -43,6 +42,7 @@ class ReplicaWorker(ProfiledWorker):
         super().__init__()
         self.config, self.context = config, context or WorkerContext()
         self.shares = False
+        self.intake: WeightIntake | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -73,7 +73,7 @@ class ReplicaWorker(ProfiledWorker):
             return []
         name = self.replica_name(self.rank)
         self.replicas = {name: make_sampler(rollout, self.model, device, self.is_beside, devices)}
-        self.host = SamplerHost(self.replicas[name], device)
+        self.intake = WeightIntake(self.replicas[name], device)
         return [name]
 
     def _server(self, url: str, number: int) -> Sampler:
@@ -89,28 +89,6 @@ class ReplicaWorker(ProfiledWorker):
         """Whether the actor is in this process too: the two take turns on its devices."""
         return "actor" in self.fused_worker_dict
 
-    # ---- what the service calls on a remote replica ----------------------------------------------------------
-
-    async def generate(self, request: Request) -> Completion:
-        return await self.host.generate(request)
-
-    async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
-        """See `Sampler.drawn`."""
-        return await self.host.drawn(known)
-
-    async def abort(self, request_ids: list[str] | None = None) -> int:
-        return await self.host.abort(request_ids)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self.host.sleep(level)
-
-    async def wake(self) -> None:
-        await self.host.wake()
-
-    async def status(self) -> dict[str, Any]:
-        """``version`` of the replica's weights, and its ``stats``."""
-        return await self.host.status()
-
-    async def take_weights(self, kind: str, address: Mapping[str, Any], version: int) -> int:
-        """Receive weights from the trainer's end of a transport; returns the version in use afterwards."""
-        return await self.host.take_weights(kind, address, version)
+    def endpoints(self) -> Sequence[object]:
+        """The sampler that this rank leads, and its `WeightIntake`."""
+        return () if self.intake is None else (self.intake.sampler, self.intake)

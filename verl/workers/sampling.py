@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl.agent_loop import AgentLoopManager
@@ -12,10 +11,9 @@ from verl.config import ActorRolloutRefConfig, DataConfig, PPOTrainerConfig, Pro
 from verl.data import processor_of, tokenizer_of
 from verl.metrics import Metric
 from verl.protocol import DataProto
-from verl.rollout.base import Completion, Moved, Request
-from verl.rollout.followed import FollowedService
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
+from verl.rollout.service import SamplerService
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
 from verl.workers import probing
@@ -27,7 +25,7 @@ from verl.workers.scoring import early_scorer
 from verl.workers.sending import SyncResult
 
 SERVED, FOLLOW = "served", "follow"
-"""Keys of ``meta_info``; see `SamplingWorker.sample_beside`."""
+"""Keys of ``meta_info``; see `SamplingWorker.sample_groups`."""
 REPORT_SECONDS = 0.25
 """Between two reports of what requests in flight have drawn, where replicas may be lost."""
 ReplicaStats = Mapping[str, Mapping[str, float]]
@@ -50,29 +48,6 @@ def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[st
         "rollout/replicas/requests/max": Metric(max(answered), "max"),
         "rollout/replicas/requests/mean": Metric(sum(answered) / len(answered)),
     }
-
-
-@dataclass(frozen=True)
-class ReplicaState:
-    """A replica as the service sees it.
-
-    Args:
-        requests: ids of those that it has.
-        broken: the error by which its engine was lost; empty otherwise.
-        reported: tokens that it has drawn of these requests, by its last report.
-    """
-
-    requests: tuple[str, ...] = ()
-    broken: str = ""
-    reported: int = 0
-
-
-@dataclass(frozen=True)
-class ServiceState:
-    """All replicas by name; every request that moved to another one, once for each time."""
-
-    replicas: Mapping[str, ReplicaState]
-    moved: tuple[Moved, ...]
 
 
 class SamplingWorker(ReplicaWorker):
@@ -137,37 +112,15 @@ class SamplingWorker(ReplicaWorker):
         """Whether lost replicas are replaced during the run."""
         return self.config.rollout.max_replacements > 0 and not self.is_beside
 
-    async def add_replica(self, name: str, handle: Handle) -> None:
-        """One more replica, which gets requests if it has the version that is sampled with."""
-        sampler = RemoteSampler(handle)
-        await sampler.confirm(self.service.version)
-        await self.service.add(name, sampler)
-
-    async def discard_replica(self, name: str) -> None:
-        """A replica's process is gone, or will be ended at once."""
-        self.service.discard(name)
-
-    async def give_up(self, reason: str) -> None:
-        """No replica will be replaced any more, so every request from here on is an error."""
-        self.service.give_up(reason)
-
-    async def look_at_service(self) -> ServiceState:
-        """What each replica does, and which requests moved since the last call."""
-        service = self.service
-        replicas = {
-            one.name: ReplicaState(tuple(sorted(one.ids)), one.reason if one.is_broken else "", one.reported)
-            for one in service.replicas
-        }
-        return ServiceState(replicas, tuple(service.take_moved()))
-
-    async def serve(self, request: Request) -> Completion:
-        """Answer a request of a `RolloutWorker`."""
-        return await self.agent_loops.serve(request)
+    def endpoints(self) -> Sequence[object]:
+        """This process's replica; in the first process also the service and the manager of the agent loops."""
+        led = super().endpoints()
+        return led if self.rank else (*led, self.service, self.service.spans, self.agent_loops)
 
     def _serve(self) -> None:
         rollout = self.config.rollout
         attempts, slots = rollout.server.max_attempts, rollout.max_num_seqs
-        self.service = FollowedService(
+        self.service = SamplerService(
             self.replicas,
             max_resends=attempts,
             slots=slots,
@@ -213,7 +166,7 @@ class SamplingWorker(ReplicaWorker):
         made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent, **shared}
         return made
 
-    async def sample_beside(self, prompts: DataProto) -> DataProto:
+    async def sample_groups(self, prompts: DataProto) -> DataProto:
         """As `generate_sequences`, for a few rows, while other calls of it are in flight; the replicas are awake.
 
         ``meta_info["served"]`` of the result says how each request was served (`Notes`). Of the prompts,
@@ -225,18 +178,14 @@ class SamplingWorker(ReplicaWorker):
         names = [f"{uid}-{index}" for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
         spans = prompts.meta_info.pop(FOLLOW, None)
         if spans is not None:
-            self.service.follow(names, spans)
-        self.service.note(names)
+            self.service.spans.follow(names, spans)
+        self.service.spans.note(names)
         try:
             made = await self.agent_loops.generate(prompts)
         finally:
-            served = self.service.notes(names)
+            served = self.service.spans.notes(names)
         made.meta_info[SERVED] = served
         return made
-
-    async def until_drawn(self, counts: Mapping[str, int]) -> None:
-        """Return once each of these requests has drawn so many tokens; they follow spans."""
-        await self.service.until_drawn(counts)
 
     async def _probed(self, version: int) -> DataProto:
         requests = probing.requests_of(self.config.rollout, len(self.tokenizer), version)

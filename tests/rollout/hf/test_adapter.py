@@ -21,7 +21,7 @@ from verl.models import load_causal_lm, lora
 from verl.rollout.adapters import separate_adapter
 from verl.rollout.hf.adapter import AdapterBuffer
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.hosted import HostedSampler, SamplerHost
+from verl.rollout.hosted import HostedSampler, WeightIntake
 from verl.rollout.place import transport_of
 from verl.single_controller.local import LocalHandle
 from verl.weight_sync import chunk_weights
@@ -122,7 +122,7 @@ def test_an_adapter_comes_over_every_transport_again_and_again(qwen2, engine, ba
     """Both ends in this process; the transport does not know."""
     transport = CheckpointEngineConfig(backend=backend, engine_kwargs={"timeout": 20})
     rollout, model = dataclasses.replace(ROLLOUT, checkpoint_engine=transport), HFModelConfig(path=str(qwen2), **LORA)
-    host = SamplerHost(HFSampler.from_config(rollout, model, device="cpu"))
+    host = WeightIntake(HFSampler.from_config(rollout, model, device="cpu"))
     sampler = HostedSampler(LocalHandle(host), *transport_of(rollout, model, "cpu"))
     for version, factor in ((1, 0.5), (2, 1.0)):
         push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)

@@ -182,7 +182,7 @@ def test_detached_workers_are_found_again_by_prefix_names_or_handles(pool):
 def test_an_object_that_dies_is_reported_with_its_name():
     handle = host_object(ClassWithInitArgs(Counter), "scorer")
     with pytest.raises(WorkerError, match=r"the worker scorer\[0\] died"):
-        asyncio.run(handle.call("die"))
+        asyncio.run(handle.call(Counter.die))
 
 
 def test_processes_that_do_not_come_up_are_named_after_the_timeout(pool):

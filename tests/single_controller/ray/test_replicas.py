@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.samplers import requests, sample
+from verl.rollout.base import Sampler
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import RemoteSampler
 from verl.rollout.service import SamplerService
@@ -38,7 +39,7 @@ def test_a_killed_actor_costs_no_answer_and_changes_none(ray, tmp_path):
 
     async def run():
         tasks = [asyncio.ensure_future(replicas.generate(request)) for request in wanted]
-        while (await handles[0].call("stats"))["steps"] < 3:
+        while (await handles[0].call(Sampler.stats))["steps"] < 3:
             await asyncio.sleep(0.001)
         os.kill(victim, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks), 240)

@@ -340,13 +340,13 @@ def test_colocated_roles_share_processes_and_draw_as_they_do_locally(pool):
     assert error.value.__notes__ == ["(in worker critic[1].fail)"]
     with pytest.raises(WorkerError, match=r"no role 'critik'.*critic"):
         group.spawn({"critik"})
-    (beside,) = ours["critic"].start_beside(ClassWithInitArgs(Counter), 1, "counter")
-    assert asyncio.run(beside.call("add", 2)) == 2
+    (beside,) = ours["critic"].start_helpers(ClassWithInitArgs(Counter), 1, "counter")
+    assert asyncio.run(beside.call(Counter.add, 2)) == 2
     group.close()
     with pytest.raises(WorkerError, match="were stopped"):
         ours["actor"].add(1)
     with pytest.raises(WorkerError, match="'counter' were stopped"):
-        asyncio.run(beside.call("add", 1))
+        asyncio.run(beside.call(Counter.add, 1))
 
 
 def test_fused_roles_are_attributes_of_the_group(pool):
@@ -424,23 +424,23 @@ def test_requests_run_beside_each_other_and_can_be_cancelled(friendly):
     handle = friendly.handle(0)
 
     async def many() -> None:
-        await asyncio.gather(*(handle.with_timeout(60).call("meet", 20) for _ in range(20)))
+        await asyncio.gather(*(handle.with_timeout(60).call(Friendly.meet, 20) for _ in range(20)))
 
     async def begun() -> int:
-        return (await handle.call("state"))["begun"]
+        return (await handle.call(Friendly.state))["begun"]
 
     async def cancelled() -> None:
-        call = asyncio.ensure_future(handle.call("generate"))
+        call = asyncio.ensure_future(handle.call(Friendly.generate))
         while not await begun():
             await asyncio.sleep(0.01)
-        assert handle.cancel("generate") == 1
+        assert handle.cancel(Friendly.generate) == 1
         with pytest.raises(WorkerError, match="cancelled"):
             await call
         seconds = 0.1
         while await begun() < 2:  # a call that is given up before it reaches the worker is never begun
             seconds *= 2
             with pytest.raises(WorkerError, match="did not answer within"):
-                await handle.with_timeout(seconds).call("generate")
+                await handle.with_timeout(seconds).call(Friendly.generate)
 
     asyncio.run(many())
     asyncio.run(cancelled())
@@ -459,14 +459,14 @@ def test_async_methods_of_a_group_draw_as_they_do_locally(friendly):
 def test_a_handle_reports_errors_by_worker_and_method(friendly, dice):
     async def run() -> None:
         with pytest.raises(KeyError) as error:
-            await friendly.handle(0).call("fail", 0)
+            await friendly.handle(0).call(Friendly.fail, 0)
         assert error.value.__notes__ == ["(in worker friendly[0].fail)"]
-        with pytest.raises(WorkerError, match=r"has no method 'generatt'.*generate"):
-            await friendly.handle(0).call("generatt")
-        assert await dice.handle(1).call("add", 1) == 101  # a worker without async methods has a handle too
+        with pytest.raises(WorkerError, match=r"no object of the class Counter.*Friendly"):
+            await friendly.handle(0).call(Counter.add, 1)
+        assert await dice.handle(1).call(Dice.add, 1) == 101  # a worker without async methods has a handle too
         with pytest.raises(WorkerError, match="did not answer within"):
-            await dice.handle(1, timeout=0.2).call("die", 9, 2.0)  # goes on, and nobody hears its end
-        assert await dice.handle(1).call("add", 2) == 102
+            await dice.handle(1, timeout=0.2).call(Dice.die, 9, 2.0)  # goes on, and nobody hears its end
+        assert await dice.handle(1).call(Dice.add, 2) == 102
 
     asyncio.run(run())
     with pytest.raises(WorkerError, match="one at a time"):
@@ -482,7 +482,7 @@ def test_a_plain_object_lives_in_a_process_of_its_own_and_its_handle_travels(dic
         return 0.0
 
     def ask(worker, data):
-        value = asyncio.run(worker.handle.call("add", 1))
+        value = asyncio.run(worker.handle.call(Counter.add, 1))
         return DataProto.from_dict(tensors={"x": data.batch["x"] * 0 + value})
 
     def remember(worker, data, handle=handle):
@@ -490,19 +490,23 @@ def test_a_plain_object_lives_in_a_process_of_its_own_and_its_handle_travels(dic
         return data
 
     async def run() -> None:
-        assert sorted(await asyncio.gather(*(handle.call("add", 1) for _ in range(3)))) == [6, 7, 8]  # one at a time
+        assert sorted(await asyncio.gather(*(handle.call(Counter.add, 1) for _ in range(3)))) == [
+            6,
+            7,
+            8,
+        ]  # one at a time
         reference = ray.remote(seconds_of_a_file).options(num_cpus=0).remote(tmp_path / "made")
-        later = asyncio.ensure_future(handle.call("slow", reference))
-        assert await handle.call("slow", 0.0) == "done", "what waits for its argument does not hold others up"
+        later = asyncio.ensure_future(handle.call(Counter.slow, reference))
+        assert await handle.call(Counter.slow, 0.0) == "done", "what waits for its argument does not hold others up"
         assert not later.done()
         (tmp_path / "made").touch()
         assert await later == "done"
         with pytest.raises(PlainUserError, match="of a plain object"):
-            await handle.call("fail")
+            await handle.call(Counter.fail)
 
     asyncio.run(run())
     dice.execute_with_func_generator(remember, batch())
     assert sorted(dice.execute_with_func_generator(ask, batch(2)).batch["x"][:, 0].tolist()) == [9, 10]
     handle.close()
     with pytest.raises(WorkerError, match="stopped"):
-        asyncio.run(handle.call("add", 1))
+        asyncio.run(handle.call(Counter.add, 1))

@@ -22,8 +22,8 @@ def test_samplers_on_two_nodes_and_agent_loops_in_three_processes_sample_and_sco
 ):
     from verl.single_controller.ray import RayWorkerGroup
 
-    started, start = [], RayWorkerGroup.start_beside
-    monkeypatch.setattr(RayWorkerGroup, "start_beside", lambda *args: started.extend(start(*args)) or started)
+    started, start = [], RayWorkerGroup.start_helpers
+    monkeypatch.setattr(RayWorkerGroup, "start_helpers", lambda *args: started.extend(start(*args)) or started)
     own = ["actor_rollout_ref.hybrid_engine=false", f"{R}.nnodes=2", f"{R}.n_gpus_per_node=1"]
     loops = [f"{R}.agent.num_workers=3", "reward.while_sampling=true"]
     sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]

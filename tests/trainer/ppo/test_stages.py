@@ -10,13 +10,13 @@ from verl.config import PPOTrainerConfig, replace
 from verl.errors import DataError
 from verl.metrics import Metric, MetricSet, notices
 from verl.protocol import DataProto
-from verl.single_controller.base import RoleHandle
 from verl.trainer.ppo import group_filter, stages
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import GroupRows
 from verl.trainer.ppo.schedules import SYNC
 from verl.trainer.ppo.scoring import measure_parts, tell_missing_parts
 from verl.trainer.ppo.stream import GroupStream
+from verl.workers.roles import RoleHandle
 
 
 def config(**changes) -> PPOTrainerConfig:

@@ -15,8 +15,9 @@ import torch
 
 from verl.config import to_dict
 from verl.errors import RolloutError
-from verl.rollout.base import Completion, Request
+from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.from_sync import run_now
+from verl.rollout.hosted import WeightIntake
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
 from verl.rollout.server.client import HttpClient, reason
@@ -27,17 +28,17 @@ ANSWER_SECONDS = 24 * 3600.0
 """The process is watched; how long an answer takes is its own affair."""
 FILE = "sampler.yaml"
 CALLS = {
-    "abort": (own.ABORT, ("request_ids",)),
-    "sleep": (own.SLEEP, ("level",)),
-    "wake": (own.WAKE, ()),
-    "status": (own.INFO, ()),
-    "take_weights": (own.TAKE, ("kind", "address", "version")),
+    Sampler.abort.__qualname__: (own.ABORT, ("request_ids",)),
+    Sampler.sleep.__qualname__: (own.SLEEP, ("level",)),
+    Sampler.wake.__qualname__: (own.WAKE, ()),
+    WeightIntake.status.__qualname__: (own.INFO, ()),
+    WeightIntake.take_weights.__qualname__: (own.TAKE, ("kind", "address", "version")),
 }
 """Path of a method, and the names of its arguments."""
 
 
 class ChildHandle(Handle):
-    """The handle of a `SamplerHost` in a child process.
+    """The handle on a sampler and its `WeightIntake` in a child process.
 
     Args:
         rollout, model: sections of the configuration.
@@ -64,11 +65,11 @@ class ChildHandle(Handle):
         self._client = HttpClient(self.process.url, key=self.process.key)
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if method == "generate":
+        if method == Sampler.generate.__qualname__:
             return await self._generate(*args, **kwargs)
         path, names = CALLS[method]
         result = await self._ask(path, {**dict(zip(names, args)), **kwargs})
-        return int(result["aborted"]) if method == "abort" else result
+        return int(result["aborted"]) if path == own.ABORT else result
 
     def close(self) -> None:
         """End the process."""

@@ -32,7 +32,7 @@ from verl.errors import ConfigError, RolloutError, VerlError
 from verl.registry import SAMPLERS
 from verl.rollout.apart import apart
 from verl.rollout.base import Sampler
-from verl.rollout.hosted import SamplerHost
+from verl.rollout.hosted import WeightIntake
 from verl.rollout.server import own
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
@@ -59,7 +59,7 @@ class Host:
         self, sampler: Sampler, key: str, device: str = "cpu", transport: str | None = None, weights_dir: str = ""
     ):
         self.sampler, self.key, self.transport = sampler, key, transport
-        self.weights_dir, self._host = Path(weights_dir), SamplerHost(sampler, device)
+        self.weights_dir, self._intake = Path(weights_dir), WeightIntake(sampler, device)
 
     async def serve(self, on: socket.socket, ready: Callable[[str], None], names: tuple[str, ...] = ()) -> None:
         """Serve until stopped.
@@ -116,7 +116,7 @@ class Host:
         if self.transport is None or kind != self.transport:
             allowed = [self.transport or "none, weights come from its folder"]
             raise RolloutError("this host does not take weights by it", key="kind", got=kind, allowed=allowed)
-        return await self._host.take_weights(self.transport, payload["address"], number(payload, "version"))
+        return await self._intake.take_weights(self.transport, payload["address"], number(payload, "version"))
 
     async def _sleep(self, payload: Any) -> Any:
         await self.sampler.sleep(number(payload, "level") if "level" in payload else 1)

@@ -16,9 +16,9 @@ from verl.single_controller.base.dispatch import CallOptions
 from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool, ResourcePoolManager
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.roles import Role, RoleHandle, RoleKind, Roles
+from verl.single_controller.base.roles import Role, RoleKind
 from verl.single_controller.base.worker import Worker, WorkerInfo, build
-from verl.single_controller.base.worker_group import WorkerGroup
+from verl.single_controller.base.worker_group import WorkerGroup, by_rank, collected
 
 __all__ = [
     "CallOptions",
@@ -31,13 +31,13 @@ __all__ = [
     "ResourcePoolManager",
     "RngState",
     "Role",
-    "RoleHandle",
     "RoleKind",
-    "Roles",
     "Worker",
     "WorkerGroup",
     "WorkerInfo",
     "build",
+    "by_rank",
+    "collected",
     "create_colocated_worker_cls",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",

@@ -7,7 +7,7 @@ process started by torchrun) reads it from the environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,6 +157,10 @@ class Worker:
                 fix=suggest(mesh_name, known) or "Register it in init_model with set_dispatch_collect(mesh_name, ...).",
             )
         return known[mesh_name]
+
+    def endpoints(self) -> Sequence[object]:
+        """Objects of this worker that handles on it reach, too (`Handle.call`)."""
+        return ()
 
     # ---- other workers and foreign functions -------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from verl.errors import WorkerError
 from verl.protocol import is_reference, resolve
@@ -24,8 +24,12 @@ from verl.single_controller.base.decorator import (
     get_predefined_execute_fn,
 )
 from verl.single_controller.base.dispatch import PADDING_SIZE_KEY, trim_padding
+from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.stacks import Process
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class WorkerGroup(ABC):
@@ -69,6 +73,10 @@ class WorkerGroup(ABC):
         """Start a method on the first worker, with the arguments as they are; returns a reference."""
 
     @abstractmethod
+    def handle(self, rank: int = 0) -> Handle:
+        """The asynchronous form of one worker."""
+
+    @abstractmethod
     def _is_worker_alive(self, worker: Any) -> bool:
         """Whether a worker can still answer."""
 
@@ -102,8 +110,10 @@ class WorkerGroup(ABC):
             return [(tuple(v[i] for v in args), {k: v[i] for k, v in kwargs.items()}) for i in range(size)]
         return [(args, kwargs)] * size
 
-    def start_beside(self, class_with_init: ClassWithInitArgs, number: int, name: str, seed: int = 0) -> list[Any]:
-        """Objects of a class, each in a process of its own that has no device and ends with this group; their handles.
+    def start_helpers(
+        self, class_with_init: ClassWithInitArgs, number: int, name: str, seed: int = 0
+    ) -> Sequence[Handle]:
+        """Objects of a class, each in a separate process that has no device and ends with this group; their handles.
 
         Raises:
             WorkerError: this runtime has no other processes.
@@ -115,6 +125,11 @@ class WorkerGroup(ABC):
     @property
     def world_size(self) -> int:
         return len(self._workers)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The address of each worker's node, by rank."""
+        return ["127.0.0.1"] * self.world_size
 
     @property
     def workers(self) -> list[Any]:
@@ -233,4 +248,29 @@ class WorkerGroup(ABC):
         return call
 
 
-__all__ = ["ClassWithInitArgs", "ResourcePool", "WorkerGroup"]
+@overload
+def collected(group: WorkerGroup, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[P, R]: ...
+
+
+@overload
+def collected(group: WorkerGroup, method: Callable[Concatenate[Any, P], R]) -> Callable[P, R]: ...
+
+
+def collected(group: WorkerGroup, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A tagged method of a group, whose tag puts the workers' results together or lets one worker give it.
+
+    Args:
+        method: of the workers' class or a base of it, as that class has it; an override runs.
+
+    Example:
+        >>> outputs = collected(group, ModelWorker.infer)(batch, options)
+    """
+    return getattr(group, method.__name__)  # type: ignore[no-any-return]  # bound from the class
+
+
+def by_rank(group: WorkerGroup, method: Callable[Concatenate[Any, P], R]) -> Callable[P, list[R]]:
+    """A tagged method of a group, whose tag leaves the results as they are: one per rank that is collected."""
+    return getattr(group, method.__name__)  # type: ignore[no-any-return]  # bound from the class
+
+
+__all__ = ["ClassWithInitArgs", "ResourcePool", "WorkerGroup", "by_rank", "collected"]

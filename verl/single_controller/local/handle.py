@@ -11,9 +11,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from verl.errors import WorkerError, suggest
 from verl.single_controller.base.decorator import materialized
-from verl.single_controller.base.handle import Handle
+from verl.single_controller.base.handle import Handle, method_of
 from verl.single_controller.base.rng import RngState, in_worker_call
 
 
@@ -46,19 +45,12 @@ class LocalHandle(Handle):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = self._method(method)
+        function = method_of(self._target, method, self.name)
         args, kwargs = materialized(function, args, kwargs)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         result = await self._in_thread(partial(function, *args, **kwargs))
         return await result if inspect.isawaitable(result) else result
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        function = getattr(self._target, name, None)  # the name comes from the caller
-        if name.startswith("_") or not callable(function):
-            known = [n for n, _ in inspect.getmembers(type(self._target), inspect.isroutine) if not n.startswith("_")]
-            raise WorkerError(f"{self.name} has no method {name!r}", allowed=known, fix=suggest(name, known))
-        return function
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         if self._rng is not None and in_worker_call():

@@ -19,7 +19,7 @@ from verl.ports import free_port
 from verl.protocol import DataProto
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.decorator import materialized
-from verl.single_controller.base.handle import noted
+from verl.single_controller.base.handle import method_of, noted
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
@@ -129,7 +129,7 @@ class LocalWorkerGroup(WorkerGroup):
             futures.append(future)
             try:
                 with rng.active(), noted(f"{name}.{method_name}"):
-                    method = self._method(worker, method_name)
+                    method = method_of(worker, method_name, self.role)
                     args, kwargs = materialized(method, args, kwargs)
                     result = method(*map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
                     result = run_coroutine(result) if inspect.iscoroutine(result) else result
@@ -138,13 +138,6 @@ class LocalWorkerGroup(WorkerGroup):
             else:
                 future.set_result(result)
         return futures
-
-    def _method(self, worker: Any, name: str) -> Any:
-        method = getattr(worker, name, None)  # the name comes from the caller
-        if not callable(method):
-            known = [n for n, _ in inspect.getmembers(type(worker), inspect.isroutine) if n[0] != "_"]
-            raise WorkerError(f"{self.role} has no method {name!r}", fix=suggest(name, known))
-        return method
 
 
 def _own(value: Any) -> Any:

@@ -17,6 +17,7 @@ from verl.errors import WorkerError, suggest
 from verl.metrics import start_logging
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.decorator import materialized
+from verl.single_controller.base.handle import method_of
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.worker import WorkerInfo, build
 from verl.single_controller.ray import transfer
@@ -90,8 +91,8 @@ class HostedWorker:
         """Run a method to its end; a coroutine runs on the process's event loop meanwhile."""
         name, worker, rng = self._target(target)
         self._active_rng.take(rng)
-        with reported(f"{name}.{method}"):
-            function = self._method(worker, name, method)
+        with reported(_place(name, method)):
+            function = method_of(worker, method, name)
             args, kwargs = _fetched(function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
             result = function(*args, **kwargs)
@@ -103,15 +104,15 @@ class HostedWorker:
     def is_async(self, target: str, method: str) -> bool:
         """Whether a method must run in the event loop."""
         name, worker, _ = self._target(target)
-        with reported(f"{name}.{method}"):
-            function = self._method(worker, name, method)
+        with reported(_place(name, method)):
+            function = method_of(worker, method, name)
         return inspect.iscoroutinefunction(function)
 
     async def attend(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an async method in this event loop, beside others; it must draw random numbers by key."""
         name, worker, _ = self._target(target)
-        with reported(f"{name}.{method}"):
-            function = self._method(worker, name, method)
+        with reported(_place(name, method)):
+            function = method_of(worker, method, name)
             if transfer.refers(args, kwargs):  # other requests go on while values are fetched
                 args, kwargs = await asyncio.to_thread(_fetched, function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
@@ -128,16 +129,14 @@ class HostedWorker:
             raise WorkerError(f"no role {target!r} lives in this process", allowed=known, fix=suggest(target, known))
         return self._targets[target]
 
-    def _method(self, worker: Any, name: str, method: str) -> Callable[..., Any]:
-        function = getattr(worker, method, None)  # the name comes from the caller
-        if not callable(function):
-            known = [n for n, _ in inspect.getmembers(type(worker), inspect.isroutine) if not n.startswith("_")]
-            raise WorkerError(f"{name} has no method {method!r}", fix=suggest(method, known))
-        return function
-
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         assert self.loop is not None, "a class with async methods is hosted by AsyncWorkerHost"
         return self.loop
+
+
+def _place(name: str, method: str) -> str:
+    """A method of a worker, for messages."""
+    return f"{name}.{method.rpartition('.')[2]}"
 
 
 def _fetched(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> transfer.Call:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ class Unit:
         """Which process died and what it wrote last; empty while all live."""
         return self._fleet.death_report
 
-    async def call_all(self, method: str) -> None:
+    async def call_all(self, method: Callable[..., Any]) -> None:
         """Run a method in every process, at once."""
         await asyncio.gather(*(handle.call(method) for handle in self.handles))
 

@@ -201,7 +201,7 @@ class RayWorkerGroup(WorkerGroup):
             )
         return RayHandle(self._workers[rank], self._target, self._worker_names[rank], timeout, self._fleet)
 
-    def start_beside(
+    def start_helpers(
         self, class_with_init: ClassWithInitArgs, number: int, name: str, seed: int = 0
     ) -> list[RayHandle]:
         recipe = LaunchPlan(

@@ -16,7 +16,7 @@ from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
-from verl.single_controller.base import Roles
+from verl.single_controller.base import by_rank
 from verl.trainer import expiry
 from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo.context import RunState, StepContext
@@ -26,6 +26,9 @@ from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped
 from verl.trainer.watch import Watch
+from verl.workers.model import ModelWorker
+from verl.workers.profiling import ProfiledWorker
+from verl.workers.roles import Roles
 
 
 class RunningTrainer(Protocol):
@@ -144,7 +147,7 @@ class CompareCopies(Callback):
             return
         models = [*trainer.roles.of_kind("trainable").values(), *trainer.roles.of_kind("frozen").values()]
         with trainer.ctx.timed("compare_copies"):
-            self._check.run(lambda: sum(max(model.group.compare_copies()) for model in models))
+            self._check.run(lambda: sum(max(by_rank(model.group, ModelWorker.compare_copies)()) for model in models))
 
 
 class SaveCheckpoint(Callback):
@@ -223,7 +226,7 @@ class Profile(Callback):
             self.runs = True
             with trainer.ctx.timed("start_profile"):
                 for group in trainer.roles.groups():
-                    group.start_profile(name)
+                    by_rank(group, ProfiledWorker.start_profile)(name)
 
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         if self.steps.is_end(trainer.ctx.step):
@@ -237,7 +240,7 @@ class Profile(Callback):
     def _stop(self, trainer: RunningTrainer) -> None:
         self.runs = False
         for group in trainer.roles.groups():
-            group.stop_profile()
+            by_rank(group, ProfiledWorker.stop_profile)()
 
 
 def default_callbacks(config: PPOTrainerConfig) -> list[Callback]:

@@ -28,10 +28,12 @@ from verl.errors import CheckpointError, VerlError
 from verl.journal.file import Position
 from verl.metrics import notice
 from verl.protocol import DataProto
-from verl.single_controller.base import Roles
+from verl.single_controller.base import WorkerGroup, by_rank
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.stages import PromptSource
+from verl.workers.model import ModelWorker
+from verl.workers.roles import Roles
 
 REFERENCE, BATCH = "ref", "batch"
 
@@ -64,14 +66,14 @@ class Carrier(Protocol):
 class GroupInWork:
     """A role's files that its workers are writing."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: WorkerGroup):
         self._group = group
 
     def poll(self) -> Mapping[str, FileRecord] | None:
-        return _of_all(self._group.checkpoint_records(wait=False))
+        return _of_all(by_rank(self._group, ModelWorker.checkpoint_records)(wait=False))
 
     def wait(self) -> Mapping[str, FileRecord]:
-        return _of_all(self._group.checkpoint_records(wait=True)) or {}
+        return _of_all(by_rank(self._group, ModelWorker.checkpoint_records)(wait=True)) or {}
 
 
 def _of_all(answers: Sequence[Mapping[str, FileRecord] | None]) -> dict[str, FileRecord] | None:
@@ -189,7 +191,9 @@ class RunCheckpoints:
         parts: dict[str, Callable[[Path], Any]] = {name: self._role_writer(name) for name in self._trained()}
         if self._reference_moves:
             reference = self.roles[REFERENCE].group
-            parts[REFERENCE] = lambda folder: _of_all(reference.save_checkpoint(str(folder), ("model",)))
+            parts[REFERENCE] = lambda folder: _of_all(
+                by_rank(reference, ModelWorker.save_checkpoint)(str(folder), ("model",))
+            )
         for name, batch in boundary.batches.items():
             parts[name] = partial(_save_batch, batch)
         texts = self.provenance.files(self.places) | ({} if boundary.position is None else boundary.position.files())
@@ -217,9 +221,11 @@ class RunCheckpoints:
         reader = CheckpointReader(folder)
         for name, handle in self.roles.items():
             if handle.kind == "trainable":
-                handle.group.load_checkpoint(str(folder / name), tuple(self._contents(name)["load_contents"]))
+                contents = tuple(self._contents(name)["load_contents"])
+                by_rank(handle.group, ModelWorker.load_checkpoint)(str(folder / name), contents)
         if REFERENCE in reader.parts and REFERENCE in self.roles:
-            self.roles[REFERENCE].group.load_checkpoint(str(folder / REFERENCE), ("model",))
+            reference = self.roles[REFERENCE].group
+            by_rank(reference, ModelWorker.load_checkpoint)(str(folder / REFERENCE), ("model",))
             self._reference_moves = True  # it is no longer the model at its path, even if it does not change again
         state = reader.trainer_state()
         self.source.load_state_dict(state["data"])
@@ -277,10 +283,10 @@ class RunCheckpoints:
     def _role_writer(self, name: str) -> Callable[[Path], Any]:
         group, contents = self.roles[name].group, tuple(self._contents(name)["save_contents"])
         if not self._in_background(name):
-            return lambda folder: _of_all(group.save_checkpoint(str(folder), contents))
+            return lambda folder: _of_all(by_rank(group, ModelWorker.save_checkpoint)(str(folder), contents))
 
         def start(folder: Path) -> GroupInWork:
-            group.save_checkpoint(str(folder), contents, background=True)
+            by_rank(group, ModelWorker.save_checkpoint)(str(folder), contents, background=True)
             return GroupInWork(group)
 
         return start

@@ -26,14 +26,15 @@ from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
 from verl.rewards.failures import NothingScored
-from verl.single_controller.base import Roles
+from verl.rollout.request_spans import RequestSpans
 from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows, count_lost, joined, judged
 from verl.trainer.ppo.step import collect
-from verl.workers.sampling import FOLLOW, SERVED
+from verl.workers.roles import Roles
+from verl.workers.sampling import FOLLOW, SERVED, SamplingWorker
 
 T = TypeVar("T")
 Ended = tuple[Done, StepContext, BaseException | None]
@@ -265,7 +266,7 @@ class Concurrent:
         return []
 
     def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
-        drawn, done = self._run(self._handle.call("until_drawn", dict(counts))), list[Done]()
+        drawn, done = self._run(self._handle.call(RequestSpans.until_drawn, dict(counts))), list[Done]()
         while not self._wait(drawn):
             done += self.results(ctx, wait=False)  # raises what ended a group
         drawn.result()
@@ -304,7 +305,7 @@ class Concurrent:
         try:
             async with self._slots if spans is None else nullcontext():  # those that wait for weights keep no place
                 with half.run.spans.apart("gen", half.step, f"group {number}"):
-                    made = await self._handle.call("sample_beside", sent)
+                    made = await self._handle.call(SamplingWorker.sample_groups, sent)
                 served = made.meta_info.pop(SERVED, {})
                 samples = stages.with_answers(asked, made, half.metrics)
                 done = replace(await self._score(number, samples, half), served=served)

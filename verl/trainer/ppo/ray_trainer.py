@@ -31,7 +31,7 @@ from verl.observability.tracking import Tracking
 from verl.protocol import DataProto, traffic
 from verl.registry import ADVANTAGE_ESTIMATORS, refuse_while_loading
 from verl.rollout.lost import EngineLostError
-from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, RoleHandle, Roles
+from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, WorkerGroup, by_rank
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.stacks import Process
 from verl.trainer import build, placement, runtime, sampling
@@ -55,7 +55,9 @@ from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
 from verl.trainer.watchdog import Watchdog
+from verl.workers.model import ModelWorker
 from verl.workers.replica import ReplicaWorker
+from verl.workers.roles import RoleHandle, Roles
 
 __all__ = [
     "AdvantageEstimator",
@@ -172,7 +174,7 @@ class RayPPOTrainer:
         make_group = self.worker_group_cls
         if isinstance(make_group, type):
             make_group = cast(Any, make_group).on_device(on, self.config.transfer_queue.enable)
-        groups: dict[str, Any] = {}
+        groups: dict[str, WorkerGroup] = {}
         places: list[str] = []
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes, placement.random_streams(classes))
@@ -186,12 +188,12 @@ class RayPPOTrainer:
         self._name_roles(groups)
         for name in sorted(groups, key=lambda name: name != "actor"):  # its model is there before what reads it
             with timed(f"loading {name}"):
-                groups[name].init_model()
+                by_rank(groups[name], ModelWorker.init_model)()
         self.replicas = self._keeper(groups, on)
         with timed("starting the sampler"):
             sampling.connect(self.config, groups, on, self.replicas)
 
-    def _keeper(self, groups: Mapping[str, Any], on: str) -> ReplicaKeeper | None:
+    def _keeper(self, groups: Mapping[str, WorkerGroup], on: str) -> ReplicaKeeper | None:
         """Of replicas that are replaced (``rollout.max_replacements``)."""
         if "rollout" not in groups or not elastic.is_elastic(self.config):
             return None
@@ -200,14 +202,14 @@ class RayPPOTrainer:
         pool = self.resource_pool_manager.get_resource_pool(Role.Rollout)
         return ReplicaKeeper(self.config, replica, groups, pool, on)
 
-    def _name_roles(self, groups: dict[str, Any]) -> None:
+    def _name_roles(self, groups: dict[str, WorkerGroup]) -> None:
         models = model_roles(self.config)
         samples = "actor" if placement.samples_itself(self.role_worker_mapping) else "rollout"
-        self.roles.add(models["actor"].handle(groups["actor"]))
+        self.roles.add(RoleHandle.of(models["actor"], groups["actor"]))
         self.roles.add(RoleHandle("rollout", "sampler", groups[samples]))
         for name, role in models.items():
             if name != "actor" and name in groups:
-                self.roles.add(role.handle(groups[name]))
+                self.roles.add(RoleHandle.of(role, groups[name]))
 
     # ---- running -----------------------------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ import torch
 
 from verl.errors import RolloutError
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.base import Roles
+from verl.single_controller.base import collected
 from verl.trainer.ppo.context import StepContext
 from verl.workers.options import InferOptions
+from verl.workers.roles import Roles
+from verl.workers.sampling import SamplingWorker
 
 KEY = "actor_rollout_ref.rollout.quantization_tolerance"
 
@@ -29,7 +31,7 @@ def check(roles: Roles, ctx: StepContext, version: int) -> None:
     if rollout.quantization is None:
         return
     with ctx.timed("check_weights"):
-        drawn = roles["rollout"].group.probe(version)
+        drawn = collected(roles["rollout"].group, SamplingWorker.probe)(version)
         ctx.metrics.merge(drawn.meta_info.pop("metrics"))
         padded, pad = pad_dataproto_to_divisor(drawn, roles["actor"].num_parts)
         made = unpad_dataproto(roles["actor"].infer(padded, InferOptions()), pad)

@@ -33,7 +33,7 @@ from typing import Any
 from verl.config import PPOTrainerConfig
 from verl.config.root import sampler_is_old_policy
 from verl.protocol import DataProto
-from verl.single_controller.base import Roles
+from verl.single_controller.base import by_rank, collected
 from verl.trainer.ppo import reloading, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.ahead import side_by_side
@@ -42,7 +42,9 @@ from verl.trainer.ppo.groups import together
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, learn
 from verl.trainer.ppo.stream import GroupStream
-from verl.workers.model import ModelRole
+from verl.workers.model import ModelRole, ModelWorker
+from verl.workers.roles import Roles
+from verl.workers.sampling import SamplingWorker
 from verl.workers.sending import SyncResult
 
 BEHIND = 1
@@ -209,9 +211,10 @@ class ScheduleRun:
             record.weights(ctx.step)
         with ctx.timed("update_weights"):
             if ctx.config.trainer.async_weight_update:
-                self._on_their_way, self._version = group.begin_weight_update(ctx.step), ctx.step
+                self._on_their_way = by_rank(group, ModelWorker.begin_weight_update)(ctx.step)
+                self._version = ctx.step
             else:
-                _admit(roles, ctx, group.send_weights(ctx.step), ctx.step)
+                _admit(roles, ctx, by_rank(group, ModelWorker.send_weights)(ctx.step), ctx.step)
 
     def settle(self, roles: Roles, ctx: StepContext) -> None:
         """Return once the sampler has the latest published weights; raises their transfer's error."""
@@ -219,7 +222,7 @@ class ScheduleRun:
         if references is not None:
             with ctx.timed("wait_for_weights"):
                 group.wait(references)
-                _admit(roles, ctx, group.end_weight_update(), self._version)
+                _admit(roles, ctx, by_rank(group, ModelWorker.end_weight_update)(), self._version)
 
     def close(self) -> None:
         """The run ends, in whatever way."""
@@ -250,5 +253,5 @@ class ScheduleRun:
 
 
 def _admit(roles: Roles, ctx: StepContext, sent: list[SyncResult], version: int) -> None:
-    roles["rollout"].group.publish(version, SyncResult.by_all(sent))
+    collected(roles["rollout"].group, SamplingWorker.publish)(version, SyncResult.by_all(sent))
     reloading.check(roles, ctx, version)

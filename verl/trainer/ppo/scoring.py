@@ -16,7 +16,8 @@ import torch
 from verl.metrics import MetricSet, notice
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.rewards.managers.rows import EARLY
-from verl.single_controller.base import Role, Roles
+from verl.single_controller.base import Role
+from verl.workers.roles import Roles
 
 RM = str(Role.RewardModel)
 SCORE = "rm_score"

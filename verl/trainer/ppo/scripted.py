@@ -2,7 +2,7 @@
 
 Training sees groups end in an order and at moments that nobody decides. Given these, all else follows: what is
 admitted, taken and dropped. So a replay hands out groups at the recorded moments, lets the recorded versions draw their
-tokens (`verl.rollout.followed`), and sends weights once every token is drawn that is of earlier ones. Each further
+tokens (`verl.rollout.request_spans`), and sends weights once every token is drawn that is of earlier ones. Each further
 decision is compared with the record. Where the record ends, the run goes on by itself.
 """
 

@@ -23,12 +23,14 @@ from verl.config.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import scattered_rows, zero_rows
-from verl.single_controller.base import RoleHandle, Roles
+from verl.single_controller.base import by_rank
 from verl.trainer.ppo import accounting, correction, experts, group_filter, positive
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
+from verl.workers.model import ModelWorker
 from verl.workers.options import InferOptions, TrainOptions
+from verl.workers.roles import RoleHandle, Roles
 
 
 def prompt_uid(epoch: int, row: Any) -> str:
@@ -96,8 +98,8 @@ def rows_of(prompts: DataProto, each: int) -> DataProto:
 def sample(prompts: DataProto, rollout: RoleHandle, metrics: MetricSet) -> DataProto:
     """One call of the sampler for all rows of ``prompts``; the rows keep their order."""
     number_samples(prompts)
-    padded, pad = pad_dataproto_to_divisor(prompts, rollout.group.data_parallel_size("rollout"))
-    return with_answers(prompts, unpad_dataproto(rollout.group.generate_sequences(padded), pad), metrics)
+    padded, pad = pad_dataproto_to_divisor(prompts, rollout.num_parts)
+    return with_answers(prompts, unpad_dataproto(rollout.sample(padded), pad), metrics)
 
 
 def with_answers(prompts: DataProto, made: DataProto, metrics: MetricSet) -> DataProto:
@@ -411,7 +413,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
 
 def move_reference(roles: Roles, ctx: StepContext) -> None:
     """The reference policy takes over the actor's weights, where both are held."""
-    roles["ref"].group.update_from("actor")
+    by_rank(roles["ref"].group, ModelWorker.update_from)("actor")
     ctx.metrics.add("training/ref_updated", 1.0, "last")
 
 

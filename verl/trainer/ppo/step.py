@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from verl.protocol import DataProto
-from verl.single_controller.base import Roles
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.context import StepContext
+from verl.workers.roles import Roles
 
 Stage = Callable[[DataProto, Roles, StepContext], None]
 """Adds declared fields to a batch."""

@@ -17,7 +17,6 @@ from verl.agent_loop.unfinished import EARLIER
 from verl.errors import DataError
 from verl.metrics import notice
 from verl.protocol import DataProto
-from verl.single_controller.base import Roles
 from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission
@@ -38,6 +37,7 @@ from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.stream_parts import BY_BATCH, check_in_time, load_parts, of_earlier_release, parts_of
+from verl.workers.roles import Roles
 
 MANY_GEN_BATCHES = 10
 """This many batches of prompts for one step are worth a notice."""

@@ -1,25 +1,25 @@
-"""A sampling service that notes which replica drew which tokens with which weights, and can be made to draw them again.
+"""Which replica drew which tokens of a request with which weights, and how a request draws them again.
 
-A request is known by its id, which its prompt, its sample and its turn determine. Its notes are its spans: so many
-tokens, with one version, at one replica. A request that follows spans waits until the service has a span's version, and
+A request is known by its id, which its prompt, its sample and its turn determine. A span is a number of its tokens,
+drawn with one version at one replica. A request that follows spans waits until the service has a span's version, and
 draws as many tokens as the span says before it waits for the next one. With a sampler whose tokens are a function of
-weights, prompt and key (``rollout.full_determinism``) these are the tokens of before, whatever replica draws them.
+weights, prompt and key (``rollout.full_determinism``) the tokens are those of the record, whatever replica draws them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from verl.errors import ReplayError
 from verl.journal.schedule import Draws, Notes, Span
 from verl.rollout.base import Completion, Request
 from verl.rollout.change import ChangeEvent
 from verl.rollout.resume import continued, joined
-from verl.rollout.service import Replica, SamplerService
+
+Serve = Callable[[Request], Awaitable[Completion]]
 
 
 def spans_of(replica: str, versions: Sequence[int]) -> list[Span]:
@@ -27,11 +27,15 @@ def spans_of(replica: str, versions: Sequence[int]) -> list[Span]:
     return [(replica, version, len(list(same))) for version, same in groupby(versions)]
 
 
-class FollowedService(SamplerService):
-    """See the module. Requests of conversations that nobody asked to note or to follow are served as ever."""
+class RequestSpans:
+    """The spans of a service's requests: of conversations that are noted, and of those that follow a record.
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
+    Args:
+        version: of the weights that the service samples with.
+    """
+
+    def __init__(self, version: Callable[[], int]):
+        self._version = version
         self._noted: dict[str, dict[str, Notes]] = {}
         self._spans: dict[str, Draws] = {}
         self._follows: set[str] = set()
@@ -61,10 +65,16 @@ class FollowedService(SamplerService):
         while any(self._drawn.get(name, 0) < count for name, count in counts.items()):
             await self._change.wait()
 
-    async def generate(self, request: Request) -> Completion:
-        if _conversation(request.id) not in self._follows:
-            self._forget(request)
-            return await super().generate(request)
+    def has(self, request: Request) -> bool:
+        """Whether the request follows spans."""
+        return _conversation(request.id) in self._follows
+
+    async def follow_up(self, request: Request, serve: Serve) -> Completion:
+        """The answer to a request that follows spans.
+
+        Args:
+            serve: samples a request, with whatever weights there are.
+        """
         work = self._work.get(request.id)
         if work is None:
             if request.id not in self._spans:
@@ -73,25 +83,25 @@ class FollowedService(SamplerService):
                     fix="Its agent loop, tools or environment went on in another way than then; without "
                     "trainer.replay_from the run decides itself.",
                 )
-            work = asyncio.ensure_future(self._follow(request, self._spans.pop(request.id)))
+            work = asyncio.ensure_future(self._follow(request, self._spans.pop(request.id), serve))
             self._work[request.id] = work
         # Where the process of its loop was lost, the request comes again, when its weights may be gone: it gets the
         # answer to the first one, which goes on whatever becomes of those that wait for it.
         return await asyncio.shield(work)
 
-    async def _follow(self, request: Request, spans: Draws) -> Completion:
+    async def _follow(self, request: Request, spans: Draws, serve: Serve) -> Completion:
         parts: list[Completion] = []
         counts = list(spans.counts)
         if spans.tokens:
             parts.append(_taken(request, spans))
-            self._note("", parts[0])
+            self.add("", parts[0])
             counts = counts[len(_covered(spans)) :]
             request = continued(request, parts[0])
             self._drew(request)
         for number, (version, count) in enumerate(counts, start=1):
             await self._has(version, request)
             is_last = number == len(counts)
-            part = await super().generate(request if is_last else _at_most(request, count))
+            part = await serve(request if is_last else _at_most(request, count))
             drew, end = [span[1:] for span in spans_of("", part.token_versions)], spans.finish if is_last else "length"
             if drew != [(version, count)] or part.finish_reason != end:
                 raise ReplayError(f"request {request.id} drew (version, tokens) {drew} and ended with "
@@ -104,27 +114,25 @@ class FollowedService(SamplerService):
 
     async def _has(self, version: int, request: Request) -> None:
         """Return once the service has these weights."""
-        while self.version < version:
+        while self._version() < version:
             await self._change.wait()
-        if self.version > version:
+        if self._version() > version:
             raise ReplayError(f"request {request.id} is to draw tokens of version {version}, and the weights are "
-                              f"those of version {self.version}")  # fmt: skip
+                              f"those of version {self._version()}")  # fmt: skip
 
-    async def publish(self, version: int, failed: Mapping[str, Exception] | None = None) -> None:
-        await super().publish(version, failed)
+    def published(self) -> None:
+        """The service has other weights."""
         self._change.tell()
 
-    def _answered(self, replica: Replica, done: Completion) -> None:
-        self._note(replica.name, done)
-
-    def _note(self, replica: str, done: Completion) -> None:
+    def add(self, replica: str, done: Completion) -> None:
+        """A replica (empty: the record) answered an attempt."""
         noted = self._noted.get(_conversation(done.request_id))
         if noted is not None:
             notes = noted.setdefault(done.request_id, Notes([]))
             notes.spans += spans_of(replica, done.token_versions)
             notes.finish = done.finish_reason
 
-    def _forget(self, request: Request) -> None:
+    def restart(self, request: Request) -> None:
         """A request that comes again is of a conversation that begins anew, as the process of its loop was lost."""
         noted = self._noted.get(_conversation(request.id), {})
         if request.id in noted:

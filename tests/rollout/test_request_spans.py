@@ -13,7 +13,7 @@ from tests.rollout.test_updates_in_flight import hf, turns, weights
 from verl.errors import ReplayError
 from verl.journal.schedule import Draws, Notes, counts_of
 from verl.rollout import Completion, Request, SamplingParams
-from verl.rollout.followed import FollowedService
+from verl.rollout.service import SamplerService
 
 CONVERSATIONS = [(f"row{row}", sample) for row in range(3) for sample in range(2)]
 NAMES = [f"{uid}-{sample}" for uid, sample in CONVERSATIONS]
@@ -32,7 +32,7 @@ async def converse(service, die, uid: str, sample: int, answers: Answers) -> Non
         tokens = (*tokens, *answers[request.id].token_ids)
 
 
-async def update(service: FollowedService, version: int) -> None:
+async def update(service: SamplerService, version: int) -> None:
     for replica in service.replicas:
         await replica.sampler.update_weights(weights(version), version)
     await service.publish(version)
@@ -43,16 +43,16 @@ def explored(at_update: str, seed: int) -> tuple[Answers, dict[str, Notes]]:
     die = random.Random(seed)
 
     async def run():
-        service = FollowedService({name: hf(at_update, full_determinism=True) for name in ("a", "b")})
+        service = SamplerService({name: hf(at_update, full_determinism=True) for name in ("a", "b")})
         answers: Answers = {}
         await service.publish(0)
-        service.note(NAMES)
+        service.spans.note(NAMES)
         tasks = [asyncio.ensure_future(converse(service, die, *one, answers)) for one in CONVERSATIONS]
         for version in (1, 2, 3):
             await turns(die.randrange(3, 12))
             await update(service, version)
         await asyncio.gather(*tasks)
-        return answers, service.notes(NAMES)
+        return answers, service.spans.notes(NAMES)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -76,17 +76,17 @@ def followed(wanted: dict[str, Draws], first: int = 0, times: int = 1) -> tuple[
     """
 
     async def run():
-        service = FollowedService({"one": hf("wait", full_determinism=True)})
+        service = SamplerService({"one": hf("wait", full_determinism=True)})
         answers: Answers = {}
         await update(service, first) if first else await service.publish(0)
-        service.follow(NAMES, wanted)
-        service.note(NAMES)
+        service.spans.follow(NAMES, wanted)
+        service.spans.note(NAMES)
         die = random.Random(99)
         tasks = [asyncio.ensure_future(converse(service, die, *one, answers)) for one in CONVERSATIONS * times]
         try:
             for version in range(first + 1, 4):
                 counts = {name: sum(n for v, n in its.counts if v < version) for name, its in wanted.items()}
-                drawn = asyncio.ensure_future(service.until_drawn(counts))
+                drawn = asyncio.ensure_future(service.spans.until_drawn(counts))
                 while not drawn.done():
                     await turns(1)
                     for task in filter(asyncio.Task.done, tasks):
@@ -97,7 +97,7 @@ def followed(wanted: dict[str, Draws], first: int = 0, times: int = 1) -> tuple[
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return answers, service.notes(NAMES)
+        return answers, service.spans.notes(NAMES)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -147,10 +147,10 @@ def test_a_request_that_cannot_draw_what_it_drew_says_so():
 async def test_a_conversation_that_begins_anew_leaves_only_the_notes_of_its_last_run():
     """The process of its loop was lost after its second turn; the next one ends after the first."""
 
-    service = FollowedService({"a": hf("pause", full_determinism=True)})
+    service = SamplerService({"a": hf("pause", full_determinism=True)})
     await service.publish(0)
-    service.note(["row-0"])
+    service.spans.note(["row-0"])
     for turn in (0, 1, 0):
         await service.generate(Request(f"row-0-{turn}", prompt(5, 1), SamplingParams(max_tokens=4), uid="row"))
-    notes = service.notes(["row-0"])
+    notes = service.spans.notes(["row-0"])
     assert {name: counts_of({"spans": its.spans}) for name, its in notes.items()} == {"row-0-0": [[0, 4]]}
