@@ -141,8 +141,8 @@ def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path
     assert place.transport_of(rollout("nccl"), model, "cpu")[0] == "gloo"
     assert any("broadcast over gloo" in text for text in notices().values())
     assert place.transport_of(rollout("nccl"), model, "cuda")[0] == "cuda_ipc"
-    assert place.transport_of(rollout("nccl"), model, "cpu", is_apart=True)[0] == "gloo"
-    assert place.transport_of(rollout("nccl"), model, "cuda", is_apart=True)[0] == "nccl"
+    assert place.transport_of(rollout("nccl"), model, "cpu", is_separate=True)[0] == "gloo"
+    assert place.transport_of(rollout("nccl"), model, "cuda", is_separate=True)[0] == "nccl"
     below = place.transport_of(rollout("delta_sharded", over="disk", folder=str(tmp_path)), model, "cpu")[1]()
     assert isinstance(below.over, DiskTransport) and below.encoder.dtype == torch.float32
     nested = place.transport_of(rollout("disk", disk={"folder": str(tmp_path), "checksums": True}), model, "cpu")[1]()
@@ -161,12 +161,12 @@ def test_names_of_upstream_and_this_machine_choose_the_transport(model, tmp_path
 def test_between_machines_a_trainer_listens_on_its_own_address_unless_another_one_is_set(
     model, backend, options, listens_on
 ):
-    _, begin = place.transport_of(rollout(backend, **options), model, "cpu", is_apart=True, host="127.0.0.2")
+    _, begin = place.transport_of(rollout(backend, **options), model, "cpu", is_separate=True, host="127.0.0.2")
     end = begin()
     address = end.over.address if backend == "delta" else end.address
     assert address["place"].startswith(f"{listens_on}:")
     end.close()
-    _, elsewhere = place.transport_of(rollout("disk"), model, "cpu", is_apart=True, host="127.0.0.2")
+    _, elsewhere = place.transport_of(rollout("disk"), model, "cpu", is_separate=True, host="127.0.0.2")
     assert "host" not in elsewhere.keywords
 
 

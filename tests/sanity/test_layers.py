@@ -139,8 +139,9 @@ def test_the_library_itself_does_not_use_its_facades():
     assert not errors, "facades are for users' code:\n" + "\n".join(errors)
 
 
-CONTRACT = ("verl.rollout.base", "verl.rollout.lost")
-"""What every sampler is and how it is lost: no backend."""
+CONTRACT = tuple(f"verl.rollout.{name}" for name in ("base", "hosted", "lost", "reports", "request_spans", "service"))
+"""What every sampler is, how it is lost, and the service over any of them: no backend."""
+BACKENDS = tuple(f"verl.rollout.{name}" for name in ("hf", "server", "sglang", "vllm"))
 
 
 def test_the_trainer_names_engines_and_samplers_only_in_build():
@@ -152,6 +153,12 @@ def test_the_trainer_names_engines_and_samplers_only_in_build():
         if target_room(found) in ("engines", "rollout") and found.module not in CONTRACT
     ]
     assert not errors, "only verl/trainer/build.py names backends:\n" + "\n".join(errors)
+
+
+def test_what_the_trainer_knows_of_sampling_imports_no_backend():
+    paths = [path for path in python_files("verl") if module_name(path) in CONTRACT]
+    assert len(paths) == len(CONTRACT)
+    assert not [found.module for path in paths for found in imports(path) if found.module.startswith(BACKENDS)]
 
 
 def test_the_layer_check_sees_an_import_inside_a_function(tmp_path, monkeypatch):

@@ -105,7 +105,7 @@ def _groups(cfg: PPOTrainerConfig) -> Problems:
     return problems
 
 
-def samples_beside(cfg: PPOTrainerConfig) -> bool:
+def samples_while_training(cfg: PPOTrainerConfig) -> bool:
     """Whether groups are sampled while the trainers train: there is a queue, and the samplers have a pool of their own."""
     pools = Pools.of(cfg)
     return of_schedule(cfg).queue and pools.of_role("rollout") != pools.of_role("actor")
@@ -121,7 +121,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
         shared = ["concurrent_samples_per_replica"] if has_queue else []
         names = [name for name in changed_names(cfg.async_training) if name not in shared]
         _no_effect(_ASYNC, names, f"has no effect with {_MODE}={mode}")
-    if cfg.actor_rollout_ref.rollout.free_cache_engine and samples_beside(cfg):
+    if cfg.actor_rollout_ref.rollout.free_cache_engine and samples_while_training(cfg):
         why = f"has no effect: under {_MODE}={mode} samplers in a pool of their own sample while the trainers train"
         notice(f"{_R}.free_cache_engine", why)
     rules = changed_names(v1.sampler)

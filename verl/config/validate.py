@@ -126,8 +126,8 @@ def _transport(cfg: PPOTrainerConfig) -> Problems:
     engine, key = rollout.checkpoint_engine, f"{_R}.checkpoint_engine.backend"
     if engine.backend == "naive":
         return []
-    is_apart = rollout.name == "sglang" and "rollout" in Pools.of(cfg).named
-    if rollout.name in ("server", "sglang") and not is_apart:
+    is_separate = rollout.name == "sglang" and "rollout" in Pools.of(cfg).named
+    if rollout.name in ("server", "sglang") and not is_separate:
         fix = f"Leave it out, or set {_R}.name=vllm or hf."
         return [ConfigError("a server takes its weights through a folder", key=key, got=engine.backend, fix=fix)]
     if engine.custom_backend_module:

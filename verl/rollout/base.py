@@ -207,8 +207,8 @@ class Sampler(ABC):
         with computes their tokens so far anew: no pass reads a cache that other weights filled.
         """
 
-    def expect_call(self) -> None:  # noqa: B027 -- most samplers compute elsewhere than in their loop
-        """From any thread: an update will be in the event loop at once; the forward pass in work may be left for it."""
+    def interrupt_pass(self) -> None:  # noqa: B027 -- most samplers compute elsewhere than in their loop
+        """From any thread: an update will be in the event loop at once, and may interrupt the forward pass in work."""
 
     async def confirm(self, version: int) -> int:
         """The version in use, asked for after ``version`` was sent, perhaps by another process."""

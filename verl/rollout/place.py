@@ -17,13 +17,13 @@ from verl.device import torch_dtype
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.registry import SAMPLERS, TRANSPORTS, load_module
-from verl.rollout.apart import apart
 from verl.rollout.base import Sampler
 from verl.rollout.devices import shown
 from verl.rollout.hosted import HostedSampler
 from verl.rollout.server.child import ChildHandle
 from verl.rollout.server.sampler import ServerSampler, addresses
 from verl.rollout.stream_check import shapes_on_disk
+from verl.rollout.threaded import threaded
 from verl.weight_sync import Transport
 
 SAME_PROCESS = "naive"
@@ -44,25 +44,27 @@ def server_sampler(url: str, rollout: Any, model: Any, is_alone: bool) -> Server
     return ServerSampler.one_of(rollout, model, url, api=api, max_attempts=None if is_alone else 1)
 
 
-def make_sampler(rollout: Any, model: Any, device: str, is_beside: bool = True, devices: Sequence[str] = ()) -> Sampler:
+def make_sampler(
+    rollout: Any, model: Any, device: str, is_colocated: bool = True, devices: Sequence[str] = ()
+) -> Sampler:
     """The sampler of one worker: in its process, or with any other transport than ``naive`` in a child of it.
 
     Args:
         rollout, model: sections of the configuration.
         device: of the worker.
-        is_beside: the trainer lives in this process, too; in any other one the sampler needs no child.
+        is_colocated: the trainer lives in this process, too; in any other one the sampler needs no child.
         devices: of all ranks of the replica that this worker leads; empty: those that it sees.
     """
     with env.within(shown(devices, spec_of(rollout).devices, device)):
-        return _made(rollout, model, device, is_beside)
+        return _made(rollout, model, device, is_colocated)
 
 
-def _made(rollout: Any, model: Any, device: str, is_beside: bool) -> Sampler:
-    if not is_beside and rollout.standalone_gpu_memory_utilization is not None:
+def _made(rollout: Any, model: Any, device: str, is_colocated: bool) -> Sampler:
+    if not is_colocated and rollout.standalone_gpu_memory_utilization is not None:
         rollout = replace(rollout, gpu_memory_utilization=rollout.standalone_gpu_memory_utilization)
-    if not is_beside or rollout.checkpoint_engine.backend == SAME_PROCESS:
+    if not is_colocated or rollout.checkpoint_engine.backend == SAME_PROCESS:
         sampler: Sampler = SAMPLERS.get(rollout.name).from_config(rollout, model, device=device)
-        return sampler if is_beside else apart(sampler)
+        return sampler if is_colocated else threaded(sampler)
     kind, begin = transport_of(rollout, model, device)
     hosted = HostedSampler(ChildHandle(rollout, model, device, kind), kind, begin)
     atexit.register(hosted.close)
@@ -70,12 +72,12 @@ def _made(rollout: Any, model: Any, device: str, is_beside: bool) -> Sampler:
 
 
 def transport_of(
-    rollout: Any, model: Any, device: str, is_apart: bool = False, host: str | None = None
+    rollout: Any, model: Any, device: str, is_separate: bool = False, host: str | None = None
 ) -> tuple[str, Callable[[], Transport]]:
     """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name.
 
     Args:
-        is_apart: the sampler has separate devices; else it shares the trainer's.
+        is_separate: the sampler has separate devices; else it shares the trainer's.
         host: address of the trainer's machine for samplers on others, where ``engine_kwargs`` has no ``host``.
 
     Returns:
@@ -87,7 +89,7 @@ def transport_of(
     kind, options = engine.backend, dict(engine.engine_kwargs)
     options = dict(options.get(kind) or {}) if isinstance(options.get(kind), dict) else options
     if kind == "nccl":
-        kind = _nccl_or(device, is_apart)
+        kind = _nccl_or(device, is_separate)
     if kind == "cuda_ipc" and device == "cpu":
         raise ConfigError("this transport needs a GPU", key=f"{_E}.backend", got=kind, fix="Take shared_memory.")
     below = options.get("over", "shared_memory") if kind.startswith("delta") else kind
@@ -102,12 +104,12 @@ def transport_of(
     return kind, partial(TRANSPORTS.get(kind).begin, size, device, **options)
 
 
-def _nccl_or(device: str, is_apart: bool) -> str:
+def _nccl_or(device: str, is_separate: bool) -> str:
     """NCCL needs one device per rank, which a worker and a sampler in a separate pool have."""
     if device == "cpu":
         notice(f"{_E}.backend", "nccl needs GPUs: these weights are broadcast over gloo")
         return "gloo"
-    if is_apart:
+    if is_separate:
         return "nccl"
     notice(f"{_E}.backend", "nccl does not connect two processes on one GPU: these weights go by cuda_ipc")
     return "cuda_ipc"

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig, replace
-from verl.config.queues import samples_beside
+from verl.config.queues import samples_while_training
 from verl.config.root import uses_critic, uses_reference, uses_reward_model
 from verl.data import RLHFDataset, create_rl_dataset
 from verl.metrics import notice
@@ -68,7 +68,7 @@ def worker_arguments(config: PPOTrainerConfig, role: Role | str, total_steps: in
         return {"role": roles[named], "context": context, "policy": read, "max_length": settings.max_length}
     if named in roles:
         return {"role": roles[named], "context": context}
-    if samples_beside(config):  # the batch calls of validation would free caches that groups in flight use
+    if samples_while_training(config):  # the batch calls of validation would free caches that groups in flight use
         policy = replace(policy, rollout=replace(policy.rollout, free_cache_engine=False))
     arguments = {"config": policy, "context": context, "data": config.data}
     if config.trainer.v1.trainer_mode == "sync":

@@ -36,6 +36,7 @@ from verl.single_controller.base.handle import Handle
 from verl.stacks import Process
 from verl.workers.model import ModelWorker
 from verl.workers.replica import ReplicaWorker
+from verl.workers.roles import Roles
 from verl.workers.sending import FeedChange, SyncResult, fed_sampler
 
 if TYPE_CHECKING:
@@ -380,6 +381,17 @@ class ReplicaKeeper:
         where = f"the trainers and {unit.name} lie on 2 machines ({here}, {there})"
         raise_all(beyond_one_machine(self.config, where, 2))
         return str(here)
+
+
+def processes_of_run(roles: Roles, keeper: ReplicaKeeper | None) -> list[Process]:
+    """State and stacks of a run's processes in other process trees or on other nodes, even of one that hangs."""
+    replicas = [] if keeper is None else keeper.look_at()
+    return [*replicas, *(process for group in roles.groups() for process in group.look_at_processes())]
+
+
+def waits_for_replica(keeper: ReplicaKeeper | None) -> bool:
+    """Whether a replica is being replaced, which the run waits for."""
+    return keeper is not None and keeper.is_mending
 
 
 def _take_error(task: asyncio.Task[Any]) -> None:

@@ -47,14 +47,14 @@ def connect(
         return
     leaders = [replica.leader for replica in topology.replicas if replica.leader is not None]
     handles: dict[str, Handle] = {ReplicaWorker.replica_name(rank): group.handle(rank) for rank in leaders}
-    is_apart = any(replica.placement == OWN_POOL for replica in topology.replicas)
-    if is_apart:
+    is_separate = any(replica.placement == OWN_POOL for replica in topology.replicas)
+    if is_separate:
         hosts = _hosts(config, groups["actor"].addresses, group.addresses)
         sending = senders(config.actor_rollout_ref, device, handles, _feeds(topology), hosts)
         by_rank(groups["actor"], ModelWorker.feed)(sending)
     others = dict(list(handles.items())[1:])
     loops = _start_loops(config, topology, group)
-    if others or loops or is_apart:
+    if others or loops or is_separate:
         collected(group, SamplingWorker.connect)(others, loops)
 
 

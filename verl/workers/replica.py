@@ -72,7 +72,7 @@ class ReplicaWorker(ProfiledWorker):
             self.replicas = {}
             return []
         name = self.replica_name(self.rank)
-        self.replicas = {name: make_sampler(rollout, self.model, device, self.is_beside, devices)}
+        self.replicas = {name: make_sampler(rollout, self.model, device, self.is_colocated, devices)}
         self.intake = WeightIntake(self.replicas[name], device)
         return [name]
 
@@ -85,7 +85,7 @@ class ReplicaWorker(ProfiledWorker):
         return f"replica of rollout[{rank}]"
 
     @property
-    def is_beside(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether the actor is in this process too: the two take turns on its devices."""
         return "actor" in self.fused_worker_dict
 

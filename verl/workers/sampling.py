@@ -102,7 +102,7 @@ class SamplingWorker(ReplicaWorker):
             replicas: `replica_name` -> handle on the `ReplicaWorker` that leads it.
             loops: handles on `RolloutWorker`s; none: agent loops run in this process.
         """
-        self._loop = asyncio.get_running_loop() if loops or not self.is_beside else None
+        self._loop = asyncio.get_running_loop() if loops or not self.is_colocated else None
         for name, handle in replicas.items():
             await self.service.add(name, RemoteSampler(handle))
         self.agent_loops.run_in([RemoteRunner(handle) for handle in loops])
@@ -110,7 +110,7 @@ class SamplingWorker(ReplicaWorker):
     @property
     def is_elastic(self) -> bool:
         """Whether lost replicas are replaced during the run."""
-        return self.config.rollout.max_replacements > 0 and not self.is_beside
+        return self.config.rollout.max_replacements > 0 and not self.is_colocated
 
     def endpoints(self) -> Sequence[object]:
         """This process's replica; in the first process also the service and the manager of the agent loops."""
@@ -172,7 +172,7 @@ class SamplingWorker(ReplicaWorker):
         ``meta_info["served"]`` of the result says how each request was served (`Notes`). Of the prompts,
         ``meta_info["follow"]`` says what each is to draw (`Draws`).
         """
-        if not self.is_beside:
+        if not self.is_colocated:
             self._loop = asyncio.get_running_loop()
         columns = prompts.non_tensor_batch
         names = [f"{uid}-{index}" for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
@@ -215,7 +215,7 @@ class SamplingWorker(ReplicaWorker):
     def _frees_cache(self) -> bool:
         """Whether replicas free their caches for the trainers between rollouts."""
         setting = self.config.rollout.free_cache_engine
-        if setting is None and not self.is_beside:
+        if setting is None and not self.is_colocated:
             return False
         return frees_cache(setting, self.context.device, self._weight_bytes())
 

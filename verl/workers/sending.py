@@ -89,7 +89,7 @@ def senders(
 
 def fed_sampler(policy: ActorRolloutRefConfig, device: str, replica: Handle, host: str | None) -> HostedSampler:
     """A replica in another pool as the rank of the actor sees it that feeds it; arguments as of `senders`."""
-    kind, begin = transport_of(policy.rollout, policy.model, device, is_apart=True, host=host)
+    kind, begin = transport_of(policy.rollout, policy.model, device, is_separate=True, host=host)
     return HostedSampler(replica, kind, begin)
 
 

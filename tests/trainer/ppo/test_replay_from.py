@@ -69,7 +69,7 @@ def explored(folder: str, seed: int, *changes: str, failing: tuple[int, ...] = (
     Explored.die, Explored.failing = random.Random(seed), {*failing}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "Inline", Explored)
-        patch.setattr(record, "samples_beside", lambda config: True)
+        patch.setattr(record, "samples_while_training", lambda config: True)
         return run(folder, *changes)
 
 

@@ -35,7 +35,7 @@ PADDING_LIMIT = 1.25
 """Prompts share one attention call while the longest is at most that many times the shortest."""
 
 
-class PassAbandoned(Exception):
+class PassInterrupted(Exception):
     """A forward pass was left between two layers; nothing that it computed is used."""
 
 
@@ -319,21 +319,21 @@ class StepPlan:
     """Everything one forward pass attends to: T = rows of the blocks in order, then prompts, then padding.
 
     Args:
-        is_unwanted: asked in every layer: whether to leave the pass by `PassAbandoned`. The cache takes no harm, as the
-            next pass writes to the same places.
+        is_interrupted: called in every layer: whether the pass ends by `PassInterrupted`. The cache takes no harm, as
+            the next pass writes to the same places.
     """
 
     decode: list[DecodePlan]
     prefill: PrefillPlan | None
     num_padding: int = 0
-    is_unwanted: Callable[[], bool] | None = None
+    is_interrupted: Callable[[], bool] | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionVariant
     ) -> torch.Tensor:
         """(T, H, d), (T, h, d), (T, h, d_v) -> (T, H, d_v)."""
-        if self.is_unwanted is not None and self.is_unwanted():
-            raise PassAbandoned
+        if self.is_interrupted is not None and self.is_interrupted():
+            raise PassInterrupted
         parts, first = [], 0
         for plan in self.decode:
             rows = slice(first, first + len(plan.rows))

@@ -41,7 +41,7 @@ class PaddedRunner:
     can_chunk = False
     keeps_prompts = False
     recorder: ExpertRecorder | None = None
-    is_unwanted: Callable[[], bool] | None = None
+    is_interrupted: Callable[[], bool] | None = None
     features: Features | None = None
 
     def __init__(self, model: PreTrainedModel):

@@ -73,7 +73,7 @@ class PoolRunner:
     can_chunk = True
     keeps_prompts = True
     recorder: ExpertRecorder | None = None
-    is_unwanted: Callable[[], bool] | None = None
+    is_interrupted: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class PoolRunner:
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
         pictures = self._pictures(chunks, len(rows))
         prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact) if chunks else None
-        plan = StepPlan(plans, prefill, padding, None if chunks else self.is_unwanted)
+        plan = StepPlan(plans, prefill, padding, None if chunks else self.is_interrupted)
         wanted = self._wanted(len(rows), chunks)
         with nullcontext() if self.recorder is None else self.recorder.recording():
             with placing(self.model, pictures) as seen:

@@ -27,12 +27,12 @@ class ModelRunner(Protocol):
         prefill_tokens, decode_tokens: what went through the model so far; padding counts where exactness asks for it.
         features: of pictures in prompts; None where prompts are text.
         recorder: leaves the experts of each token in ``experts`` of its row or prompt; None: nothing is recorded.
-        is_unwanted: asked within a pass that computes no prompt: whether to leave it by `PassAbandoned`; a runner that
-            cannot leave a pass does not ask.
+        is_interrupted: called within a pass that computes no prompt: whether it ends by `PassInterrupted`; not by a
+            runner that cannot interrupt a pass.
     """
 
     recorder: ExpertRecorder | None
-    is_unwanted: Callable[[], bool] | None
+    is_interrupted: Callable[[], bool] | None
     features: Features | None
     can_chunk: bool
     keeps_prompts: bool

@@ -37,7 +37,7 @@ from verl.rollout.base import (
     check_request,
 )
 from verl.rollout.hf.adjust import Adjustment
-from verl.rollout.hf.attention import PassAbandoned, UnsupportedModelError
+from verl.rollout.hf.attention import PassInterrupted, UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw, raw_log_probs
 from verl.rollout.hf.pool_runner import PoolPolicy
 from verl.rollout.hf.probe import padded_runner, pool_runner
@@ -153,8 +153,8 @@ class HFSampler(Sampler):
         recorder = ExpertRecorder(model) if record_experts else None
         self._runner: ModelRunner = _make_runner(model, self.max_model_len, policy, owned)
         self._runner.recorder = recorder
-        self._call = _Call()
-        self._runner.is_unwanted = self._call.leaves_pass
+        self._interrupt = _PassInterrupt()
+        self._runner.is_interrupted = self._interrupt.is_due
         in_memory = owned and model.device.type == "cpu"
         shares = in_memory and self._runner.can_share
         self._weights = rounded or SamplerWeights(model, adapter, shares=shares, shares_base=in_memory)
@@ -265,8 +265,8 @@ class HFSampler(Sampler):
     def shares_base(self) -> bool:  # type: ignore[override]
         return self._weights.shares_base
 
-    def expect_call(self) -> None:
-        self._call.is_waiting = True
+    def interrupt_pass(self) -> None:
+        self._interrupt.is_requested = True
 
     async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:
         if self._runner.recorder is not None:
@@ -377,12 +377,12 @@ class HFSampler(Sampler):
         while True:
             # One turn of the loop first, so that concurrent requests join the same batch.
             await asyncio.sleep(0)
-            for _ in range(CALL_TURNS if self._call.is_waiting else 0):
-                self._call.is_waiting = False
+            for _ in range(CALL_TURNS if self._interrupt.is_requested else 0):
+                self._interrupt.is_requested = False
                 await asyncio.sleep(0)
             owes = self._interrupts and self._owes_progress()
             if self._interrupts and not owes:
-                self._interrupt()
+                self._stop_rows()
             if not self._runner.rows and ((self._is_held and not owes) or self._scheduler.is_empty):
                 return
             try:
@@ -401,7 +401,7 @@ class HFSampler(Sampler):
         """Whether a token was drawn with the weights in use."""
         return self._counts["response_tokens"] > self._drawn_at_update
 
-    def _interrupt(self) -> None:
+    def _stop_rows(self) -> None:
         """Stop the running rows: they queue again, before all others, or go back to whoever sent them."""
         version, again, rows = self._state.version, [], list(self._runner.rows)
         self._runner.remove(rows)
@@ -435,11 +435,11 @@ class HFSampler(Sampler):
         else:
             admission = self._scheduler.admit(running, only_begun=self._is_held and self._has_drawn())
         # What is computed anew under the new weights need not be finished; but a token between two updates has to be.
-        self._call.may_interrupt = self._has_drawn() and not (admission.chunks or admission.joining)
+        self._interrupt.is_allowed = self._has_drawn() and not (admission.chunks or admission.joining)
         self._weights.check()
         try:
             logits = self._runner.step(admission.chunks) if running or admission.chunks else torch.empty(0, 0)
-        except PassAbandoned:
+        except PassInterrupted:
             return
         rows = list(self._runner.rows)
         complete = [chunk.prompt for chunk in admission.chunks if chunk.completes]
@@ -508,15 +508,15 @@ class HFSampler(Sampler):
 
 
 @dataclass
-class _Call:
-    """A call of another thread that will be in the event loop at once, and the pass that it may find in work."""
+class _PassInterrupt:
+    """An update that another thread brings to the event loop, and whether it may interrupt the pass in work."""
 
-    is_waiting: bool = False
-    may_interrupt: bool = False
+    is_requested: bool = False
+    is_allowed: bool = False
 
-    def leaves_pass(self) -> bool:
-        """Whether the pass is left for the call."""
-        return self.is_waiting and self.may_interrupt
+    def is_due(self) -> bool:
+        """Whether the pass stops at its next layer."""
+        return self.is_requested and self.is_allowed
 
 
 class _Hold:

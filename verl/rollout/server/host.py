@@ -30,12 +30,12 @@ from verl.config import PPOTrainerConfig, replace
 from verl.config.loading import read_config
 from verl.errors import ConfigError, RolloutError, VerlError
 from verl.registry import SAMPLERS
-from verl.rollout.apart import apart
 from verl.rollout.base import Sampler
 from verl.rollout.hosted import WeightIntake
 from verl.rollout.server import own
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
+from verl.rollout.threaded import threaded
 from verl.serving import ApiError, Handle, HttpRequest, HttpResponse, Server, ServerLimits, loopback, secret, unix
 from verl.storage import copy_to_local
 from verl.weight_sync import chunk_weights
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         if known.socket:
             atexit.register(Path(known.socket).unlink, missing_ok=True)
         folder = _own_folder(known.weights_dir)
-        host = Host(apart(make_sampler(config, known.device)), _key(folder), known.device, known.transport, folder)
+        host = Host(threaded(make_sampler(config, known.device)), _key(folder), known.device, known.transport, folder)
         names = () if known.socket else names_of(known.host)
         asyncio.run(host.serve(on, lambda address: _announce(address, known.announce), names))
     except VerlError as error:

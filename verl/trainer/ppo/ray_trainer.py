@@ -33,9 +33,8 @@ from verl.registry import ADVANTAGE_ESTIMATORS, refuse_while_loading
 from verl.rollout.lost import EngineLostError
 from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, Role, WorkerGroup, by_rank
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
-from verl.stacks import Process
 from verl.trainer import build, placement, runtime, sampling
-from verl.trainer.keeper import ReplicaKeeper
+from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, record, stages
 from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callbacks
@@ -225,8 +224,9 @@ class RayPPOTrainer:
         self.checkpoints.on_saved = self._on_saved
         self.tracking, self._folders = None, {}
         folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
+        looks, mends = partial(processes_of_run, self.roles, self.replicas), partial(waits_for_replica, self.replicas)
         try:
-            with stop, Watchdog(self.state.spans, limit, folder, self._look_at_workers, self._is_mending):
+            with stop, Watchdog(self.state.spans, limit, folder, looks, mends):
                 self._run()
             self._close_trackers()
         except BaseException as error:
@@ -271,13 +271,6 @@ class RayPPOTrainer:
         trainer, places = self.config.trainer, self.checkpoints.places
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
         places |= self.tracking.start(self.total_training_steps, self.ctx.step, places)
-
-    def _look_at_workers(self) -> list[Process]:
-        apart = [] if self.replicas is None else self.replicas.look_at()
-        return [*apart, *(process for group in self.roles.groups() for process in group.look_at_processes())]
-
-    def _is_mending(self) -> bool:
-        return self.replicas is not None and self.replicas.is_mending
 
     def _close_trackers(self, exit_code: int = 0) -> None:
         if self.tracking is not None:

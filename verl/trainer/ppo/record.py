@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.config import PPOTrainerConfig
 from verl.config.pools import Pools
 from verl.config.provenance import Provenance, check_replay
-from verl.config.queues import samples_beside
+from verl.config.queues import samples_while_training
 from verl.config.root import of_schedule
 from verl.errors import ConfigError
 from verl.journal.account import Key
@@ -84,7 +84,7 @@ def open_journal(
             script.begin(0 if known is None else known.decisions)
         about = {
             "processes": _processes(config),
-            "beside": samples_beside(config) and not state.needs_reward_baselines,
+            "beside": samples_while_training(config) and not state.needs_reward_baselines,
             "settings": checkpoints.provenance.settings,
             "content": checkpoints.provenance.content,
         }

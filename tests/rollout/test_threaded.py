@@ -18,10 +18,10 @@ from tests.rollout.test_updates_in_flight import hf, weights
 from verl.errors import RolloutError, WorkerError
 from verl.registry import TRANSPORTS
 from verl.rollout import Request, SamplingParams
-from verl.rollout.apart import ApartSampler, apart
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, WeightIntake
 from verl.rollout.service import SamplerService
+from verl.rollout.threaded import ThreadedSampler, threaded
 from verl.single_controller.local.handle import LocalHandle
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -56,7 +56,7 @@ def threads() -> list[threading.Thread]:
 
 def test_concurrent_requests_join_the_same_forward_passes_and_get_the_same_bits():
     wanted = requests([prompt(n, n) for n in (3, 9, 17)], samples=4, max_tokens=12)
-    plain, other = HFSampler(tiny_model()), ApartSampler(HFSampler(tiny_model()))
+    plain, other = HFSampler(tiny_model()), ThreadedSampler(HFSampler(tiny_model()))
     assert sample(other, wanted) == sample(plain, wanted)
     assert sample(other, wanted) == sample(plain, wanted), "from another event loop, too"
     assert other.stats() == plain.stats()
@@ -69,7 +69,7 @@ def test_concurrent_requests_join_the_same_forward_passes_and_get_the_same_bits(
 async def test_a_forward_pass_lets_calls_through_and_is_left_for_new_weights():
     """No other pass is begun with the old ones, and the pass that was left draws nothing."""
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
-    sampler = ApartSampler(inner)
+    sampler = ThreadedSampler(inner)
 
     async def until(condition):
         while not condition():
@@ -99,7 +99,7 @@ async def test_a_forward_pass_lets_calls_through_and_is_left_for_new_weights():
 async def test_updates_that_meet_every_pass_leave_each_version_its_tokens():
     """The pass after an update computes the prompt and draws a token: it is not left for the next update."""
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
-    sampler = ApartSampler(inner)
+    sampler = ThreadedSampler(inner)
 
     work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
     for version in (1, 2):
@@ -126,12 +126,12 @@ def test_a_pass_that_is_left_for_an_update_that_never_comes_is_computed_again_wi
         """Every third time that a layer may ask, an update is said to come."""
 
         def _step(self) -> None:
-            self.expect_call()
+            self.interrupt_pass()
             super()._step()
 
     plain, announced = HFSampler(tiny_model()), Announced(tiny_model())
-    ask = announced._call.leaves_pass
-    announced._runner.is_unwanted = lambda: bool(left.append(ask()) or (left[-1] and len(left) % 3 == 0))
+    ask = announced._interrupt.is_due
+    announced._runner.is_interrupted = lambda: bool(left.append(ask()) or (left[-1] and len(left) % 3 == 0))
     assert sample(announced, wanted) == sample(plain, wanted)
     assert any(left) and announced.stats()["response_tokens"] == plain.stats()["response_tokens"]
 
@@ -139,7 +139,7 @@ def test_a_pass_that_is_left_for_an_update_that_never_comes_is_computed_again_wi
 @within(30)
 async def test_an_update_that_is_cancelled_while_the_pass_runs_changes_nothing_and_the_next_one_works():
     inner = Gated(tiny_model(seed=0), at_update="pause", owns_model=True)
-    sampler = ApartSampler(inner)
+    sampler = ThreadedSampler(inner)
 
     work = asyncio.ensure_future(sampler.generate(Request("a", (5, 6), LONG)))
     inner.passes.release()
@@ -160,7 +160,7 @@ async def test_an_update_that_is_cancelled_while_the_pass_runs_changes_nothing_a
 @pytest.mark.parametrize("kind", ["shared_memory", "gloo", "disk", "delta"])
 def test_weights_that_come_by_any_transport_beside_forward_passes_draw_the_tokens_of_their_version(kind):
     """Teacher-forced by the model of its version, each token has the log-prob that the sampler reported."""
-    sampler = ApartSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True))
+    sampler = ThreadedSampler(Slow(tiny_model(seed=0), at_update="pause", owns_model=True))
     host = LocalHandle(WeightIntake(sampler))
     replica = HostedSampler(host, kind, partial(TRANSPORTS.get(kind).begin, 1 << 20, "cpu"))
     wanted = Request("a", (5, 6, 7), LONG)
@@ -190,7 +190,7 @@ def test_weights_that_come_by_any_transport_beside_forward_passes_draw_the_token
         assert (expected[drawn] - torch.tensor(done.log_probs)[drawn]).abs().max() < 4e-5
 
 
-class Dying(ApartSampler):
+class Dying(ThreadedSampler):
     """Answers nothing more once it is killed, as a process does."""
 
     def __init__(self, *arguments):
@@ -267,7 +267,7 @@ async def test_what_is_reported_keeps_the_version_that_drew_each_token_and_is_no
 @within(30)
 async def test_an_abort_reaches_the_requests_of_the_same_turn_and_a_cancelled_one_frees_its_place():
     inner = HFSampler(tiny_model())
-    sampler = ApartSampler(inner)
+    sampler = ThreadedSampler(inner)
 
     tasks = [asyncio.ensure_future(sampler.generate(Request(name, (5, 6), LONG))) for name in "ab"]
     await asyncio.sleep(0)
@@ -287,7 +287,7 @@ async def test_an_abort_reaches_the_requests_of_the_same_turn_and_a_cancelled_on
 
 
 def test_errors_reach_the_caller_and_a_sampler_that_is_dropped_leaves_no_thread():
-    sampler = apart(HFSampler(tiny_model()))
+    sampler = threaded(HFSampler(tiny_model()))
     with pytest.raises(RolloutError, match="the prompt is empty"):
         asyncio.run(sampler.generate(Request("a", (), LONG)))
     asyncio.run(sampler.sleep())
@@ -300,4 +300,4 @@ def test_errors_reach_the_caller_and_a_sampler_that_is_dropped_leaves_no_thread(
         time.sleep(0.01)
     assert not threads()
     service = SamplerService({"one": hf("wait")})
-    assert apart(service) is service, "it computes nothing itself"
+    assert threaded(service) is service, "it computes nothing itself"

@@ -1,4 +1,4 @@
-"""A sampler in an event loop and a thread of its own, for samplers that compute in their event loop's thread.
+"""A sampler in a separate event loop and thread, for samplers that compute in their event loop's thread.
 
 Consumes: calls from any event loop. Waits for: nothing; who calls waits for the other loop's answer. Unblocked by: that
 answer. A process that answers others hears a call at once, and not after a forward pass for each turn of the loop that
@@ -22,7 +22,7 @@ END_SECONDS = 5.0
 """That a forward pass may take to its end when the sampler is no longer used."""
 
 
-class ApartSampler(Sampler):
+class ThreadedSampler(Sampler):
     """The same sampler, which from here on is used through this object alone.
 
     Requests of one turn of the caller's loop arrive together, so that they join the same forward pass. New weights that
@@ -32,7 +32,7 @@ class ApartSampler(Sampler):
         sampler: of this process.
 
     Example:
-        >>> sampler = ApartSampler(HFSampler("path/to/model"))
+        >>> sampler = ThreadedSampler(HFSampler("path/to/model"))
     """
 
     def __init__(self, sampler: Sampler):
@@ -65,7 +65,7 @@ class ApartSampler(Sampler):
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         if self.at_update != "wait":
-            self.sampler.expect_call()
+            self.sampler.interrupt_pass()
         await self._after_requests(lambda: self.sampler.update_weights(chunks, version))
 
     async def confirm(self, version: int) -> int:
@@ -153,9 +153,9 @@ def _begin_all(calls: list[_Call[Any]]) -> None:
         call.begin()
 
 
-def apart(sampler: Sampler) -> Sampler:
-    """The sampler for a process that also answers others: in a loop of its own if it would keep this one."""
-    return ApartSampler(sampler) if sampler.computes_in_loop else sampler
+def threaded(sampler: Sampler) -> Sampler:
+    """The sampler for a process that also answers others: in another loop and thread if it would block this one."""
+    return ThreadedSampler(sampler) if sampler.computes_in_loop else sampler
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
