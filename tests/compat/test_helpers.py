@@ -107,24 +107,24 @@ def test_seconds_of_a_block_add_up():
 
 
 def test_seconds_of_one_process_are_reduced_to_themselves(monkeypatch):
-    from verl.observability import by_hand
+    from verl.compat.forms import profiling
     from verl.utils.profiler.performance import gather_timing, reduce_timing, topk_reduce_ratio_min_max
 
-    monkeypatch.setattr(by_hand.dist, "is_initialized", lambda: False)  # another test may have left a group
+    monkeypatch.setattr(profiling.dist, "is_initialized", lambda: False)  # another test may have left a group
     assert gather_timing({"gen": 2.0}) == {"gen": [2.0]} and reduce_timing({"gen": 2.0}) == {"gen": 2.0}
     assert topk_reduce_ratio_min_max(2.0) == (-1.0, -1.0, -1.0)
 
 
 def test_seconds_of_several_ranks_are_reduced_as_they_are_asked_to_be(monkeypatch):
-    from verl.observability import by_hand
+    from verl.compat.forms import profiling
 
     seconds = [*map(float, range(1, 10)), 100.0]  # of ten ranks: the slowest tenth is one of them
-    monkeypatch.setattr(by_hand, "gather_timing", lambda timing: dict.fromkeys(timing, seconds))
-    monkeypatch.setattr(by_hand.dist, "is_initialized", lambda: True)
-    assert by_hand.reduce_timing({"gen": 1.0}) == {"gen": 14.5}
-    assert by_hand.reduce_timing({"gen": 1.0}, by_hand.dist.ReduceOp.MAX) == {"gen": 100.0}
-    assert by_hand.topk_reduce_ratio_min_max(1.0) == pytest.approx((0.1, 1.0, 100.0))
-    assert by_hand.topk_reduce_ratio_min_max(1.0, k=50)[0] == pytest.approx(0.5)
+    monkeypatch.setattr(profiling, "gather_timing", lambda timing: dict.fromkeys(timing, seconds))
+    monkeypatch.setattr(profiling.dist, "is_initialized", lambda: True)
+    assert profiling.reduce_timing({"gen": 1.0}) == {"gen": 14.5}
+    assert profiling.reduce_timing({"gen": 1.0}, profiling.dist.ReduceOp.MAX) == {"gen": 100.0}
+    assert profiling.topk_reduce_ratio_min_max(1.0) == pytest.approx((0.1, 1.0, 100.0))
+    assert profiling.topk_reduce_ratio_min_max(1.0, k=50)[0] == pytest.approx(0.5)
 
 
 JOINS = """

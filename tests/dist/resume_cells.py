@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.engine_cells import flat, loss_of, plain, sharded, share, shared_model
 from tests.harness.engines import ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter, FileRecord, find_checkpoint, read_part
+from verl.compat.forms.fsdp2 import FSDPCheckpointManager, shard_largest
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.shards import gather
 from verl.engines.base import Engine
-from verl.engines.by_hand import FSDPCheckpointManager, shard_largest
 from verl.errors import CheckpointError, VerlError
 from verl.models.hf_folder import read_weights
 from verl.workers.part import ModelPart, load_part, save_part, saved_records

@@ -21,7 +21,15 @@ from tests.sanity.source_tree import (
     upstream_paths,
 )
 
-FACADE_LINES, ALL_FACADE_LINES = 60, 1500
+FACADE_LINES, ALL_FACADE_LINES, COMPAT_LINES = 60, 1500, 3100
+FORMS = "verl.compat.forms"
+"""Upstream's signatures and helpers, which only facades use."""
+OF_THEIR_ROOM = {
+    "verl.models.generation_settings": "it imports transformers",
+    "verl.rewards.scorers.math_verify": "users name its path",
+    "verl.tools.sandbox_fusion": "users name its class",
+}
+"""Modules that only facades import, and why they are no forms."""
 FACADE_ROOMS = ("compat", "model_merger")
 LAZY_ROOT_ATTRIBUTES = {"DataProto": "protocol", "__version__": "_version", **dict.fromkeys(verl.OF_API, "api")}
 
@@ -116,10 +124,30 @@ def test_only_env_reads_the_environment():
 
 
 def test_facades_are_thin():
-    lines = {p: len(p.read_text().splitlines()) for p in python_files("verl") if is_facade(module_name(p))}
+    facades = [path for path in python_files("verl") if is_facade(module_name(path))]
+    lines = {p: len(p.read_text().splitlines()) for p in facades if not module_name(p).startswith(FORMS)}
     errors = [f"{show(path)} has {count} lines" for path, count in lines.items() if count > FACADE_LINES]
     assert not errors, f"a facade holds at most {FACADE_LINES} lines: {errors}"
     assert sum(lines.values()) <= ALL_FACADE_LINES
+
+
+def test_all_that_serves_upstreams_paths_has_one_budget():
+    paths = [path for path in python_files("verl") if room_of(module_name(path)) == "compat"]
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= COMPAT_LINES
+
+
+def test_what_only_facades_import_is_in_the_room_of_the_facades():
+    names = {module_name(path): path for path in python_files("verl")}
+    users: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for found in imports(path):
+            for target in {found.module, f"{found.module}.{found.attribute}"} & names.keys() - {name}:
+                users[target].add(name)
+    texts = {name: path.read_text() for name, path in names.items() if room_of(name) != "compat"}
+    alone = {name for name, of in users.items() if of and all(room_of(user) == "compat" for user in of)}
+    named = {name for name in alone for user, text in texts.items() if name in text and user != name}
+    left = {name for name in alone - named if room_of(name) != "compat"}
+    assert left == OF_THEIR_ROOM.keys()
 
 
 def test_no_facade_stands_in_front_of_a_module_of_the_library():

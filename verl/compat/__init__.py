@@ -1,7 +1,7 @@
 """Upstream's import paths. All of them lie in `paths`, laid out as upstream's modules are; skip it at first.
 
 A file there is imported under upstream's name alone: ``verl/compat/paths/utils/fs.py`` is the module `verl.utils.fs`.
-Files re-export what lives in the rooms, or put upstream's signature around it.
+Files re-export what the rooms have, or what `forms` puts upstream's signature around.
 """
 
 from __future__ import annotations

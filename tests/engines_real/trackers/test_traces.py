@@ -9,9 +9,9 @@ import mlflow
 import pytest
 
 from tests.engines_real.trackers.test_offline import offline  # noqa: F401
+from verl.compat.forms.traces import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.metrics import notices
 from verl.observability import traces
-from verl.observability.user_traces import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 
 
 @rollout_trace_op

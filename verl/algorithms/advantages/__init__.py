@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ from verl.algorithms.calls import accepted, check_shapes, name_of
 from verl.algorithms.masked import zero_outside
 from verl.errors import ConfigError
 from verl.metrics import notice
+from verl.registry import ADVANTAGE_ESTIMATORS
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+_NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}
+AdvantageEstimator = StrEnum("AdvantageEstimator", _NAMES)  # type: ignore[misc]
+"""The built-in estimators by name."""
 
 PER_TOKEN = (
     "response_mask", "token_level_rewards", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared",

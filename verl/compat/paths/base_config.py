@@ -1,3 +1,3 @@
 """The base of a section of settings under upstream's path."""
 
-from verl.config.by_hand import BaseConfig
+from verl.compat.forms.base_config import BaseConfig

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl import device
-from verl.algorithms.upstream_forms import AdvantageEstimator
+from verl.algorithms.advantages import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, elastic, to_dict, topology
 from verl.config.loading import config_from

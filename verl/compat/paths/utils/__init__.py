@@ -15,13 +15,13 @@ def __getattr__(name: str) -> Any:
 
 def as_torch_index(index: Sequence[Hashable], device: Any = None) -> Any:
     """The number of each row's group, (B,) int64, groups numbered as they come."""
-    from verl.algorithms.upstream_forms import group_ids
+    from verl.compat.forms.core_algos import group_ids
 
     return group_ids(index, device)
 
 
 def group_mean_std(scores: Any, gidx: Any, eps: float = 1e-6, device: Any = None) -> tuple[Any, Any, Any]:
     """Of each group, (G,): mean, sample standard deviation, rows; a group of one has mean 0 and deviation 1."""
-    from verl.algorithms.upstream_forms import group_mean_std as form
+    from verl.compat.forms.core_algos import group_mean_std as form
 
     return form(scores, gidx, eps, device)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.algorithms.sequences import index_first_axis, pad_input, unpad_input
+from verl.compat.forms.sequences import index_first_axis, pad_input, unpad_input
 from verl.errors import MissingDependencyError
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.sequences import compute_position_id_with_mask, create_random_mask
 from verl.compat import absent_names
+from verl.compat.forms.sequences import compute_position_id_with_mask, create_random_mask
 from verl.models.config import apply_overrides
 from verl.models.generation_settings import get_generation_config
 from verl.models.loading import load_value_model

@@ -8,7 +8,6 @@ from verl.algorithms.balancing import (
     karmarkar_karp,
     log_seqlen_unbalance,
 )
-from verl.algorithms.dynamic_batch import restore_dynamic_batch
 from verl.algorithms.micro_batches import ceildiv, roundup_divisible
 from verl.algorithms.micro_batches import inverse_permutation as get_reverse_idx
-from verl.engines.token_budget import prepare_dynamic_batch, rearrange_micro_batches
+from verl.compat.forms.dynamic_batch import prepare_dynamic_batch, rearrange_micro_batches, restore_dynamic_batch

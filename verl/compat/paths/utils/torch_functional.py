@@ -11,7 +11,7 @@ from verl.algorithms.schedules import (
     get_cosine_schedule_with_warmup,
     get_wsd_schedule_with_warmup,
 )
-from verl.algorithms.sequences import (
+from verl.compat.forms.sequences import (
     clip_by_value,
     compute_grad_norm,
     get_response_mask,

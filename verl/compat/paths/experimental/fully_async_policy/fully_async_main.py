@@ -2,7 +2,7 @@
 
 import sys
 
-from verl.trainer.overlays import fully_async as main
+from verl.compat.forms.programs import fully_async as main
 
 __all__ = ["main"]
 

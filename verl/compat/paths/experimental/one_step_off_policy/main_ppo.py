@@ -2,7 +2,7 @@
 
 import sys
 
-from verl.trainer.overlays import one_step_off as main
+from verl.compat.forms.programs import one_step_off as main
 
 __all__ = ["main"]
 

@@ -1,3 +1,3 @@
 """The algorithms under the path and the names that users' estimators, losses and recipes import from upstream."""
 
-from verl.algorithms.upstream_forms import *
+from verl.compat.forms.core_algos import *

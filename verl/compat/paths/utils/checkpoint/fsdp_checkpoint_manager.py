@@ -1,3 +1,3 @@
 """Checkpoints of a module and an optimizer of one's own, under upstream's path."""
 
-from verl.engines.by_hand import FSDPCheckpointManager
+from verl.compat.forms.fsdp2 import FSDPCheckpointManager

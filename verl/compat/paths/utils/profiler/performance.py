@@ -1,6 +1,6 @@
 """Seconds and memory of a piece of code, under upstream's path."""
 
-from verl.observability.by_hand import (
+from verl.compat.forms.profiling import (
     GPUMemoryLogger,
     gather_timing,
     log_gpu_memory_usage,

@@ -1,3 +1,3 @@
 """Upstream's profilers under their path."""
 
-from verl.observability.by_hand import DistProfiler, DistProfilerExtension, Profiler
+from verl.compat.forms.profiling import DistProfiler, DistProfilerExtension, Profiler

@@ -1,3 +1,3 @@
 """Upstream's room of the actor's update; a worker updates its actor itself (`ActorRolloutRefWorker`)."""
 
-from verl.workers.by_hand import BasePPOActor, DataParallelPPOActor, MegatronPPOActor
+from verl.compat.forms.actors import BasePPOActor, DataParallelPPOActor, MegatronPPOActor

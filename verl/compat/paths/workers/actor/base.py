@@ -1,3 +1,3 @@
 """The actor's update over any engine, under upstream's path."""
 
-from verl.workers.by_hand import BasePPOActor
+from verl.compat.forms.actors import BasePPOActor

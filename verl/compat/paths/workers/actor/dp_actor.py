@@ -1,3 +1,3 @@
 """The actor over a module that the caller has built, under upstream's path."""
 
-from verl.workers.by_hand import DataParallelPPOActor
+from verl.compat.forms.actors import DataParallelPPOActor

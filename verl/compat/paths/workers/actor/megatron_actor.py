@@ -1,3 +1,3 @@
 """The actor over Megatron-Core, under upstream's path."""
 
-from verl.workers.by_hand import MegatronPPOActor
+from verl.compat.forms.actors import MegatronPPOActor

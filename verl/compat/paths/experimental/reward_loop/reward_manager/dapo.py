@@ -1,3 +1,3 @@
 """The manager `dapo` for one row, under upstream's newer path."""
 
-from verl.rewards.managers.single import DAPORowManager as DAPORewardManager
+from verl.compat.forms.row_managers import DAPORowManager as DAPORewardManager

@@ -1,3 +1,3 @@
 """The manager `gdpo` for one row, under upstream's newer path."""
 
-from verl.rewards.managers.single import GDPORowManager as GDPORewardManager
+from verl.compat.forms.row_managers import GDPORowManager as GDPORewardManager

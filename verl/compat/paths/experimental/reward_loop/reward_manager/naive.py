@@ -1,3 +1,3 @@
 """The manager `naive` for one row, under upstream's newer path."""
 
-from verl.rewards.managers.single import NaiveRowManager as NaiveRewardManager
+from verl.compat.forms.row_managers import NaiveRowManager as NaiveRewardManager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from recipe.one_step_off_policy.main_ppo import main as of_recipe
+from verl.compat.forms import programs
+from verl.compat.forms.programs import ONE_STEP_OFF, with_defaults
 from verl.config.loading import read_config
 from verl.experimental.one_step_off_policy.main_ppo import main as of_experimental
-from verl.trainer import overlays
-from verl.trainer.overlays import ONE_STEP_OFF, with_defaults
 
 APART = "actor_rollout_ref.hybrid_engine=False"
 
@@ -27,7 +27,7 @@ def test_the_defaults_are_those_of_the_schedule_and_the_command_line_wins():
 
 @pytest.mark.parametrize(("devices", "backend"), [(0, "gloo"), (8, "nccl")])
 def test_samplers_apart_get_a_pool_and_a_way_for_weights(monkeypatch: pytest.MonkeyPatch, devices: int, backend: str):
-    monkeypatch.setattr(overlays.device, "device_count", lambda kind: devices)
+    monkeypatch.setattr(programs.device, "device_count", lambda kind: devices)
     rollout = of(APART).actor_rollout_ref.rollout
     assert (rollout.nnodes, rollout.checkpoint_engine.backend) == (1, backend)
     said = of(APART, "rollout.nnodes=3", "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=6")
@@ -38,7 +38,7 @@ def test_samplers_apart_get_a_pool_and_a_way_for_weights(monkeypatch: pytest.Mon
 def test_upstreams_names_of_configurations_and_of_the_program_are_understood(capsys: pytest.CaptureFixture[str]):
     words = with_defaults((), ["--config-path=config", "--config-name=one_step_off_ppo_megatron_trainer.yaml"])
     assert words == ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"]
-    assert of_experimental is of_recipe is overlays.one_step_off
+    assert of_experimental is of_recipe is programs.one_step_off
     with pytest.raises(SystemExit) as left:
         of_recipe(["--cfg", "job"])
     assert left.value.code == 0 and "trainer_mode: one_step_off" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 import torch
 from tensordict import TensorDict
 
-from verl.algorithms.dynamic_batch import restore_dynamic_batch, split_by_tokens
+from verl.compat.forms.dynamic_batch import restore_dynamic_batch, split_by_tokens
 
 LENGTHS = [5, 1, 3, 2, 4, 1]
 BATCH = TensorDict(

@@ -8,7 +8,6 @@ and `Metric`. Nothing in the library calls these forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms import aggregation, kl, value_loss
-from verl.algorithms.advantages import AdvantageFn, reinforce_plus_plus, reinforce_plus_plus_baseline
+from verl.algorithms.advantages import (
+    AdvantageEstimator,
+    AdvantageFn,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from verl.algorithms.advantages.gae import gae as compute_gae_advantage_return
 from verl.algorithms.advantages.gdpo import gdpo as compute_gdpo_outcome_advantage
 from verl.algorithms.advantages.gpg import gpg as compute_gpg_outcome_advantage
@@ -44,10 +48,6 @@ compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 compute_reinforce_plus_plus_outcome_advantage = reinforce_plus_plus.reinforce_plus_plus
 compute_reinforce_plus_plus_baseline_outcome_advantage = reinforce_plus_plus_baseline.reinforce_plus_plus_baseline
-
-
-_NAMES = {name.upper(): name for name in ADVANTAGE_ESTIMATORS.builtin_targets()}
-AdvantageEstimator = StrEnum("AdvantageEstimator", _NAMES)  # type: ignore[misc]
 
 
 def register_adv_est(name_or_enum: str, facts: EstimatorFacts | None = None) -> Callable[[AdvantageFn], AdvantageFn]:

@@ -7,13 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.masked import zero_outside
-from verl.algorithms.rollout_correction.correction import Correction, correction_of, is_metrics, weights_of
+from verl.algorithms.rollout_correction.correction import (
+    Correction,
+    correction_of,
+    importance_sampling_of,
+    is_metrics,
+    weights_of,
+)
 from verl.algorithms.rollout_correction.mismatch import off_policy_metrics
 from verl.algorithms.rollout_correction.ratios import Rows
 from verl.algorithms.rollout_correction.rejection import rejection_mask, rejection_metrics
 from verl.algorithms.rollout_correction.weight_metrics import weight_metrics
 from verl.algorithms.rollout_correction.weights import Weights
 from verl.config.thresholds import Bounds, importance_sampling, rejections, weight_bounds
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.trainer.ppo.correction import use_rollout_log_probs
 
 PREFIX = "rollout_corr/"
 
@@ -147,3 +156,86 @@ def _given_weights(raw: Tensor, log_raw: Tensor, response_mask: Tensor, level: s
     raw = zero_outside(raw, response_mask)
     by_row = level != "token" and log_raw.dim() == 2
     return Weights(raw, log_raw[:, 0] if by_row else log_raw, raw), rows
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, rollout_corr_config: Any
+) -> tuple[DataProto, dict[str, float]]:
+    """Upstream's form of the newer correction: ``response_mask`` itself is replaced by what was not rejected."""
+    tensors = batch.tensors
+    how = Correction.of(rollout_corr_config)
+    corrected = correction_of(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], how)
+    if corrected.weights is not None:
+        tensors["rollout_is_weights"] = corrected.weights
+    tensors["response_mask"] = corrected.mask
+    return batch, {f"rollout_corr/{name}": value for name, value in corrected.metrics.items()}
+
+
+def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+    """Upstream's form of `use_rollout_log_probs`.
+
+    The loss of the bypass mode follows from ``algorithm.rollout_correction`` where the actor is built; a policy loss
+    section that is a plain dict is updated too.
+    """
+    use_rollout_log_probs(batch)
+    if isinstance(policy_loss_config, dict):
+        policy_loss_config.update(loss_mode="bypass_mode", rollout_correction=rollout_corr_config)
+    elif policy_loss_config is not None and policy_loss_config.get("loss_mode") not in ("vanilla", "bypass_mode"):
+        raise ConfigError("the bypass mode brings its own loss", key="actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def compute_rollout_importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float | None = None,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = 1e-4,
+) -> tuple[DataProto | None, dict[str, float]]:
+    """Importance weights of a batch, bounded, and every metric of the mismatch (ALGORITHMS C.1 to C.4).
+
+    Args:
+        old_log_prob, rollout_log_prob, response_mask: (B, T), of the trainer and of the sampler.
+        rollout_is_level: ``token``, ``sequence`` (product) or ``geometric`` (mean of a sequence's ratios).
+        rollout_is_mode: ``truncate`` caps at the threshold, ``mask`` sets weights outside the bounds to 0.
+        rollout_is_threshold: upper bound; None makes neither weights nor metrics.
+        rollout_is_threshold_lower: None is 1 / ``rollout_is_threshold``.
+        rollout_is_veto_threshold: a sequence with a token whose ratio is below it gets weight 0; None vetoes nothing.
+
+    Returns:
+        A batch with ``rollout_is_weights`` (B, T), float32, detached; and the metrics, prefixed ``mismatch/``. Both are
+        empty (None, {}) without a threshold.
+
+    Raises:
+        ValueError: shapes that differ, an unknown level or mode, thresholds that make no sense.
+    """
+    if rollout_is_threshold is None:
+        return None, {}
+    how = importance_sampling(
+        rollout_is_threshold, rollout_is_threshold_lower, rollout_is_level, rollout_is_mode, rollout_is_veto_threshold
+    )
+    corrected = importance_sampling_of(old_log_prob, rollout_log_prob, response_mask, how)
+    assert corrected.weights is not None, "this form always makes weights"
+    weights = DataProto.from_dict(tensors={"rollout_is_weights": corrected.weights})
+    return weights, {f"mismatch/{name}": value for name, value in corrected.metrics.items()}
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str | None = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Any = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """A batch with ``rollout_is_weights`` (B, T) or None, the mask after rejection, and ``rollout_corr/`` metrics."""
+    weights, mask, metrics = compute_rollout_correction(
+        old_log_prob, rollout_log_prob, response_mask, rollout_is, rollout_is_threshold,
+        rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold,
+    )  # fmt: skip
+    made = None if weights is None else DataProto.from_dict(tensors={"rollout_is_weights": weights})
+    return made, mask, metrics

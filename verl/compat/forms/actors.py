@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.losses import PPOPolicyLoss
+from verl.compat.forms.given_module import GivenModuleEngine
 from verl.config import ActorConfig
 from verl.engines.base import Engine
-from verl.engines.given import GivenModuleEngine
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.workers.part import ModelPart, PassLimits

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.sequences import (
+from verl.compat.forms.sequences import (
     clip_by_value,
     compute_grad_norm,
     compute_position_id_with_mask,
