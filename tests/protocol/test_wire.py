@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 
@@ -11,7 +12,9 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 
+from verl.errors import DataError
 from verl.protocol import DataProto, deep_equal
+from verl.protocol.codec import Decoder, Encoder
 
 
 class Custom:
@@ -135,3 +138,12 @@ def test_equal_tensors_that_are_not_shared_stay_two():
     back = pickle.loads(pickle.dumps(DataProto.from_dict(non_tensors={"x": column}), protocol=5)).non_tensor_batch["x"]
     back[0]["a"].add_(1)
     assert back[0]["a"].tolist() == [2.0] * 3 and back[1]["a"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("form", ["png", "raw"])
+def test_images_of_more_pixels_than_allowed_together_are_refused_undecoded(form):
+    encoder = Encoder(images=form)
+    text = json.dumps(encoder.encode([Image.new("RGB", (4, 5)), Image.new("L", (3, 7))]))
+    assert [one.size for one in Decoder(encoder.blobs(), max_pixels=41).decode(text)] == [(4, 5), (3, 7)]
+    with pytest.raises(DataError, match="3 x 7 pixels, with which the images have too many"):
+        Decoder(encoder.blobs(), max_pixels=40).decode(text)

@@ -239,10 +239,14 @@ class Encoder:
 
 
 class Decoder:
-    """Reads what `Encoder` wrote; a reference outside the blobs or an unknown tag is a `DataError`."""
+    """Reads what `Encoder` wrote; a reference outside the blobs or an unknown tag is a `DataError`.
 
-    def __init__(self, blobs: Sequence[np.ndarray]):
-        self._blobs = blobs
+    Args:
+        max_pixels: of all images together, checked before any is decoded; Pillow has a limit for each PNG as well.
+    """
+
+    def __init__(self, blobs: Sequence[np.ndarray], max_pixels: float = math.inf):
+        self._blobs, self._pixels_left = blobs, max_pixels
         self._shared: dict[str, Any] = {}
         self._by_tag: dict[str, Callable[..., Any]] = {
             "float": float,
@@ -309,6 +313,7 @@ class Decoder:
 
         try:
             image = Image.open(io.BytesIO(self._raw(at).tobytes()), formats=["PNG"])
+            self._take_pixels(*image.size)
             return image.copy()  # a plain image, without the open file
         except (SyntaxError, Image.DecompressionBombError) as error:  # what PIL raises for a broken or monstrous PNG
             raise ValueError(str(error)) from error
@@ -316,7 +321,14 @@ class Decoder:
     def _image(self, mode: str, size: tuple[int, int], at: Sequence[int]) -> Any:
         from PIL import Image
 
-        return Image.frombytes(mode, (size[0], size[1]), self._raw(at).tobytes())
+        width, height = size
+        self._take_pixels(width, height)
+        return Image.frombytes(mode, (width, height), self._raw(at).tobytes())
+
+    def _take_pixels(self, width: int, height: int) -> None:
+        self._pixels_left -= width * height
+        if self._pixels_left < 0:
+            raise ValueError(f"an image of {width} x {height} pixels, with which the images have too many")
 
 
 def _same(value: Any) -> Any:
