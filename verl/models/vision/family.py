@@ -125,7 +125,15 @@ class VisionFamily(ABC):
                 allowed=sorted(self.keys),
                 fix="Do model and processor belong together?",
             )
-        return self._pictures(inputs)
+        made = self._pictures(inputs)
+        for picture in made:
+            for name, like in self.smallest(picture.kind).tensors.items():
+                tensor = picture.tensors[name]
+                if tensor.shape[1:] != like.shape[1:] or tensor.is_floating_point() != like.is_floating_point():
+                    got, allowed = (f"{one.dtype} of shape (..., {[*one.shape[1:]]})" for one in (tensor, like))
+                    key = f"multi_modal_inputs.{name}"
+                    raise DataError("not what the tower takes of a picture", key=key, got=got, allowed=allowed)
+        return made
 
     def place(self, tokens: Tensor, pictures: Sequence[Picture]) -> list[PlacedPicture]:
         """Find the tokens of each picture: the next run of placeholders that is long enough.

@@ -40,7 +40,7 @@ class QwenVision(VisionFamily):
             return
         sizes, first = inputs[grids].tolist(), 0
         patches = sum(frames * rows * columns for frames, rows, columns in sizes)
-        if patches != len(inputs[pixels]):
+        if patches != len(inputs[pixels]) or min(map(min, sizes), default=1) < 1:
             message = f"the grids in {grids} have {patches} patches"
             raise DataError(message, key=f"multi_modal_inputs.{pixels}", got=len(inputs[pixels]))
         for number, (frames, rows, columns) in enumerate(sizes):
