@@ -63,15 +63,39 @@ def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that
     [problem] = vision.policy_problems(run(f"{key}.model.path={text} {key}.rollout.enable_vision=true"))
     assert isinstance(problem, ConfigError) and "the policy takes no images" in str(problem)
     sees = model(model_type="qwen3_vl", vision_config={"depth": 2})
-    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=sglang"))
-    assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf or vllm" in str(problem)
-    assert not vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=vllm"))
-    child = f"{key}.rollout.checkpoint_engine.backend=shared_memory"
-    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {child}"))
-    assert isinstance(problem, NotBuiltError) and "process of its own" in str(problem)
+    for name in ("hf", "vllm", "server", "sglang"):
+        child = f"{key}.rollout.checkpoint_engine.backend=shared_memory"
+        assert not vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name={name} {child}"))
+    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=carrier_pigeon"))
+    assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf or vllm or server" in str(problem)
     frozen = f"{key}.actor.freeze_vision_tower=true {key}.model.lora_rank=4"
     [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
     assert isinstance(problem, ConfigError) and "exclude_modules" in str(problem)
+
+
+@pytest.mark.parametrize("api", ["tgi", "openai"])
+def test_a_server_of_text_is_refused_for_a_policy_that_sees(model, api):
+    from tests.config.test_brief_values import run
+
+    sees, key = model(model_type="qwen3_vl", vision_config={"depth": 2}), "actor_rollout_ref"
+    served = f"{key}.rollout.name=server {key}.rollout.server.url=http://a:1 {key}.rollout.server.api={api}"
+    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {served}"))
+    assert isinstance(problem, NotBuiltError) and problem.key == f"{key}.rollout.server.api"
+    assert "which tokens it makes of them is not known" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "named", ["rollout.name=sglang", "rollout.name=server actor_rollout_ref.rollout.server.api=sglang"]
+)
+def test_a_running_sglang_server_needs_a_frozen_tower(model, named):
+    from tests.config.test_brief_values import run
+
+    sees, key = model(model_type="qwen3_vl", vision_config={"depth": 2}), "actor_rollout_ref"
+    served = f"{key}.model.path={sees} {key}.{named} {key}.rollout.server.url=http://a:1"
+    [problem] = vision.policy_problems(run(served))
+    assert isinstance(problem, ConfigError) and problem.key == f"{key}.actor.freeze_vision_tower"
+    assert "keeps features of images across new weights" in str(problem)
+    assert not vision.policy_problems(run(f"{served} {key}.actor.freeze_vision_tower=true"))
 
 
 def test_a_critic_of_the_policys_model_needs_an_engine_with_towers_too(model):

@@ -21,7 +21,9 @@ SEEN: dict[str, tuple[str, ...]] = {
     "glm4v": ("image",),
 }
 """``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
-SEEING_SAMPLERS = ("hf", "vllm")
+SEEING_SAMPLERS = ("hf", "vllm", "server", "sglang")
+TEXT_SERVERS = ("tgi", "openai")
+"""Values of ``rollout.server.api`` that name servers of text."""
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
@@ -53,29 +55,23 @@ def policy_problems(cfg: Any) -> Problems:
         message = f"images are not built yet for the sampler {rollout.name!r}"
         fix = f"Set rollout.name to {' or '.join(SEEING_SAMPLERS)}."
         return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
-    if sees and rollout.checkpoint_engine.backend != "naive" and shares_pool(cfg):
-        message, key = (
-            "a sampler in a process of its own takes no images",
-            "actor_rollout_ref.rollout.checkpoint_engine",
-        )
-        got, fix = rollout.checkpoint_engine.backend, "Leave it out: the sampler is in the trainer's process then."
-        return [NotBuiltError(message, key=f"{key}.backend", got=got, fix=fix)]
+    if (rollout.enable_vision or sees) and rollout.name == "server" and rollout.server.api in TEXT_SERVERS:
+        message = "a server of text takes no images: which tokens it makes of them is not known"
+        fix = "Serve the model with vLLM, SGLang or verl.rollout.server.host."
+        return [NotBuiltError(message, key="actor_rollout_ref.rollout.server.api", got=rollout.server.api, fix=fix)]
     problems: Problems = []
     key = "actor_rollout_ref.actor.freeze_vision_tower"
+    is_sglang = "sglang" in (rollout.name, rollout.server.api if rollout.name == "server" else "")
+    if sees and is_sglang and rollout.server.url and not actor.freeze_vision_tower:
+        message = "a running SGLang server keeps features of images across new weights of the tower"
+        fix = "Set it to true, or rollout.name=sglang without rollout.server.url: a server that is started here keeps none."
+        problems.append(ConfigError(message, key=key, got=False, fix=fix))
     if actor.freeze_vision_tower and facts and not sees:
         notice(key, "has no effect: the policy has no vision tower")
     if actor.freeze_vision_tower and model.lora_rank > 0:
         fix = "Leave it out, and name the tower in model.exclude_modules, such as '.*visual.*'."
         problems.append(ConfigError("an adapter trains no tower but its own factors there", key=key, got=True, fix=fix))
     return problems
-
-
-def shares_pool(cfg: Any) -> bool:
-    """Whether the samplers have no processes but the trainers'."""
-    from verl.config.pools import Pools  # which reads all sections
-
-    pools = Pools.of(cfg)
-    return pools.of_role("rollout") == pools.of_role("actor")
 
 
 def refuse(facts: dict[str, Any], key: str, path: str | None) -> None:

@@ -27,6 +27,8 @@ GREEDY_TEMPERATURE = 1e-5
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 """Which log-probs a sampler reports: of the distribution that it draws from, or of the model's logits as they are
 (temperature 1, no penalty, nothing left out)."""
+PICTURE_FIELDS = ("images", "multi_modal_inputs")
+"""Fields of a request that hold its images: as pictures, and as the model's processor made them."""
 SMALLEST_TEMPERATURE = 1e-30
 """Logits divided by a smaller one are not finite in float32."""
 
@@ -169,9 +171,11 @@ class Sampler(ABC):
         logprobs_mode: which log-probs it reports, one of `LOGPROBS_MODES`.
         shares_base: the weights under an adapter may be a trainer's, in this process; they come before the adapter.
         computes_in_loop: the event loop that it is used from does nothing else during a forward pass.
+        picture_fields: what it reads of a request's images; the rest need not be sent to its process.
     """
 
     computes_in_loop: ClassVar[bool] = False
+    picture_fields: ClassVar[tuple[str, ...]] = PICTURE_FIELDS
     shares_base: bool = False
     at_update: AtUpdate = "wait"
     logprobs_mode = LOGPROBS_MODES[0]

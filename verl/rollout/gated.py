@@ -24,6 +24,9 @@ from verl.weight_sync import WeightChunk
 
 UNLIMITED = 1 << 30
 """Stands for a vocabulary or a context of unknown size."""
+NEVER = -100.0
+"""The bias of a token that is not drawn; vLLM takes no smaller one. Where a model draws the placeholder of an image,
+later turns would have more of them than images, and log-probs are of the tokens that can be drawn."""
 
 
 class Gate:
@@ -111,8 +114,9 @@ class GatedSampler(Sampler):
         return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        if request.sees and not self.takes_images:
-            raise NotBuiltError(f"the sampler {self.name} takes text only", key=f"request {request.id}")
+        if request.sees and (request.videos or not self.takes_images):
+            takes = "no videos" if self.takes_images else "text only"
+            raise NotBuiltError(f"the sampler {self.name} takes {takes}", key=f"request {request.id}")
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if request.id in self._in_flight:
             raise RolloutError("a request with this id is in flight", key="id", got=request.id)
@@ -224,6 +228,22 @@ class GatedSampler(Sampler):
         if wrong:
             raise RolloutError(f"{self.name} answered request {request.id!r} with nonsense: {wrong}")
         return sampled
+
+
+def collapsed(request: Request, image_token_id: int | None) -> list[int]:
+    """The prompt and the response so far with one placeholder for each image, for engines that expand it themselves.
+
+    Raises:
+        RolloutError: the prompt has not as many runs of placeholders as there are images.
+    """
+    ids, response = request.token_ids, list(request.generated_prefix)
+    if not request.sees:
+        return [*ids, *response]
+    one_each = [token for before, token in zip([None, *ids], ids) if token != image_token_id or token != before]
+    places, count = sum(token == image_token_id for token in one_each), len(request.images or ())
+    if places != count:
+        raise RolloutError(f"the prompt has places for {places} images, and the request has {count}", key="images")
+    return [*one_each, *response]
 
 
 def invalid_reason(request: Request, sampled: Sampled, vocab_size: int) -> str:

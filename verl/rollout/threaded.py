@@ -38,6 +38,7 @@ class ThreadedSampler(Sampler):
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
         self.at_update, self.logprobs_mode = sampler.at_update, sampler.logprobs_mode
+        self.picture_fields = sampler.picture_fields
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-sampler", daemon=True)
         self._thread.start()

@@ -119,6 +119,7 @@ def test_a_server_of_several_devices_sees_those_of_its_replica(model, monkeypatc
     sampler = make_sampler(section(name="sglang", tensor_model_parallel_size=2), model, "cuda", devices=["6", "2"])
     started = psutil.Process(sampler.process.process.pid)
     assert {one.environ()["CUDA_VISIBLE_DEVICES"] for one in [started, *started.children()]} == {"6,2"}
+    assert started.environ()["SGLANG_VLM_CACHE_SIZE_MB"] == "0", "no features of images outlive the weights"
     assert env.get("CUDA_VISIBLE_DEVICES") == "6"
     sampler.close()
 

@@ -97,6 +97,7 @@ class HFSampler(Sampler):
     """
 
     computes_in_loop: ClassVar[bool] = True
+    picture_fields = ("multi_modal_inputs",)
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from verl.rollout.hosted import WeightIntake
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
 from verl.rollout.server.client import HttpClient, reason
+from verl.rollout.server.pictures import PictureSender
 from verl.rollout.server.process import TRANSPORT, HostProcess
 from verl.single_controller.base.handle import Handle
 
@@ -63,6 +65,7 @@ class ChildHandle(Handle):
             self.process.close()
             raise
         self._client = HttpClient(self.process.url, key=self.process.key)
+        self._pictures = PictureSender(partial(self._ask, own.SHOW))
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method == Sampler.generate.__qualname__:
@@ -76,9 +79,7 @@ class ChildHandle(Handle):
         self.process.close()
 
     async def _generate(self, request: Request) -> Completion:
-        if request.sees:
-            raise RolloutError("a sampler in a process of its own takes text only", key=f"request {request.id}")
-        completion = await self._ask(own.GENERATE, own.to_json(request))
+        completion = await self._pictures.exchange(request, own.to_json(request), partial(self._ask, own.GENERATE))
         ids = tuple(completion["token_ids"])
         return Completion(
             request.id,

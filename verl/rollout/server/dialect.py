@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from verl.errors import RolloutError
+from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import Request
-from verl.rollout.gated import Sampled
+from verl.rollout.gated import NEVER, Sampled
 from verl.rollout.reload_check import FIX
+from verl.rollout.server.pictures import ByIdentity, Post, png_url
 
 
 class AskServer(Protocol):
@@ -43,11 +44,17 @@ class Dialect(ABC):
     """Whether its raw log-probs contain the repetition penalty and the shortest response, which change them first."""
     fix_of_reload = FIX
     """What to do if new weights arrive incomplete."""
+    takes_images = False
+    """Whether a prompt may show images: only where the tokens that the server makes of it are known."""
     updates_from_folder = False
     """Whether it takes new weights from a folder that it can read."""
 
+    image_token_id: int | None = None
+    """Stands for a part of an image in prompts; None: the model reads only text."""
+
     def __init__(self, ask: AskServer, model: str, text: Callable[[], Text]):
         self.ask, self.model, self.text = ask, model, text
+        self._urls = ByIdentity(png_url)
 
     @abstractmethod
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
@@ -60,6 +67,30 @@ class Dialect(ABC):
     @abstractmethod
     def answer(self, request: Request, content: Any) -> Sampled:
         """The completion in an answer; a KeyError, IndexError, TypeError or ValueError means that it is nonsense."""
+
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+        """The content of the answer to a question, which ``post`` sends to its path.
+
+        Raises:
+            NotBuiltError: the request shows images that this kind of server does not take.
+        """
+        if request.sees and not self.takes_images:
+            raise NotBuiltError(
+                f"a server of kind {self.name!r} takes text, and which tokens it makes of images is not known",
+                key="actor_rollout_ref.rollout.server.api",
+                got=self.name,
+                fix="Serve the model with vLLM, SGLang or a host of this library.",
+            )
+        return await post(payload)
+
+    def image_urls(self, request: Request) -> list[str]:
+        """Its images as data URLs; the samples of a prompt share the work."""
+        return [self._urls.of(image) for image in request.images or ()]
+
+    @property
+    def bias(self) -> dict[str, Any]:
+        """The parameter by which no placeholder of an image is drawn."""
+        return {} if self.image_token_id is None else {"logit_bias": {str(self.image_token_id): NEVER}}
 
     def key(self, request: Request) -> str:
         """The name under which the server knows a request, for `abort`."""
@@ -114,6 +145,24 @@ class Dialect(ABC):
 def prompt_of(request: Request) -> list[int]:
     """What the model has seen when it continues."""
     return [*request.token_ids, *request.generated_prefix]
+
+
+def check_prompt(request: Request, used: Any, fix: str) -> None:
+    """Refuse an answer to another prompt than the request's.
+
+    Args:
+        used: the token ids that the server made of the prompt; None where it does not say.
+        fix: what may help.
+
+    Raises:
+        RolloutError: they differ, or are not known.
+    """
+    meant, key = prompt_of(request), f"request {request.id}"
+    if used is None:
+        raise RolloutError("the server does not say which tokens it made of the prompt", key=key, fix=fix)
+    if list(token_ids(used)) != meant:
+        message = f"the server made {len(used)} other tokens of the prompt of {len(meant)}"
+        raise RolloutError(message, key=key, fix=fix)
 
 
 def budget_of(request: Request) -> int:

@@ -33,6 +33,7 @@ from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler
 from verl.rollout.hosted import WeightIntake
 from verl.rollout.server import own
+from verl.rollout.server.pictures import LACKS, NAME, PictureStore
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
 from verl.rollout.threaded import threaded
@@ -43,7 +44,8 @@ from verl.weight_sync import chunk_weights
 BUCKET_BYTES = 256 << 20
 LISTENING = "listening on "
 EVERYWHERE = ("0.0.0.0", "::")
-LIMITS = ServerLimits(body=64 << 20)
+LIMITS = ServerLimits(body=256 << 20)
+"""A prompt's images fit: 24 bytes for each pixel as the model's processor makes them, and a third more in JSON."""
 
 
 class Host:
@@ -60,6 +62,7 @@ class Host:
     ):
         self.sampler, self.key, self.transport = sampler, key, transport
         self.weights_dir, self._intake = Path(weights_dir), WeightIntake(sampler, device)
+        self._pictures, self._fields = PictureStore(), list(sampler.picture_fields)
 
     async def serve(self, on: socket.socket, ready: Callable[[str], None], names: tuple[str, ...] = ()) -> None:
         """Serve until stopped.
@@ -71,6 +74,7 @@ class Host:
         """
         calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
             own.GENERATE: self._generate,
+            own.SHOW: self._show,
             own.ABORT: self._abort,
             own.UPDATE: self._update,
             own.TAKE: self._take,
@@ -95,7 +99,15 @@ class Host:
             await server.close()
 
     async def _generate(self, payload: Any) -> Any:
-        return own.completion_json(await self.sampler.generate(own.from_json(payload)))
+        name = payload.pop(NAME, None)
+        pictures = {} if name is None else self._pictures.of(name)
+        if pictures is None:
+            return {LACKS: self._fields}
+        return own.completion_json(await self.sampler.generate(own.from_json(payload, pictures)))
+
+    async def _show(self, payload: Any) -> Any:
+        self._pictures.add(payload)
+        return {}
 
     async def _abort(self, payload: Any) -> Any:
         wanted = payload.get("request_ids")  # none at all are not everybody's

@@ -11,13 +11,18 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import Request
-from verl.rollout.gated import Sampled
+from verl.rollout.gated import Sampled, collapsed
 from verl.rollout.lost import EngineLostError
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, shortest_of, token_ids
+from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, prompt_of, shortest_of, token_ids
+from verl.rollout.server.pictures import Post
 
-PATH = "/v1/completions"
+PATH, GENERATE = "/v1/completions", "/inference/v1/generate"
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
 EXTENSION = "verl.rollout.vllm.extension.WeightReceiver"
+IMAGES = (
+    "Start vLLM 0.32 or newer with --enable-scale-out, and with data.mm_processor_kwargs as its --mm-processor-kwargs; "
+    "or set actor_rollout_ref.rollout.name to vllm or hf."
+)
 _TOKEN = "token_id:"
 
 
@@ -25,15 +30,14 @@ class VLLMDialect(Dialect):
     """vLLM's own server, 0.8.5 and newer."""
 
     name = "vllm"
+    takes_images = True
     updates_from_folder = True
     fix_of_reload = f"Start it with --worker-extension-cls {EXTENSION}, or set actor_rollout_ref.rollout.name=hf."
     _has_extension: bool | None = None
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
-        return PATH, {
-            "model": self.model,
-            "prompt": prompt_of(request),
+        parameters = {
             "max_tokens": budget_of(request),
             "min_tokens": shortest_of(request),
             "repetition_penalty": sampling.repetition_penalty,
@@ -44,24 +48,54 @@ class VLLMDialect(Dialect):
             "ignore_eos": sampling.ignore_eos,
             "stop_token_ids": [] if sampling.ignore_eos else list(stops),
             "logprobs": 1,
-            "return_token_ids": True,  # newer versions; the next one says the same in older ones
-            "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
-            "add_special_tokens": False,
+            **self.bias,
+        }
+        payload = {
+            "model": self.model,
+            "return_token_ids": True,
             "request_id": request.id,
             **({"priority": request.priority} if request.priority else {}),
         }
+        if request.sees:
+            prompt = {
+                "token_ids": collapsed(request, self.image_token_id),
+                "content_parts": [{"type": "image_url", "url": url} for url in self.image_urls(request)],
+            }
+            return GENERATE, {**payload, **prompt, "sampling_params": parameters}
+        return PATH, {
+            **payload,
+            **parameters,
+            "prompt": prompt_of(request),
+            "return_tokens_as_token_ids": True,  # says the same in older versions
+            "add_special_tokens": False,
+        }
+
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+        try:
+            return await post(payload)
+        except RolloutError as error:
+            if request.sees and ("(404)" in error.message or "(403)" in error.message):
+                raise RolloutError(f"{error.message}. No other call takes images with token ids", fix=IMAGES) from error
+            raise
 
     def answer(self, request: Request, content: Any) -> Sampled:
         (choice,) = content["choices"]
         logs = choice["logprobs"]
+        if request.sees:
+            check_prompt(request, content.get("prompt_token_ids"), IMAGES)
+            return Sampled(
+                token_ids(choice["token_ids"]),
+                log_probs(entry["logprob"] for entry in logs["content"]),
+                str(choice["finish_reason"]),
+            )
         ids = choice.get("token_ids")
         if ids is None:
             ids = [int(token.removeprefix(_TOKEN)) for token in logs["tokens"]]
         return Sampled(token_ids(ids), log_probs(logs["token_logprobs"]), str(choice["finish_reason"]))
 
     def key(self, request: Request) -> str:
-        return f"cmpl-{request.id}-0"
+        return f"generate-tokens-{request.id}" if request.sees else f"cmpl-{request.id}-0"
 
     async def abort(self, keys: Sequence[str]) -> bool:
         return await self._dev("/abort_requests", {"request_ids": list(keys)})
@@ -72,7 +106,7 @@ class VLLMDialect(Dialect):
             call = {"method": "verl_load_folder", "args": [folder]}
         if not await self._dev("/collective_rpc", call):
             raise RolloutError("this vLLM server has no call for new weights", key=f"version {version}", fix=DEV_MODE)
-        await self.ask("POST", "/reset_prefix_cache")
+        await self._forget()
 
     async def _extended(self) -> bool:
         """Whether this library's class is in the server's workers: it completes the reload."""
@@ -87,8 +121,14 @@ class VLLMDialect(Dialect):
         method = "verl_reload_last" if await self._extended() else "reload_weights"
         done = await self._dev("/collective_rpc", {"method": method})
         if done:
-            await self.ask("POST", "/reset_prefix_cache")
+            await self._forget()
         return done
+
+    async def _forget(self) -> None:
+        """Nothing that other weights computed is used again: neither prefixes nor features of images."""
+        await self.ask("POST", "/reset_prefix_cache")
+        if self.image_token_id is not None and not await self._dev("/reset_encoder_cache", {}):
+            raise RolloutError("this vLLM server keeps features of images under old weights", fix=IMAGES)
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
         payload = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0,

@@ -6,16 +6,17 @@ request does not promise across versions or kinds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.gated import Sampled
 from verl.rollout.server.dialect import Dialect, log_probs, token_ids
+from verl.rollout.server.pictures import PictureSender, Post
 
-GENERATE, ABORT, UPDATE, TAKE, SLEEP, WAKE, INFO = (
-    f"/verl/{n}" for n in ("generate", "abort", "update", "take", "sleep", "wake", "info")
+GENERATE, SHOW, ABORT, UPDATE, TAKE, SLEEP, WAKE, INFO = (
+    f"/verl/{n}" for n in ("generate", "show", "abort", "update", "take", "sleep", "wake", "info")
 )
 
 
@@ -24,6 +25,11 @@ class OwnDialect(Dialect):
 
     name = "verl"
     updates_from_folder = True
+    takes_images = True
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._pictures = PictureSender(lambda pictures: self.ask("POST", SHOW, pictures))
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         return GENERATE, to_json(request)
@@ -32,6 +38,9 @@ class OwnDialect(Dialect):
         ids = token_ids(content["token_ids"])
         logs = log_probs(content["log_probs"]) if content["log_probs"] or not ids else None
         return Sampled(ids, logs, str(content["finish_reason"]), num_preempted=int(content["num_preempted"]))
+
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+        return await self._pictures.exchange(request, payload, post)
 
     async def abort(self, keys: Sequence[str]) -> bool:
         await self.ask("POST", ABORT, {"request_ids": list(keys)})
@@ -72,13 +81,16 @@ PICTURES = ("images", "videos", "multi_modal_inputs")
 
 
 def to_json(request: Request) -> dict[str, Any]:
-    """A request as JSON; pictures stay behind, they are refused before."""
+    """A request as JSON, without its images."""
     fields = {name: value for name, value in vars(request).items() if name not in PICTURES}
     return {**fields, "sampling": vars(request.sampling)}
 
 
-def from_json(content: Any) -> Request:
+def from_json(content: Any, pictures: Mapping[str, Any] | None = None) -> Request:
     """The request in a payload.
+
+    Args:
+        pictures: its fields that `to_json` leaves out; None for text.
 
     Raises:
         RolloutError: it is none.
@@ -93,7 +105,8 @@ def from_json(content: Any) -> Request:
             kinds = KINDS.get(name)
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise TypeError(f"{name} is {value!r}, allowed: {' or '.join(kind.__name__ for kind in kinds)}")
-        return Request(**rest, sampling=SamplingParams(**sampling))
+        seen = {**dict.fromkeys(PICTURES), **(pictures or {})}  # the payload itself may have none
+        return Request(**rest, **seen, sampling=SamplingParams(**sampling))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RolloutError(f"not a request: {type(error).__name__}: {error}") from error
 

@@ -105,6 +105,7 @@ class ServerSampler(GatedSampler):
             seed=seed,
             name=f"the server {url}",
         )
+        self.takes_images = self.facts.image_token_id is not None
         self.url, self.model, self.api, self.served_model = url, model, api, served_model
         self.timeout, self.max_start_wait = timeout, max_start_wait
         self._client, self._api_key = HttpClient(url, max_connections, _authorization(api_key)), api_key
@@ -173,8 +174,14 @@ class ServerSampler(GatedSampler):
         """
         if self._dialect is None:
             kind = await self._kind()
+            if kind == "sglang" and self.api == "auto" and self.takes_images:
+                raise RolloutError(
+                    "SGLang keeps features of images across new weights, which settings are checked for by its name",
+                    key=f"{_S}.api", got="auto", fix="Set it to sglang.",
+                )  # fmt: skip
             served = self.served_model or await self._served(kind)
             self._dialect = DIALECTS[kind](self._ask, served, self._text)
+            self._dialect.image_token_id = self.facts.image_token_id
             if self._wants_log_probs and not self._dialect.gives_log_probs:
                 self._dialect = None
                 raise RolloutError(
@@ -226,10 +233,13 @@ class ServerSampler(GatedSampler):
         stops = sorted({*self.facts.stop_token_ids, *request.sampling.stop_token_ids})
         path, payload = dialect.question(request, stops, request_seed(request, self.seed))
 
+        async def post(content: dict[str, Any]) -> Any:
+            return accepted(await self._client.ask("POST", path, content, self.timeout), f"{self.url}{path}")
+
         async def attempt() -> Sampled:
             if request.id in self._aborted:  # between two attempts
                 return Sampled((), (), "abort")
-            content = accepted(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
+            content = await dialect.exchange(request, payload, post)
             try:
                 sampled = dialect.answer(request, content)
                 wrong = invalid_reason(request, sampled, self.vocab_size)

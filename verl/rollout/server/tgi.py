@@ -12,7 +12,7 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, shortest_of, token_ids
+from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, prompt_of, shortest_of, token_ids
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -56,13 +56,8 @@ class TGIDialect(Dialect):
 
     def answer(self, request: Request, content: Any) -> Sampled:
         details = (content[0] if isinstance(content, list) else content)["details"]
-        seen = token_ids(token["id"] for token in details["prefill"])
-        if list(seen) != prompt_of(request):
-            raise RolloutError(
-                f"the server's tokenizer made {len(seen)} other tokens of the prompt of {len(prompt_of(request))}",
-                key=f"request {request.id}",
-                fix="Serve the model with the tokenizer of actor_rollout_ref.model.path.",
-            )
+        fix = "Serve the model with the tokenizer of actor_rollout_ref.model.path."
+        check_prompt(request, [token["id"] for token in details["prefill"]], fix)
         tokens = details["tokens"]
         ids = token_ids(token["id"] for token in tokens)
         return Sampled(ids, log_probs(token["logprob"] for token in tokens), FINISH[details["finish_reason"]])

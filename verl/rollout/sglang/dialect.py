@@ -12,21 +12,30 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import Request
-from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, log_probs, prompt_of, shortest_of, token_ids
+from verl.rollout.gated import Sampled, collapsed
+from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, shortest_of, token_ids
+
+IMAGES = (
+    "Use SGLang 0.5.23 or newer, without SGLANG_MM_AVOID_RETOKENIZE=0, with an image processor of the same limits as "
+    "data.mm_processor_kwargs; or set actor_rollout_ref.rollout.name to vllm or hf."
+)
+"""With images it makes a text of the prompt and tokens of that, which older versions sample from."""
 
 
 class SGLangDialect(Dialect):
     """An SGLang server."""
 
     name = "sglang"
+    takes_images = True
     updates_from_folder = True
     raw_is_adjusted = True
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
+        seen = {"image_data": self.image_urls(request), "return_prompt_token_ids": True} if request.sees else {}
         return "/generate", {
-            "input_ids": prompt_of(request),
+            "input_ids": collapsed(request, self.image_token_id),
+            **seen,
             "rid": request.id,
             "return_logprob": True,
             "logprob_start_len": -1,  # of the response only
@@ -42,11 +51,15 @@ class SGLangDialect(Dialect):
                 "sampling_seed": seed,
                 "skip_special_tokens": False,
                 "no_stop_trim": True,
+                **self.bias,
             },
         }
 
     def answer(self, request: Request, content: Any) -> Sampled:
-        meta = (content[0] if isinstance(content, list) else content)["meta_info"]
+        content = content[0] if isinstance(content, list) else content
+        if request.sees:
+            check_prompt(request, content.get("prompt_token_ids"), IMAGES)
+        meta = content["meta_info"]
         why = meta["finish_reason"]
         why = why["type"] if isinstance(why, dict) else str(why)
         triples = meta["output_token_logprobs"]  # (log-prob, token id, text or null)

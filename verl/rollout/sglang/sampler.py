@@ -17,6 +17,8 @@ from verl.rollout.server.sampler import ServerSampler, addresses, over_addresses
 _R = "actor_rollout_ref.rollout"
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Makes SGLang report log-probs of before the temperature."""
+FEATURES = "SGLANG_VLM_CACHE_SIZE_MB"
+"""Features of images that SGLang keeps, also across new weights, when it flushes everything else."""
 _SIZE = f"Set {_R}.%s, from which the server's devices are counted."
 OURS = {
     **dict.fromkeys(("tp-size", "tp", "tensor-parallel-size"), _SIZE % "tensor_model_parallel_size"),
@@ -49,8 +51,8 @@ class SGLangSampler(ServerSampler):
                 fix=f"pip install sglang, or name a server that runs: {_R}.server.url=http://host:30000.",
             )
         port = free_port()
-        raw = {RAW: "1"} if rollout.logprobs_mode == "raw_logprobs" else {}
-        process = ServerProcess.foreign(command(rollout, model, device, port), port, raw, "sglang.launch_server")
+        variables = {FEATURES: "0", **({RAW: "1"} if rollout.logprobs_mode == "raw_logprobs" else {})}
+        process = ServerProcess.foreign(command(rollout, model, device, port), port, variables, "sglang.launch_server")
         try:
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))
             sampler = cls.one_of(rollout, model, process.url, api="sglang")

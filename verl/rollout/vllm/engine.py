@@ -20,16 +20,13 @@ from verl import env, stacks
 from verl.errors import RolloutError
 from verl.models.lora import LoraSettings
 from verl.rollout.base import Request
-from verl.rollout.gated import request_seed
+from verl.rollout.gated import NEVER, collapsed, request_seed
 from verl.rollout.vllm import versions, weight_transfer
 from verl.rollout.vllm.adapter import as_folder
 from verl.rollout.vllm.arguments import check_layout, known, num_workers
 from verl.weight_sync import WeightChunk
 
 RELOAD_SECONDS = 600.0
-NEVER = -100.0
-"""The bias of a token that is not drawn; vLLM takes no smaller one. Where a model draws the placeholder of an image,
-later turns would have more of them than images, and log-probs are of the tokens that can be drawn."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 WORKERS_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """A fork would copy this process's device, its threads' locks and its copies of other processes' pipes."""
@@ -118,7 +115,7 @@ class VLLMEngine:
                 prompt = prompt_of(request, self.image_token_id)
                 params = self.sampling_params(request, stops)
                 self._engine.add_request(name, prompt, params, **self._adapted(), **self._priority(request))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RolloutError) as error:
                 step.refused.append((name, error))
         if dropped:
             self._engine.abort_request(dropped)
@@ -250,17 +247,10 @@ def prompt_of(request: Request, image_token_id: int | None) -> dict[str, Any]:
     """What vLLM takes. Its image processor puts the tokens of an image in the place of one placeholder.
 
     Raises:
-        ValueError: the prompt has not as many runs of placeholders as there are images.
+        RolloutError: see `collapsed`.
     """
-    ids = list(request.token_ids)
-    if not request.sees:
-        return {"prompt_token_ids": [*ids, *request.generated_prefix]}
-    images = list(request.images or ())
-    one_each = [token for before, token in zip([None, *ids], ids) if token != image_token_id or token != before]
-    places = sum(token == image_token_id for token in one_each)
-    if places != len(images):
-        raise ValueError(f"the prompt has places for {places} images, and the request has {len(images)}")
-    return {"prompt_token_ids": [*one_each, *request.generated_prefix], "multi_modal_data": {"image": images}}
+    images = {"multi_modal_data": {"image": list(request.images)}} if request.images else {}
+    return {"prompt_token_ids": collapsed(request, image_token_id), **images}
 
 
 def piece_of(output: Any) -> Piece:

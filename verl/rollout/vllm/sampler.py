@@ -58,6 +58,8 @@ class VLLMSampler(GatedSampler):
         >>> await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=4)))
     """
 
+    picture_fields = ("images",)
+
     def __init__(
         self,
         engine_arguments: dict[str, Any],
