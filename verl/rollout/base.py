@@ -175,7 +175,7 @@ class Sampler(ABC):
     """
 
     computes_in_loop: ClassVar[bool] = False
-    picture_fields: ClassVar[tuple[str, ...]] = PICTURE_FIELDS
+    picture_fields: tuple[str, ...] = PICTURE_FIELDS
     shares_base: bool = False
     at_update: AtUpdate = "wait"
     logprobs_mode = LOGPROBS_MODES[0]

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import urllib.request
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -30,20 +31,27 @@ START_SECONDS = 600.0
 CONTEXT = 1024  # of the model in `folder`
 
 
-@pytest.fixture(scope="module")
-def server(folder):
+@contextmanager
+def started(folder, *flags):
+    """A server of a model's folder, ended with all of its processes."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", *flags]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     process = ServerProcess.foreign(command, port, environment, name="vLLM's server")
     run_now(process.wait_until_up(START_SECONDS))
-    started = psutil.Process(process.process.pid).children(recursive=True)
+    children = psutil.Process(process.process.pid).children(recursive=True)
     yield process
     process.close()
-    for left in psutil.wait_procs(started, 10)[1]:  # of a server whose guard was killed
+    for left in psutil.wait_procs(children, 10)[1]:  # of a server whose guard was killed
         left.kill()
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with started(folder, "--max-num-seqs", "8") as process:
+        yield process
 
 
 def over(server, folder, **options):
