@@ -78,6 +78,7 @@ NUMBERS = [
     ("trainer.save_freq", -2, "-1 for never"),
     ("trainer.test_freq", -5, "-1 for never"),
     ("trainer.max_actor_ckpt_to_keep", 0, "1 or more"),
+    ("trainer.journal_max_bytes", 0, "above 0"),
     ("trainer.nnodes", 0, "1 or more"),
     ("trainer.seed", -1, "0 to 4294967295"),
     ("trainer.seed", 10**20, "0 to 4294967295"),

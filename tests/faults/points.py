@@ -171,6 +171,12 @@ def _inside_ledger(fault: Fault) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            self._file.close()
+
         def write(self, data: bytes) -> int:
             try:
                 fault.reach("ledger")
@@ -184,14 +190,15 @@ def _inside_ledger(fault: Fault) -> None:
             fault.reach("torn")
             return written + self._file.write(data[half:])
 
-    begin = Journal.__init__
+    for name in ("__init__", "_begin_segment"):
+        begin = getattr(Journal, name)
 
-    @functools.wraps(begin)
-    def opened(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self._file = Torn(self._file)
+        @functools.wraps(begin)
+        def opened(self: Any, *args: Any, begin: Any = begin, **kwargs: Any) -> None:
+            begin(self, *args, **kwargs)
+            self._file = Torn(self._file)
 
-    Journal.__init__ = opened
+        setattr(Journal, name, opened)
 
 
 _fault = Fault(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None

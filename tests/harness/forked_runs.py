@@ -201,8 +201,8 @@ def samples(folder: Path) -> dict[str, str]:
 
 
 def ledgers(folder: Path) -> list[Path]:
-    """The journals of the runs in a folder."""
-    return list((folder / "run").glob("journal*.jsonl"))
+    """The journals of the runs in a folder, each by its first segment."""
+    return [place for place in (folder / "run").glob("journal*.jsonl") if "." not in place.stem]
 
 
 def ledger(folder: Path) -> list[Entry]:

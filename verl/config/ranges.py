@@ -231,7 +231,7 @@ def _run(trainer: Any) -> Problems:
     problems += _at_least("trainer", trainer, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
     problems += _above_zero("trainer", trainer, "remote_timeout")
     if "hang_seconds" in trainer:
-        problems += _above_zero("trainer", trainer, "hang_seconds")
+        problems += _above_zero("trainer", trainer, "hang_seconds", "journal_max_bytes")
     return problems + _steps(trainer)
 
 

@@ -137,6 +137,12 @@ class TrainerConfig(ConfigNode):
         "record in default_local_dir when each stage of a step began and ended (journal.jsonl), for a Gantt chart",
         upstream=ABSENT,
     )
+    journal_max_bytes: int | None = setting(
+        1 << 30,
+        "bytes of the journal beyond which its oldest segments are dropped, each a sixteenth of it; never what a run that "
+        "resumes from the newest checkpoint needs; null: no bound",
+        upstream=ABSENT,
+    )
     hang_seconds: float | None = setting(
         None,
         "end the run with an error after so many seconds in which no stage began or ended, no mini-batch was trained on, "

@@ -7,7 +7,7 @@ Only samples in flight are held: a run of any length needs the memory of its ope
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,8 @@ class Account:
             KeyError, TypeError, ValueError: it is none.
         """
         kind, step = entry["event"], int(entry.get("step", 0))
+        if kind == RUN and not self.sampled and "samples" in entry.get("state", ()):
+            self._restore(entry["state"]["samples"])
         if kind in NOT_OF_SAMPLES or "t" in entry:
             return
         if kind == "asked":
@@ -98,6 +100,20 @@ class Account:
             self._note(kind, entry, step)
         for uid, sample in entry.get("unknown", ()):
             self.faults.append(f"{uid}#{sample} was {kind} in step {step}, and was not in flight then")
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for an entry ``run`` whose journal may lose what is before it."""
+        counts = {"sampled": self.sampled, "trained": self.trained, "last_step": self.last_step, "faults": self.faults}
+        open_ones = [
+            [one.id, one.uid, one.sample, one.step, one.epoch, one.row, one.stage] for one in self.open.values()
+        ]
+        return {**counts, "dropped": self.dropped, "open": open_ones}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.sampled, self.trained, self.last_step = (int(state[name]) for name in ("sampled", "trained", "last_step"))
+        self.faults, self.dropped = list(state["faults"]), Counter(state["dropped"])
+        for values in state["open"]:
+            self._begin(SampleRecord(*values))
 
     def ids(self, keys: Iterable[Key]) -> tuple[list[int], list[Key]]:
         """Numbers of samples in flight, and the keys that are none; the same key twice gives two attempts at it."""
@@ -124,10 +140,12 @@ class Account:
             raise ValueError("more samples than a run asks for at once")
         for number, (uid, sample) in enumerate(keys_in(entry)):
             place = number // entry["each"] if "each" in entry else number
-            one = SampleRecord(first + number, uid, sample, step, epoch, None if rows is None else rows[place])
-            self.open[one.id] = one
-            self._ids.setdefault((uid, sample), []).append(one.id)
+            self._begin(SampleRecord(first + number, uid, sample, step, epoch, None if rows is None else rows[place]))
             self.sampled += 1
+
+    def _begin(self, one: SampleRecord) -> None:
+        self.open[one.id] = one
+        self._ids.setdefault((one.uid, one.sample), []).append(one.id)
 
     def _note(self, kind: str, entry: Entry, step: int) -> None:
         for number in numbers_in(entry["ids"]):

@@ -32,11 +32,14 @@ class Ledger:
     def take_in(self, entry: Entry) -> None:
         """An entry that the checkpoint knows."""
         self.account.apply(entry)
-        self._next += asked_in(entry)
 
     def start_over(self) -> None:
         """Nothing is known."""
-        self.account, self._next = Account(), 0
+        self.account = Account()
+
+    def state(self) -> dict[str, Any]:
+        """The account."""
+        return {"samples": self.account.state()}
 
     def resume(self, step: int, waiting: Sequence[Key]) -> None:
         """The journal has begun: only what the checkpoint of a step holds is in flight.
@@ -62,7 +65,7 @@ class Ledger:
             rows: the row of the data set of each.
         """
         with self._lock:
-            entry: dict[str, Any] = {"event": "asked", "step": step, "epoch": epoch, "first": self._next}
+            entry: dict[str, Any] = {"event": "asked", "step": step, "epoch": epoch, "first": self.account.sampled}
             uids = list(dict.fromkeys(uid for uid, _ in keys))
             each = len(keys) // max(1, len(uids))
             every = slice(None)
@@ -72,7 +75,6 @@ class Ledger:
                 entry |= {"uid": [uid for uid, _ in keys], "sample": [sample for _, sample in keys]}
             if rows is not None:
                 entry["row"] = [_plain(row) for row in rows[every]]
-            self._next += len(keys)
             self._add(entry)
 
     def noted(self, event: str, step: int, keys: Sequence[Key], **columns: Sequence[Any]) -> None:
@@ -152,13 +154,6 @@ class Ledger:
         for entry in entries:
             self.account.apply(entry)
         self._journal.write(*entries)
-
-
-def asked_in(entry: Entry) -> int:
-    """How many samples an entry asks for."""
-    if entry["event"] != "asked":
-        return 0
-    return len(entry["uid"]) * int(entry.get("each", 1))
 
 
 def _packed(values: Sequence[Any]) -> Any:

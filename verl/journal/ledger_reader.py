@@ -154,7 +154,7 @@ def _cells(one: SampleRecord) -> tuple[Any, ...]:
     versions = newest if oldest == newest else f"{oldest}-{newest}"
     score = facts.get("score")
     return (
-        one.uid, one.sample, one.row, facts["attempt"], one.step, facts.get("turns"), facts.get("tokens"),
+        one.uid, one.sample, one.row, facts.get("attempt"), one.step, facts.get("turns"), facts.get("tokens"),
         facts.get("finish"), versions, facts.get("kept"), None if score is None else f"{score:g}", facts.get("batch"),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError, ReplayError
-from verl.journal.file import FORMAT, RUN, Entry, Journal, entries_in, journal_in
+from verl.journal.file import FORMAT, LIMIT, RUN, Entry, Journal, entries_in, journal_in
 
 KEY, NOT_COMPARED = "trainer.replay_from", ("t", "answers")
 _GROUPS: dict[str, type] = {"groups": list}
@@ -34,6 +34,8 @@ READ: dict[str, dict[str, type]] = {
 }
 """What a replay reads of a decision without comparing it."""
 SHOWN = 300
+DROPPED: Entry = {"event": ""}
+"""In place of a decision that a journal no longer has."""
 
 
 Span = tuple[str, int, int]
@@ -83,6 +85,8 @@ class ScheduleRecord:
 
     def take_in(self, entry: Entry) -> None:
         """An entry that the checkpoint knows."""
+        if "state" in entry:
+            self.count, self._version = entry["state"].get("decisions", (self.count, self._version))
         if "t" in entry:
             self.count += 1
             self._version = entry["version"] if entry["event"] == "weights" else self._version
@@ -91,17 +95,22 @@ class ScheduleRecord:
         """No decision is known; a replay continues where its script is."""
         self.count, self._version = 0 if self.script is None else self.script.at, None
 
+    def state(self) -> dict[str, Any]:
+        """The number of decisions, and the version that the samplers have."""
+        return {"decisions": [self.count, self._version]}
+
     def add(self, event: str, **facts: Any) -> None:
         """A decision was taken.
 
         Raises:
             ReplayError: the recorded run took another one.
         """
-        entry = {"event": event, "t": self.count, **facts}
-        if self.script is not None:
-            self.script.check(entry)
-        self._journal.write(entry)
-        self.count += 1
+        with self._journal.lock:  # which is held while the journal notes the count for a new segment
+            entry = {"event": event, "t": self.count, **facts}
+            if self.script is not None:
+                self.script.check(entry)
+            self._journal.write(entry)
+            self.count += 1
 
     def weights(self, version: int) -> None:
         """The samplers have a version; only once where a resumed run publishes it again."""
@@ -116,7 +125,7 @@ class Script:
     Args:
         path: of the file.
         about: of the run that wrote it.
-        decisions: all of them.
+        decisions: all of them; in place of those that the journal has dropped, entries that are none.
 
     Attributes:
         at: the next decision.
@@ -141,12 +150,12 @@ class Script:
         if path is None:
             raise DataError("there is no recorded schedule", key=KEY, got=str(place), fix=fix)
         entries = entries_in(path)
-        about = next(entries, {"event": ""})
+        about = next(entries, DROPPED)
         if about["event"] != RUN or "settings" not in about:
             raise DataError("the record does not begin with a run's settings", key=KEY, got=str(path), fix=fix)
         if type(about.get("format")) is not int:
             raise DataError("a record of another format", key=KEY, got=about.get("format"), allowed=[FORMAT])
-        decisions = []
+        decisions = [DROPPED] * about.get("state", {}).get("decisions", [0])[0]
         for number, entry in enumerate(entries, start=2):
             try:
                 if "t" in entry:
@@ -170,8 +179,12 @@ class Script:
         """Go on after so many decisions, which a checkpoint knows.
 
         Raises:
-            ReplayError: there are not so many.
+            ReplayError: there are not so many, or the next ones are no longer in the journal.
         """
+        if self.decisions[count : count + 1] == [DROPPED]:
+            message = f"the journal speaks of the steps after {self.about['step']}: the decisions before were dropped"
+            fix = f"Record a run with a higher {LIMIT}, or resume from a checkpoint of a later step."
+            raise ReplayError(message, key=KEY, got=str(self.path), fix=fix)
         if count > len(self.decisions):
             raise ReplayError(f"the checkpoint is {count} decisions into its run, and the record has only "
                               f"{len(self.decisions)}", key=KEY, got=str(self.path))  # fmt: skip

@@ -12,14 +12,15 @@ import pytest
 
 from tests.harness.runs import Seen, differing, records, train
 from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
-from verl.journal.file import NAME, entries_in, line_of
+from verl.journal import file
+from verl.journal.file import NAME, entries_in, line_of, segments_of
 from verl.journal.ledger_reader import History
 from verl.journal.schedule import Script
 from verl.metrics import notices, reset_notices
 from verl.trainer.ppo import driver, record
 from verl.trainer.ppo.groups import Done, GroupRows
 
-MODE, RULES = "trainer.v1.trainer_mode", "trainer.v1.sampler"
+MODE, RULES, BOUND = "trainer.v1.trainer_mode", "trainer.v1.sampler", "trainer.journal_max_bytes"
 BASE = (
     "trainer.total_training_steps=3",
     "actor_rollout_ref.rollout.n=2",
@@ -124,6 +125,37 @@ def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_
     assert replaced > 0 and not same("anew", "run_drop")
     run("anew_again", rule, "trainer.replay_from=anew")
     assert same("anew_again", "anew") and taken("anew_again") == taken("anew")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_segment_per_step_is_replayed_and_resumed_with_equal_weights(monkeypatch):
+    monkeypatch.setattr(file, "SEGMENT_BYTES", 1)
+    settings = (f"{RULES}.max_off_policy_strategy=drop", f"{BOUND}=null")
+    explored("cut", 0, *settings)
+    assert sorted(segments_of(Path("cut", NAME))) == [1, 2, 3, 4]
+    run("cut_again", *settings, "trainer.replay_from=cut")
+    shutil.rmtree("cut/global_step_3")
+    Path("cut/latest_checkpointed_iteration.txt").write_text("2")
+    run("cut", *settings, "trainer.replay_from=cut")
+    assert same("cut", "cut_again") and taken("cut") == taken("cut_again")
+    assert History.of(Path("cut", NAME)).faults == []
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_run_with_the_least_journal_resumes_with_equal_weights():
+    """A bound of one byte: what is left is what the checkpoint of step 2 needs."""
+    settings = (f"{RULES}.max_off_policy_strategy=drop", "trainer.total_training_steps=3")
+    for folder, bound in (("much", "null"), ("little", "1")):
+        explored(folder, 0, *settings, "trainer.total_training_steps=2", f"{BOUND}={bound}")
+        shutil.copytree(folder, f"{folder}_replayed")
+        explored(folder, 7, *settings, f"{BOUND}={bound}")
+    assert sorted(segments_of(Path("little", NAME))) == [1, 3, 4] and same("little", "much")
+    little, much = (History.of(Path(folder, NAME)) for folder in ("little", "much"))
+    assert (little.sampled, little.trained, little.dropped) == (much.sampled, much.trained, much.dropped)
+    run("little_replayed", *settings, "trainer.replay_from=little")
+    assert same("little_replayed", "much"), "on from step 2 it has every decision"
+    with pytest.raises(ReplayError, match=r"speaks of the steps after 2.*journal_max_bytes"):
+        run("from_the_beginning", *settings, "trainer.replay_from=little")
 
 
 @pytest.mark.usefixtures("recorded")

@@ -110,7 +110,7 @@ class RunCheckpoints:
         """Other places that the run writes to, by tracker or setting: names, kept in each checkpoint."""
         self.resumed = False
         self.position: Position | None = None
-        """Of the loaded checkpoint in the run's journal."""
+        """Of the newest complete checkpoint in the run's journal."""
         self.on_saved: Callable[[int, Path, bool], None] | None = None
         """Called after each complete checkpoint: its step, its folder, whether it was written in the background."""
         self._boundary: Boundary | None = None
@@ -146,6 +146,8 @@ class RunCheckpoints:
         self.remember()
         self._tell_saved()
         self._delete_loaded()
+        if self.run.journal is not None:
+            self.run.journal.rotate(self.run.step, self.position, self.config.trainer.journal_max_bytes)
 
     def discard(self) -> bool:
         """Drop a checkpoint whose step could not be logged, so that a run goes on from the one before."""
@@ -260,6 +262,7 @@ class RunCheckpoints:
     def _tell_saved(self) -> None:
         while self.writer is not None and self.writer.published:
             folder, self._has_saved = self.writer.published.pop(0), True
+            self.position = Position.read(folder)
             if self.on_saved is not None:
                 self.on_saved(int(folder.name.rpartition("_")[2]), folder, self.writer.background)
 
