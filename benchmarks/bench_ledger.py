@@ -29,6 +29,7 @@ from bench_grpo_step import WARMUP, make_inputs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from verl.config import load_config  # noqa: E402
+from verl.journal.file import Journal  # noqa: E402
 from verl.journal.ledger import Ledger  # noqa: E402
 from verl.journal.schedule import ScheduleRecord  # noqa: E402
 from verl.journal.spans import Spans  # noqa: E402
@@ -87,6 +88,7 @@ def time_the_parts() -> None:
 
     wrap("ledger", accounting, *EVENTS)
     wrap("ledger", Ledger, "end")
+    wrap("ledger", Journal, "rotate")
     wrap("trace", Spans, "_enter", "_leave", "flush")
     wrap("queue", GroupQueue, "room", "admit", "complete", "lose", "is_ready", "drop_overdue", "take", "publish")
     wrap("queue", DrawnPrompts, "take", "batch")
