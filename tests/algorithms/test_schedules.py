@@ -5,7 +5,6 @@ import torch
 
 from verl.algorithms.schedules import (
     build_schedule,
-    constant_factor,
     cosine_factor,
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -29,12 +28,12 @@ def learning_rates(build, steps=11):
 
 
 def test_constant_after_a_linear_warm_up():
-    assert [constant_factor(t, 2) for t in range(4)] == [0, 0.5, 1, 1]
     assert learning_rates(lambda o: get_constant_schedule_with_warmup(o, 2), 4) == [0, 0.5, 1, 1]
 
 
 def test_without_a_warm_up_the_first_step_is_not_lost():
-    assert constant_factor(0, 0) == cosine_factor(0, 0, 10) == wsd_factor(0, 0, 10) == 1
+    assert cosine_factor(0, 0, 10) == wsd_factor(0, 0, 10) == 1
+    assert learning_rates(lambda o: get_constant_schedule_with_warmup(o, 0), 2) == [1, 1]
 
 
 def test_cosine_worked_numbers_for_ten_steps_and_a_warm_up_of_two():

@@ -23,11 +23,6 @@ def warmup_steps(total_steps: int, steps: int | None = -1, ratio: float = 0.0) -
     return steps if steps is not None and steps > 0 else int(ratio * total_steps)
 
 
-def constant_factor(step: int, num_warmup_steps: int) -> float:
-    """Linear from 0 to 1 over the warm-up, then 1; without a warm-up 1 from the first step on."""
-    return 1.0 if step >= num_warmup_steps else step / num_warmup_steps
-
-
 def cosine_factor(
     step: int,
     num_warmup_steps: int,
@@ -128,8 +123,8 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
-    """The scheduler of `constant_factor`."""
-    return LambdaLR(optimizer, lambda step: constant_factor(step, num_warmup_steps), last_epoch)
+    """Linear from 0 to 1 over the warm-up, then 1; without a warm-up 1 from the first step on."""
+    return LambdaLR(optimizer, Decay("constant", num_warmup_steps, until=num_warmup_steps), last_epoch)
 
 
 def get_cosine_schedule_with_warmup(
