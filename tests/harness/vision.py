@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 
+TILED = ("gemma3", "internvl")
+MARKS = (3, 4)
+"""Ids of what begins and ends an image (`examples/vision/make_model.py`)."""
+TILE, TILE_TOKENS = 28, 4
+"""Pixels of an edge, and tokens, of the small models' tiles."""
 TEXT = 7
 """The first token id that is neither special nor a placeholder."""
 
@@ -26,16 +32,21 @@ def pictures(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image.Imag
 
 def processed(images: Sequence[Image.Image], folder: Any) -> dict[str, Tensor]:
     """What the image processor of a folder makes of one row's images."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers import AutoImageProcessor
 
     if not images:
         return {}
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return dict(processor(images=list(images), return_tensors="pt"))
+    made = AutoImageProcessor.from_pretrained(folder)(images=list(images), return_tensors="pt")
+    return {name: value for name, value in made.items() if name not in ("num_crops", "num_patches")}
 
 
 def prompt_tokens(config: Any, inputs: dict[str, Tensor], text: Sequence[int]) -> list[int]:
-    """Text, then each image between its marks, then text."""
+    """Text, then each image between its marks, then text; of images in tiles, each tile (Gemma 3) or all together."""
+    if config.model_type in TILED:
+        tiles, start, end = len(inputs.get("pixel_values", ())), *MARKS
+        each, times = (1, tiles) if config.model_type == "gemma3" else (tiles, min(tiles, 1))
+        image = [start, *[config.image_token_id] * (TILE_TOKENS * each), end]
+        return [*text, *image * times, *reversed(text)]
     merged = config.vision_config.spatial_merge_size**2
     tokens = list(text)
     for grid in inputs.get("image_grid_thw", ()):
@@ -96,14 +107,21 @@ def logits_row_by_row(model: Any, batch: DataProto) -> Tensor:
         here = tensors["attention_mask"][row].bool()
         ids = tensors["input_ids"][row][here][None]
         if inputs:
-            kinds = (ids == model.config.image_token_id).int()
-            found = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **inputs).logits[0]
+            kinds = token_kinds(model.config, (ids == model.config.image_token_id).int())
+            found = model(input_ids=ids, use_cache=False, **kinds, **inputs).logits[0]
         else:
             found = model(input_ids=ids, use_cache=False).logits[0]
         made = found.new_zeros(len(here), found.shape[-1])
         made[here] = found
         rows.append(made[width - 1 : -1])
     return torch.stack(rows)
+
+
+def token_kinds(config: Any, kinds: Tensor) -> dict[str, Tensor]:
+    """The argument of a family's forward pass for the kind of each token, which is 1 where an image is."""
+    names = {"gemma3": "token_type_ids", "internvl": None}
+    name = names.get(config.model_type, "mm_token_type_ids")
+    return {} if name is None else {name: kinds}
 
 
 def log_probs_row_by_row(model: Any, batch: DataProto) -> Tensor:
@@ -135,6 +153,8 @@ def tiny_vision_dir(folder: str | Path, family: str = "qwen2_5_vl", **sizes: Any
 
 def vision_dir(folder: Path, family: str) -> Path:
     """As `tiny_vision_dir`, also of families that the example does not build: a mixture, and GLM-4V."""
+    if family in TILED:
+        return tiled_dir(folder, family)
     if family not in ("qwen3_vl_moe", "glm4v"):
         return tiny_vision_dir(folder, family)
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -168,4 +188,55 @@ def vision_dir(folder: Path, family: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def tiled_dir(folder: Path, family: str, hidden: int = 32, layers: int = 2) -> Path:
+    """As `tiny_vision_dir`, of a family whose images come in tiles: 4 x 4 patches, 4 tokens."""
+    from tokenizers import Regex, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    example = vision_example("make_model")
+    example.WORDS = (*example.WORDS, "\n\n", "\n\n\n", "\n\n\n\n")
+    tokenizer = example.train_tokenizer()
+    backend = tokenizer.backend_tokenizer  # line breaks in a row are one token, whatever follows, as Gemma's are
+    breaks = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([breaks, backend.pre_tokenizer])
+    start, end, image, video = example.VISION_TOKENS
+    is_gemma = family == "gemma3"
+    tokenizer.chat_template = tokenizer.chat_template.replace(start + image + end, start if is_gemma else image)
+    tokenizer.save_pretrained(folder)
+    marks = {"boi_token": start, "eoi_token": end, "image_token": image}
+    if not is_gemma:
+        marks = {"start_image_token": start, "end_image_token": end, "context_image_token": image, "video_token": video}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "extra_special_tokens": marks}))
+    size = {"height": TILE, "width": TILE}
+    processor: dict[str, Any] = {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if is_gemma:
+        processor |= {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 28, "pan_and_scan_max_num_crops": 2}
+        processor |= {"image_processor_type": "Gemma3ImageProcessor", "pan_and_scan_min_ratio_to_activate": 1.2}
+    else:
+        processor |= {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": TILE_TOKENS}))
+    text: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 2 * hidden}
+    text |= {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
+    text |= {"max_position_embeddings": 1024, "bos_token_id": None, "tie_word_embeddings": True}
+    text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    vision = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision |= {"image_size": TILE, "patch_size": 7, "num_channels": 3}
+    more: dict[str, Any] = {"image_seq_length": TILE_TOKENS}
+    if is_gemma:
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        text |= {"sliding_window": 3, "layer_types": kinds, "query_pre_attn_scalar": hidden // 4}
+        more = {"mm_tokens_per_image": TILE_TOKENS, "boi_token_index": MARKS[0], "eoi_token_index": MARKS[1]}
+    more["image_token_index" if is_gemma else "image_token_id"] = tokenizer.convert_tokens_to_ids(image)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=True, **more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        if is_gemma:  # zeros at first: its features would say nothing
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    model.save_pretrained(folder)
     return folder

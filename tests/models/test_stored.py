@@ -59,6 +59,14 @@ def test_a_hollow_model_has_what_is_new_bit_for_bit_and_no_memory_for_the_rest(t
     assert buffers and all(tensor.equal(buffers[name]) for name, _, tensor in loose_tensors(hollow))
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_hollow_tower_has_the_buffers_of_the_whole_one(seeing_model, family):
+    path = str(seeing_model(family))
+    loaded = {name: tensor for name, _, tensor in loose_tensors(load_causal_lm(path))}
+    hollow = {name: tensor for name, _, tensor in loose_tensors(load_causal_lm(path, device=HOLLOW))}
+    assert loaded.keys() == hollow.keys() and all(tensor.equal(hollow[name]) for name, tensor in loaded.items())
+
+
 def test_what_cannot_be_read_in_parts_says_why(tmp_path):
     path = str(tiny_model_dir(tmp_path))
     hollow = load_causal_lm(path, device=HOLLOW)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from verl.errors import ModelError
 from verl.models.weights import loose_tensors, named_tensors
@@ -79,9 +80,12 @@ def compute_loose(model: Any, device: str = "cpu") -> list[str]:
     for path, module, tensor in empty:
         value = torch.full(tensor.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
         setattr(module, path.rpartition(".")[2], value.to(device))
+    # A tower is a model inside the model, and its class alone knows its buffers: the innermost model computes them.
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    of_module = {id(module): part for part in models for module in part.modules()}
     with torch.random.fork_rng(devices=[]):
         for module in {id(module): module for _, module, _ in empty}.values():
-            model._init_weights(module)
+            of_module.get(id(module), model)._init_weights(module)
     return [
         path
         for path, _, tensor in loose_tensors(model)
