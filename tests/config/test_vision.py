@@ -23,7 +23,7 @@ def told(*arguments, **named):
     return [(type(one), str(one)) for one in vision.problems("model.path", *arguments, **named)]
 
 
-@pytest.mark.parametrize("family", sorted(vision.SEEN))
+@pytest.mark.parametrize("family", sorted(vision.SEEN.keys() - set(vision.TEXT_TOO)))
 def test_families_that_are_built_load_with_the_engines_over_torch_modules(model, family):
     path = model(model_type=family, vision_config={"depth": 2})
     for strategy in ("auto", "plain", "fsdp", "fsdp2"):
@@ -40,19 +40,19 @@ def test_a_hub_name_whose_files_are_on_this_machine_is_judged_by_them(tmp_path, 
     repository = tmp_path / "models--someone--sees"
     for place, text in (
         ("refs/main", commit),
-        (f"snapshots/{commit}/config.json", '{"model_type": "internvl", "vision_config": {"depth": 2}}'),
+        (f"snapshots/{commit}/config.json", '{"model_type": "kimi_k25", "vision_config": {"depth": 2}}'),
     ):
         (repository / place).parent.mkdir(parents=True)
         (repository / place).write_text(text)
     [(kind, said)] = told("someone/sees", None)
-    assert kind is NotBuiltError and "'internvl'" in said and "someone/sees" in said
+    assert kind is NotBuiltError and "'kimi_k25'" in said and "someone/sees" in said
     assert told("no hub/name/at all", None) == []
 
 
 def test_other_families_are_refused_with_those_that_are_built(model):
-    [(kind, said)] = told(model(model_type="internvl", vision_config={"depth": 2}), None)
-    assert kind is NotBuiltError and "'internvl'" in said and "qwen2_5_vl" in said
-    assert told(model(model_type="internvl", vision_config={"depth": 2}), "my_package") == []
+    [(kind, said)] = told(model(model_type="kimi_k25", vision_config={"depth": 2}), None)
+    assert kind is NotBuiltError and "'kimi_k25'" in said and "qwen2_5_vl" in said
+    assert told(model(model_type="kimi_k25", vision_config={"depth": 2}), "my_package") == []
     assert told(model(model_type="qwen2"), None, "megatron") == []
 
 
@@ -96,6 +96,28 @@ def test_a_running_sglang_server_needs_a_frozen_tower(model, named):
     assert isinstance(problem, ConfigError) and problem.key == f"{key}.actor.freeze_vision_tower"
     assert "keeps features of images across new weights" in str(problem)
     assert not vision.policy_problems(run(f"{served} {key}.actor.freeze_vision_tower=true"))
+
+
+@pytest.mark.parametrize("family", vision.HF_ALONE)
+def test_images_of_families_in_tiles_are_sampled_by_hf_alone(model, family):
+    from tests.config.test_brief_values import run
+
+    key = "actor_rollout_ref"
+    path = f"{key}.model.path={model(model_type=family, vision_config={'depth': 2})} {key}.rollout.enable_vision=true"
+    assert not vision.policy_problems(run(path))
+    [problem] = vision.policy_problems(run(f"{path} {key}.rollout.name=vllm"))
+    assert isinstance(problem, NotBuiltError) and f"'vllm' with the family {family}" in str(problem)
+    assert "Set rollout.name to hf." in str(problem)
+
+
+def test_a_family_that_reads_text_alone_too_keeps_its_engines_and_samplers(model):
+    from tests.config.test_brief_values import run
+
+    path = model(model_type="gemma3", vision_config={"depth": 2})
+    assert told(path, None, "megatron") == []
+    for sampler in ("vllm", "sglang"):
+        words = f"actor_rollout_ref.model.path={path} actor_rollout_ref.rollout.name={sampler}"
+        assert not vision.policy_problems(run(words))
 
 
 def test_a_critic_of_the_policys_model_needs_an_engine_with_towers_too(model):

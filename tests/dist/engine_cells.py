@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engines.hybrids import DELTA
 from tests.harness.engines import gradients, make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
-from tests.harness.vision import seen_batch, tiny_vision_dir
+from tests.harness.vision import seen_batch, vision_dir
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.mapping import from_mapping
@@ -90,7 +90,8 @@ def plain(path: Path, kind: str = "causal_lm", optim: dict[str, Any] | None = No
 def shared_model(ranks: Ranks, folder: Path, family: str, **config: Any) -> Path:
     """A model folder that rank 0 writes."""
     name = "-".join([family, *map(str, config.values())])
-    make = model_dir if "_vl" not in family else lambda at, kind: tiny_vision_dir(at / kind, kind)
+    sees = "_vl" in family or family in ("gemma3", "internvl")
+    make = model_dir if not sees else lambda at, kind: vision_dir(at / kind, kind)
     ranks.on_first(lambda: str(make(folder / name, family, **config)))
     return folder / name / family
 
@@ -205,6 +206,17 @@ def a_rank_without_images(ranks: Ranks, folder: Path) -> dict:
     sizes = (((56, 56),), (), ((84, 56), (28, 112)), (), ((28, 28),))
     model = {"enable_gradient_checkpointing": True}
     return compare(ranks, folder, Case("qwen2_5_vl", model=model, limits={"micro_batch_size": 1}, sizes=sizes))
+
+
+def a_rank_without_tiles(ranks: Ranks, folder: Path) -> dict:
+    """As `a_rank_without_images`, of a family whose images see ahead in their blocks: the blank one is a tile."""
+    sizes = (((56, 56),), (), ((84, 56), (28, 112)), (), ((28, 28),))
+    return compare(ranks, folder, Case("gemma3", limits={"micro_batch_size": 1}, sizes=sizes))
+
+
+def tiles_in_padded_rows(ranks: Ranks, folder: Path) -> dict:
+    sizes = ((), (), ((56, 56),), (), (), ((28, 56),))
+    return compare(ranks, folder, Case("internvl", model=PADDED, limits={"micro_batch_size": 2}, sizes=sizes))
 
 
 def images_in_padded_rows(ranks: Ranks, folder: Path) -> dict:

@@ -20,6 +20,8 @@ CELLS = {
         cells.ulysses_refused,
         cells.ulysses_over_images,
         cells.ulysses_over_inner_features,
+        cells.ulysses_over_blocks,
+        cells.ulysses_over_tiles,
     ),
     4: (
         cells.ulysses,
@@ -52,6 +54,8 @@ def cases(*wanted):
     cells.ulysses_value_model,
     cells.ulysses_over_images,
     cells.ulysses_over_inner_features,
+    cells.ulysses_over_blocks,
+    cells.ulysses_over_tiles,
 )
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):
     errors = runs[size][name][0]["errors"]

@@ -58,6 +58,19 @@ def ulysses_over_inner_features(ranks: Ranks, folder: Path) -> dict:
     return compare(ranks, folder, case)
 
 
+def ulysses_over_blocks(ranks: Ranks, folder: Path) -> dict:
+    """Cuts through tiles whose tokens see each other in both directions, within windows."""
+    sizes = (((56, 56),), (), ((84, 28), (28, 112)), (), ((28, 28),))
+    model = {"enable_gradient_checkpointing": True}
+    case = Case("gemma3", engine={KEY: 2}, model=model, limits={"micro_batch_size": 2}, sizes=sizes)
+    return compare(ranks, folder, case)
+
+
+def ulysses_over_tiles(ranks: Ranks, folder: Path) -> dict:
+    sizes = (((56, 56),), (), ((84, 28), (28, 112)), (), ((28, 28),))
+    return compare(ranks, folder, Case("internvl", engine={KEY: 2}, limits={"micro_batch_size": 2}, sizes=sizes))
+
+
 class Exchanged(TorchDispatchMode):
     """Numbers that go through all-to-all within the block."""
 

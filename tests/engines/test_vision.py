@@ -7,14 +7,19 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.harness.engines import gradients, make_engine, relative_error
-from tests.harness.vision import log_probs_row_by_row, logits_row_by_row, seen_batch
+from tests.harness.vision import TILED, log_probs_row_by_row, logits_row_by_row, seen_batch
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
 from verl.errors import DataError
 from verl.models import load_causal_lm, load_value_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+TOWERS = ("visual", "vision_tower", "multi_modal_projector")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "internvl")
+
+
+def is_of_tower(name):
+    return any(f".{part}." in name for part in TOWERS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,6 +110,31 @@ def test_gradients_of_tower_and_language_model_do_not_depend_on_the_layout(seein
     assert made[0][1][:of_tower].abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers_row_by_row(seeing_model, family):
+    path = seeing_model(family)
+    engine = make_engine(path, passes=PassSettings(share_prompts=True), model={"enable_gradient_checkpointing": True})
+    batch = seen_batch(engine.model.config, path)
+    batch.pop(["old_log_probs"])  # on policy: the gradient is that of the advantages times the log-probs
+    _, gradient = gradients(engine, batch, PPOPolicyLoss(ActorConfig()), micro_batch_size=3)
+    model, mask = load_causal_lm(str(path)), batch.batch["response_mask"]
+    (-(batch.batch["advantages"] * log_probs_row_by_row(model, batch)).sum() / mask.sum()).backward()
+    parameters = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    assert relative_error(gradient, torch.cat([grad.flatten() for _, grad in parameters])) < 1e-5
+    of_tower = [grad.abs().max() for name, grad in parameters if is_of_tower(name)]
+    assert of_tower and max(of_tower) > 1e-6
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_pixels_of_another_tile_size_are_refused(seeing_model, family):
+    path = seeing_model(family)
+    engine = make_engine(path, trains=False)
+    batch = seen_batch(engine.model.config, path, (((28, 28),),), samples=1)
+    batch.non_tensor_batch["multi_modal_inputs"][0] = {"pixel_values": torch.zeros(1, 3, 14, 14)}
+    with pytest.raises(DataError, match=r"tiles of \(3, 28, 28\) channels, rows and columns"):
+        engine.infer(batch)
+
+
 def test_a_saved_folder_has_the_processor_and_loads_with_transformers_bit_by_bit(seeing_model, tmp_path):
     path = seeing_model()
     engine = make_engine(path, trains=False)
@@ -116,29 +146,34 @@ def test_a_saved_folder_has_the_processor_and_loads_with_transformers_bit_by_bit
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_a_frozen_tower_keeps_its_bits_and_the_language_model_learns(seeing_model):
-    path = seeing_model()
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *TILED])
+def test_a_frozen_tower_keeps_its_bits_and_the_language_model_learns(seeing_model, family):
+    path = seeing_model(family)
     engine = make_engine(path, freeze_vision_tower=True)
     batch, before = seen_batch(engine.model.config, path), {k: v.clone() for k, v in engine.model.state_dict().items()}
     engine.train_batch(batch, PPOPolicyLoss(ActorConfig()))
     moved = {name for name, tensor in engine.model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert moved and not any(".visual." in name for name in moved)
-    assert any(".visual." in name for name in before)
+    assert moved and not any(is_of_tower(name) for name in moved)
+    assert any(is_of_tower(name) for name in before)
 
 
 @pytest.mark.parametrize(
-    "targets, parts",
+    "family, targets, parts",
     [
-        ({"target_modules": r".*language_model.*\.(q_proj|v_proj)"}, {"language_model"}),
-        ({"target_modules": r".*visual.*\.(qkv|proj)"}, {"visual"}),
-        ({"exclude_modules": r".*visual.*"}, {"language_model"}),
-        ({}, {"language_model", "visual"}),
+        ("qwen2_5_vl", {"target_modules": r".*language_model.*\.(q_proj|v_proj)"}, {"language_model"}),
+        ("qwen2_5_vl", {"target_modules": r".*visual.*\.(qkv|proj)"}, {"visual"}),
+        ("qwen2_5_vl", {"exclude_modules": r".*visual.*"}, {"language_model"}),
+        ("qwen2_5_vl", {}, {"language_model", "visual"}),
+        ("gemma3", {"target_modules": r".*vision_tower.*\.(q_proj|v_proj)"}, {"vision_tower"}),
+        ("gemma3", {}, {"language_model", "vision_tower"}),
+        ("internvl", {"exclude_modules": r".*(vision_tower|multi_modal_projector).*"}, {"language_model"}),
+        ("internvl", {}, {"language_model", "vision_tower", "multi_modal_projector"}),
     ],
 )
-def test_an_adapter_lies_on_the_language_model_on_the_tower_or_on_both(seeing_model, targets, parts):
-    path = seeing_model()
+def test_an_adapter_lies_on_the_language_model_on_the_tower_or_on_both(seeing_model, family, targets, parts):
+    path = seeing_model(family)
     engine = make_engine(path, model={"lora_rank": 4, **targets})
     batch = seen_batch(engine.model.config, path)
     engine.train_batch(batch, PPOPolicyLoss(ActorConfig()))
     factors = {name: tensor for name, tensor in engine.export_adapter() if "lora_B" in name and tensor.abs().max() > 0}
-    assert {part for part in ("language_model", "visual") for name in factors if part in name} == parts
+    assert {part for part in ("language_model", *TOWERS) for name in factors if part in name} == parts

@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 
 from tests.harness.engines import gradients, make_engine, relative_error
-from tests.harness.vision import log_probs_row_by_row, pictures, processed, prompt_tokens, seen_batch, vision_dir
+from tests.harness.vision import (
+    log_probs_row_by_row,
+    pictures,
+    processed,
+    prompt_tokens,
+    seen_batch,
+    token_kinds,
+    vision_dir,
+)
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
@@ -17,7 +25,7 @@ from verl.models import load_causal_lm
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "internvl")
 SHARED, PADDED = PassSettings(share_prompts=True), PassSettings(packed=False)
 
 
@@ -36,7 +44,7 @@ def test_log_probs_are_those_of_each_row_alone() -> None:
 
 
 def test_gradients_of_tower_and_language_model_do_not_depend_on_the_layout() -> None:
-    for family in ("qwen2_5_vl", "qwen3_vl"):
+    for family in ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl"):
         with tempfile.TemporaryDirectory() as folder:
             path, made = vision_dir(Path(folder), family), []
             for passes in (SHARED, PADDED):
@@ -71,7 +79,7 @@ def test_log_probs_of_answers_about_pictures_are_those_of_the_model() -> None:
                 if inputs:
                     shown = (ids == model.config.image_token_id).int()
                     shown[:, len(request.token_ids) :] = 0
-                    inputs["mm_token_type_ids"] = shown
+                    inputs |= token_kinds(model.config, shown)
                 with torch.no_grad():
                     logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(request.token_ids) - 1 : -1]
                 logs = logits.float().log_softmax(-1).gather(-1, ids[0, len(request.token_ids) :, None])[:, 0].cpu()

@@ -19,11 +19,15 @@ SEEN: dict[str, tuple[str, ...]] = {
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
     "glm4v": ("image",),
+    "gemma3": ("image",),
+    "internvl": ("image",),
 }
 """``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
 SEEING_SAMPLERS = ("hf", "vllm", "server", "sglang")
 TEXT_SERVERS = ("tgi", "openai")
 """Values of ``rollout.server.api`` that name servers of text."""
+HF_ALONE = ("gemma3", "internvl")
+"""Families whose images no sampler but ``hf`` takes."""
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
@@ -38,7 +42,7 @@ def problems(key: str, path: str | None, external_lib: str | None, strategy: str
     if not facts or external_lib:
         return []
     refused = caught(refuse, facts, key, path)
-    if refused or facts.get("model_type") not in SEEN:
+    if refused or facts.get("model_type") not in SEEN or facts.get("model_type") in TEXT_TOO:
         return refused
     return caught(refuse_engine, key, path, strategy)
 
@@ -49,20 +53,23 @@ def policy_problems(cfg: Any) -> Problems:
     rollout, actor, model = policy.rollout, policy.actor, policy.model
     facts = {} if model.external_lib else config_json(model.path)
     sees, key = facts.get("model_type") in SEEN, "actor_rollout_ref.rollout.enable_vision"
+    shows = rollout.enable_vision or (sees and facts["model_type"] not in TEXT_TOO)
+    samplers = SEEING_SAMPLERS if facts.get("model_type") not in HF_ALONE else ("hf",)
     if rollout.enable_vision and facts and not sees:
         return [ConfigError("the policy takes no images", key=key, got=True, fix="Leave it out, or change model.path.")]
-    if (rollout.enable_vision or sees) and rollout.name not in SEEING_SAMPLERS:
-        message = f"images are not built yet for the sampler {rollout.name!r}"
-        fix = f"Set rollout.name to {' or '.join(SEEING_SAMPLERS)}."
+    if shows and rollout.name not in samplers:
+        family = f" with the family {facts['model_type']}" if rollout.name in SEEING_SAMPLERS else ""
+        message = f"images are not built yet for the sampler {rollout.name!r}{family}"
+        fix = f"Set rollout.name to {' or '.join(samplers)}."
         return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
-    if (rollout.enable_vision or sees) and rollout.name == "server" and rollout.server.api in TEXT_SERVERS:
+    if shows and rollout.name == "server" and rollout.server.api in TEXT_SERVERS:
         message = "a server of text takes no images: which tokens it makes of them is not known"
         fix = "Serve the model with vLLM, SGLang or verl.rollout.server.host."
         return [NotBuiltError(message, key="actor_rollout_ref.rollout.server.api", got=rollout.server.api, fix=fix)]
     problems: Problems = []
     key = "actor_rollout_ref.actor.freeze_vision_tower"
     is_sglang = "sglang" in (rollout.name, rollout.server.api if rollout.name == "server" else "")
-    if sees and is_sglang and rollout.server.url and not actor.freeze_vision_tower:
+    if shows and is_sglang and rollout.server.url and not actor.freeze_vision_tower:
         message = "a running SGLang server keeps features of images across new weights of the tower"
         fix = "Set it to true, or rollout.name=sglang without rollout.server.url: a server that is started here keeps none."
         problems.append(ConfigError(message, key=key, got=False, fix=fix))

@@ -61,7 +61,7 @@ def _behind_row(micro: MicroBatch, ids: Tensor) -> tuple[MicroBatch, int]:
         micro,
         input_ids=torch.cat((micro.input_ids, ids[None].to(micro.input_ids.device)), 1),
         position_ids=F.pad(micro.position_ids, (0, len(ids))),
-        attention=PackedPlan(segments),
+        attention=replace(micro.attention, segments=segments),
         padding=micro.padding + len(ids),
     )
     return grown, old.num_tokens

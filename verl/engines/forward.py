@@ -163,7 +163,9 @@ class TokenForward:
     def _run(self, micro: MicroBatch) -> Any:
         if self.routing is not None:
             self.routing.replay(micro.recorded_experts())
-        plan = {} if micro.attention is None else {"attention_plan": micro.attention}
+        plan: dict[str, Any] = {} if micro.attention is None else {"attention_plan": micro.attention}
+        if micro.attention is None and micro.vision is not None and self.family is not None and self.family.sees_ahead:
+            plan = {"token_type_ids": micro.vision.token_types(micro.input_ids)}
         with placing(self.model, micro.vision) as pictures:
             return self.model(
                 input_ids=micro.input_ids,

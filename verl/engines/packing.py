@@ -160,7 +160,7 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
         labels=rows.responses[index][row, t].to(device),
         places=(row * rows.mask.shape[1] + t).to(device),
         num_responses=rows.mask.shape[1],
-        attention=PackedPlan(segments),
+        attention=PackedPlan(segments, () if seen is None else seen.runs_ahead(pieces, starts)),
         token_of=_tokens_of(rows, members, prompt_of, own_of) if rows.routes else None,
         experts=None if rows.experts is None else rows.experts[index, : max(rows.lengths[r] for r in members)],
         vision=None if seen is None else seen.inputs(pieces, starts, device),
@@ -207,7 +207,7 @@ def padded(micro: MicroBatch, multiple: int) -> MicroBatch:
         micro,
         input_ids=ids,
         position_ids=F.pad(micro.position_ids, (0, missing)),
-        attention=PackedPlan(segments),
+        attention=replace(micro.attention, segments=segments),
         padding=micro.padding + missing,
     )
 

@@ -14,6 +14,8 @@ from verl.errors import DataError
 from verl.models.vision import Picture, PlacedPicture, VisionFamily, VisionInputs
 
 COLUMN = "multi_modal_inputs"
+Piece = tuple[int, int, int]
+"""Row, first token and end."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,31 @@ class SeenRows:
         """Equal for rows whose first ``length`` tokens show the same."""
         return b"".join(one.picture.digest for one in self.placed[row] if one.end <= length)
 
-    def inputs(self, pieces: Sequence[tuple[int, int, int]], starts: Sequence[int], device: str) -> VisionInputs | None:
+    def inputs(self, pieces: Sequence[Piece], starts: Sequence[int], device: str) -> VisionInputs | None:
         """What lies in pieces of rows.
 
         A picture that a piece cuts off is left out: nothing behind it is predicted, or the row would be longer.
 
         Args:
-            pieces: (row, first token, end). starts: where each begins in the flattened tokens of the pass.
+            pieces: of rows. starts: where each begins in the flattened tokens of the pass.
         """
-        there = [
+        return VisionInputs.of(self.family, self._there(pieces, starts), device)
+
+    def runs_ahead(self, pieces: Sequence[Piece], starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(first, end) in the pass of tokens that see each other in both directions."""
+        if not self.family.sees_ahead:
+            return ()
+        there = self._there(pieces, starts)
+        return tuple((at + first, at + first + count) for one, at in there for first, count in one.runs)
+
+    def _there(self, pieces: Sequence[Piece], starts: Sequence[int]) -> list[tuple[PlacedPicture, int]]:
+        """Pictures in the pieces, and what is added to their tokens' numbers."""
+        return [
             (one, at - start)
             for (row, start, end), at in zip(pieces, starts)
             for one in self.placed[row]
             if start <= one.start and one.end <= end
         ]
-        return VisionInputs.of(self.family, there, device)
 
     def with_axes(self, text: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
         """Positions of a packed row, (1, T) -> (1 + axes, 1, T): the text's own ones first, as attention counts."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.vision import SEEN
+from verl.config.vision import HF_ALONE, SEEN
 from verl.json_text import read_json
 from verl.rollout.gated import UNLIMITED
 
@@ -51,7 +51,9 @@ class ModelFacts:
             head_dim=int(text.get("head_dim") or (hidden // heads if heads else 0)),
             is_tied=bool(text.get("tie_word_embeddings")),
             is_moe=any(int(text.get(name) or 0) > 1 for name in _EXPERTS),
-            image_token_id=config.get("image_token_id") if config.get("model_type") in SEEN else None,
+            image_token_id=config.get("image_token_id")
+            if config.get("model_type") in SEEN.keys() - set(HF_ALONE)
+            else None,
         )
 
 

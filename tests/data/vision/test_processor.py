@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from tests.harness.models import tiny_model_dir, tiny_tokenizer
-from tests.harness.vision import tiny_vision_dir
+from tests.harness.vision import TILED, tiny_vision_dir
+from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import join_inputs, load_processor
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError
 
@@ -43,6 +44,30 @@ def test_expanding_ids_gives_the_tokens_that_transformers_expands_in_text(proces
     assert ids == processor.wrapped(text=[text], images=images)["input_ids"][0]
 
 
+@pytest.mark.parametrize("family", TILED)
+@pytest.mark.parametrize("text", ["\n{}What", "{}{}", "user\n\n{}\n{} is\n", "{}"])
+def test_tiles_and_line_breaks_around_an_image_are_the_tokens_of_the_expanded_text(seeing_model, family, text):
+    folder = seeing_model(family)
+    crops = {"do_pan_and_scan": True} if family == "gemma3" else {"max_patches": 2}
+    processor = load_processor(folder, hf_tokenizer(folder), call=crops)
+    images = [noise(56, 56), noise(112, 28)][: text.count("{}")]
+    inputs, pieces = processor.process(images)
+    text = f"<|im_start|>{text.format(*[processor.placeholder] * len(images))}<|im_end|>"
+    expanded = processor.wrapped(text=[text], images=images, return_tensors="pt", images_kwargs=crops)
+    ids = processor.wrapped.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert processor.expand(ids, pieces) == expanded["input_ids"][0].tolist()
+    assert torch.equal(inputs["pixel_values"], expanded["pixel_values"])
+    assert processor.expand(ids, pieces).count(5) == 4 * len(inputs["pixel_values"])
+
+
+def test_a_line_break_that_joins_one_of_an_image_is_trained_as_little(seeing_model):
+    processor = load_processor(seeing_model("gemma3"))
+    ids = processor.wrapped.tokenizer("a\n", add_special_tokens=False)["input_ids"]
+    _, [piece] = processor.process([noise(28, 28)])
+    made, mask = processor.expand_with([*ids, processor.placeholder_id], [piece], [1] * (len(ids) + 1))
+    assert len(made) == len(ids) + len(piece) - 1 and mask == [1] * (len(ids) - 1) + [0] * len(piece)
+
+
 def test_nothing_of_an_image_is_trained(processor):
     pad = processor.placeholder_id
     ids, mask = processor.expand_with([50, pad, 60], [[pad, pad]], [1, 1, 1])
@@ -60,8 +85,8 @@ def test_a_language_model_has_no_processor(tmp_path):
 
 def test_a_family_that_is_loaded_as_a_language_model_has_none_either(tmp_path):
     tiny_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Gemma3ImageProcessor"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "vision_config": {}}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "SiglipImageProcessor"}))
     assert load_processor(tmp_path) is None
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.samplers import sample
-from tests.harness.vision import pictures, processed, prompt_tokens
+from tests.harness.vision import TILED, pictures, processed, prompt_tokens, token_kinds
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.models.vision import inputs as vision_inputs
@@ -17,7 +17,7 @@ from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "internvl")
 SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
 
 
@@ -45,7 +45,7 @@ def expected(model, request, done):
     if inputs:
         kinds = torch.zeros_like(ids, dtype=torch.int)
         kinds[:, : len(request.token_ids)] = ids[:, : len(request.token_ids)] == model.config.image_token_id
-        inputs["mm_token_type_ids"] = kinds
+        inputs |= token_kinds(model.config, kinds)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(request.token_ids) - 1 : -1]
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
@@ -73,7 +73,9 @@ def test_models_that_take_no_features_see_the_pictures_too(seeing_model, family,
     for _ in range(2):
         sampler = HFSampler(str(folder))
         results.append([(done.token_ids, done.log_probs) for done in sample(sampler, jobs)])
-        assert sampler.stats()["images_encoded"] == 4
+        shown = {id(job.multi_modal_inputs): job.multi_modal_inputs for job in jobs if job.multi_modal_inputs}
+        tiles = sum(len(inputs["pixel_values"]) for inputs in shown.values())
+        assert sampler.stats()["images_encoded"] == (tiles if family in TILED else 4)
         monkeypatch.setattr(vision_inputs, "takes_features", lambda backbone: False)
     assert results[0] == results[1]
 

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from verl.config.node import full_keys
-from verl.config.vision import TEXT_TOO
+from verl.config.vision import SEEN, TEXT_TOO
 from verl.data.tokenizer import PROCESSOR_FILES, brief, source_of
 from verl.data.vision.parts import VIDEOS
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError, suggest
@@ -120,12 +120,34 @@ class VisionProcessor:
                 f"the chat template writes {count} placeholders ({self.placeholder}) for {len(pieces)} images",
                 fix="Set custom_chat_template in the model's section to a template that takes image parts.",
             )
-        waiting, expanded, masked = iter(pieces), [], []
+        waiting, expanded, masked, seams = iter(pieces), list[int](), list[int](), set[int]()
         for number, keep in zip(ids, mask):
             piece = next(waiting) if number == self.placeholder_id else None
             expanded += [int(number)] if piece is None else list(piece)
             masked += [int(keep)] if piece is None else [0] * len(piece)
+            if piece is not None:
+                seams |= {len(expanded) - len(piece), len(expanded)}
+        for seam in sorted(seams, reverse=True):
+            self._close(expanded, masked, seam)
         return expanded, masked
+
+    def _close(self, ids: list[int], mask: list[int], seam: int) -> None:
+        """Line breaks on both sides of a seam become the tokens that they are in one text.
+
+        Gemma 3 writes line breaks around an image, and its tokenizer has tokens for several of them.
+        """
+        start = end = seam
+        while start and self._is_break(ids[start - 1]):
+            start -= 1
+        while start < seam and end < len(ids) and self._is_break(ids[end]):
+            end += 1
+        if start < seam < end:
+            text = "".join(self.wrapped.tokenizer.decode([number]) for number in ids[start:end])
+            joined = self.wrapped.tokenizer.encode(text, add_special_tokens=False)
+            ids[start:end], mask[start:end] = joined, [min(mask[start:end])] * len(joined)
+
+    def _is_break(self, number: int) -> bool:
+        return bool(text := self.wrapped.tokenizer.decode([number])) and not text.strip("\n")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Copy the processor's files into a folder, as the model's own folder has them."""
@@ -180,7 +202,7 @@ def load_processor(
     trust_remote_code: bool = False,
     call: Mapping[str, Any] | None = None,
 ) -> VisionProcessor | None:
-    """The image processor of a model; None for a model that reads only text, or is loaded as one (`TEXT_TOO`).
+    """The image processor of a model; None for a model that reads only text, or is loaded as one.
 
     Args:
         name_or_path: as for `hf_tokenizer`.
@@ -195,7 +217,7 @@ def load_processor(
     folder = Path(source)
     facts = _processor_facts(folder)
     if folder.is_dir():
-        as_text = _read_facts(folder, "config.json").get("model_type") in TEXT_TOO
+        as_text = _read_facts(folder, "config.json").get("model_type") in set(TEXT_TOO) - SEEN.keys()
         if as_text or not any(facts.get(name) for name in OF_IMAGES):
             return None
     try:

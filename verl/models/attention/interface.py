@@ -7,6 +7,8 @@ arguments on. Whether it does is tried out (`enable`), not assumed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,7 @@ from verl.config.config_json import STATE_LAYERS
 from verl.errors import ModelError
 from verl.models.attention import varlen
 from verl.models.attention.flash_cpu import FlashOnCPU
-from verl.models.attention.masked import AttentionVariant, causal_attention, masked_attention
+from verl.models.attention.masked import AttentionVariant, Run, causal_attention, masked_attention, seeing_ahead
 from verl.models.attention.mixers import give_back, take_over, token_mixers
 from verl.models.attention.segments import NO_PREFIX, Segments
 
@@ -40,14 +42,25 @@ class AttentionPlan(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class PackedPlan:
-    """The plan of a packed row on one device."""
+    """The plan of a packed row on one device.
 
-    def __init__(self, segments: Segments):
-        self.segments = segments
+    Args:
+        runs: (first, end) of tokens that see each other in both directions, none across the border of a segment.
+    """
+
+    segments: Segments
+    runs: tuple[tuple[int, int], ...] = ()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionVariant) -> Tensor:
-        return packed_attention(query, key, value, self.segments, how)
+        query, key, value = _one_dtype(query, key, value)
+        made = packed_attention(query, key, value, self.segments, how)
+        return seeing_ahead(made, query, key, value, self._runs, how)
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        return [(first, end, self.segments.context(first, end)) for first, end in self.runs]
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: AttentionVariant) -> Tensor:

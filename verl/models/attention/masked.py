@@ -5,6 +5,7 @@ The path of families and devices that no faster one serves, and what the faster 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ def causal_attention(
     """(B, H, L, d) queries are the last L of the (B, h, E, d) keys' positions and see keys up to their own.
 
     Args:
-        visible: (B, 1, L, E) bool says instead what a query sees.
+        visible: (B, 1, L, E) or (L, E) bool says instead what a query sees.
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
     windowed = how.window is not None and num_keys > how.window
@@ -74,6 +75,31 @@ def causal_attention(
     lowest = torch.finfo(scores.dtype).min  # a query that sees nothing, in padding, must not become NaN
     probabilities = scores.masked_fill(~visible, lowest).softmax(-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(probabilities, how.dropout) @ value
+
+
+Run = tuple[int, int, tuple[tuple[int, int], ...]]
+"""First token of a run, its end, and the ranges of tokens that it sees: all of its sequence up to its end."""
+
+
+def seeing_ahead(
+    made: Tensor, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], how: AttentionVariant
+) -> Tensor:
+    """Causal attention of a packed row ``made`` (T, H, d_v), with runs whose tokens see each other in both directions.
+
+    A window still hides what is before it. Arguments as in `masked_attention`.
+    """
+    if not runs:
+        return made
+    parts, index = [], []
+    for first, end, ranges in runs:
+        k, v = (torch.cat([x[start:stop] for start, stop in ranges]) for x in (key, value))
+        queries, keys = end - first, len(k)
+        behind = keys if how.window is None else how.window - 1  # how far back a token sees
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).triu(keys - queries - behind)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[first:end], k, v))
+        parts.append(causal_attention(q, k, v, how, visible)[0].transpose(0, 1))
+        index.append(torch.arange(first, end, device=query.device))
+    return made.index_copy(0, torch.cat(index), torch.cat(parts).to(made.dtype))
 
 
 def _hidden(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ prompt follow it), so that a prompt is in the row once however many responses it
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,12 @@ class Segments:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         return tuple(int(x) for x in np.concatenate(([0], np.cumsum(self.lengths[:-1]))))
+
+    def context(self, first: int, end: int) -> tuple[tuple[int, int], ...]:
+        """The token ranges of the sequence of token ``first`` up to ``end``, those of a prefix included."""
+        number = bisect_right(self.starts, first) - 1
+        before, last = self.prefix[number], (self.starts[number], end)
+        return (last,) if before == NO_PREFIX else ((self.starts[before], self.starts[before + 1]), last)
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ from verl.models.vision.family import VisionFamily
 from verl.models.vision.glm import GlmVision
 from verl.models.vision.qwen import QwenVision
 from verl.models.vision.qwen3 import Qwen3Vision
+from verl.models.vision.tiled import GemmaVision, InternVision
 
 FAMILIES: dict[str, type[VisionFamily]] = {
     "qwen2_vl": QwenVision,
@@ -16,6 +17,8 @@ FAMILIES: dict[str, type[VisionFamily]] = {
     "qwen3_vl": Qwen3Vision,
     "qwen3_vl_moe": Qwen3Vision,
     "glm4v": GlmVision,
+    "gemma3": GemmaVision,
+    "internvl": InternVision,
 }
 assert FAMILIES.keys() == SEEN.keys(), "the settings accept other families than those that are built"
 

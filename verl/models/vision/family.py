@@ -83,10 +83,12 @@ class VisionFamily(ABC):
         name: ``model_type`` of its models.
         axes: of its rotary embedding; 1 where a position is one number.
         tower: names below the language model and its tower of what turns pixels into features, the projector included.
+        sees_ahead: whether the tokens of a run see each other in both directions.
     """
 
     axes: ClassVar[int] = 1
     tower: ClassVar[tuple[str, ...]] = ("visual",)
+    sees_ahead: ClassVar[bool] = False
     kinds: ClassVar[tuple[Kind, ...]] = KINDS
     keys: ClassVar[frozenset[str]]
     """What its processor makes that the tower or the positions need."""

@@ -60,6 +60,10 @@ class VisionInputs:
         here = {kind: ((at >= first) & (at < first + length)).nonzero().flatten() for kind, at in self.places.items()}
         return replace(self, places={kind: at[here[kind]] - first for kind, at in self.places.items()}, rows=here)
 
+    def token_types(self, input_ids: Tensor) -> Tensor:
+        """(B, L) int64: 1 where the token of an image is, else 0."""
+        return torch.zeros_like(input_ids).view(-1).index_fill(0, self.places["image"], 1).view_as(input_ids)
+
     def moved(self, width: int, new_width: int) -> VisionInputs:
         """The same for rows that became longer by padding."""
         places = {kind: at // width * new_width + at % width for kind, at in self.places.items()}
@@ -132,7 +136,8 @@ class FeatureCut:
             made = compute(*arguments, **more)
         finally:
             self._is_inside = False
-        made.pooler_output = [_joined_rows(made.pooler_output, rows)]
+        joined = _joined_rows(made.pooler_output, rows)
+        made.pooler_output = joined if isinstance(made.pooler_output, Tensor) else [joined]
         if getattr(made, "deepstack_features", None) is not None:
             made.deepstack_features = [
                 one[rows] if isinstance(one, Tensor) else [_joined_rows(one, rows)] for one in made.deepstack_features
@@ -142,7 +147,7 @@ class FeatureCut:
 
 def _joined_rows(features: Tensor | Sequence[Tensor], rows: Tensor) -> Tensor:
     """Rows of the features of all pictures together, which come as one tensor or as one for each picture."""
-    return (features if isinstance(features, Tensor) else torch.cat(tuple(features)))[rows]
+    return (features if isinstance(features, Tensor) else torch.cat(tuple(features))).flatten(0, -2)[rows]
 
 
 def takes_features(backbone: Any) -> bool:

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from verl.errors import RolloutError
-from verl.models.attention.masked import AttentionVariant, causal_attention
+from verl.models.attention.masked import AttentionVariant, Run, causal_attention, seeing_ahead
 from verl.rollout.hf.kv_pool import KVBlock, KVShape
 from verl.rollout.hf.rows import Chunk, Row
 
@@ -215,12 +215,14 @@ class PrefillPlan:
     Args:
         chunks: in packed order.
         staged: keys and values (L, h, T, d) of these tokens, filled layer by layer.
+        runs: of tokens that see each other in both directions, in prompts that are not cut into chunks.
     """
 
     chunks: list[Chunk]
     staged: tuple[torch.Tensor, torch.Tensor] | None
     device: torch.device
     same_length_only: bool = False
+    runs: Sequence[Run] = ()
     sets: list[PromptSet] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -238,14 +240,16 @@ class PrefillPlan:
             first += prompts.count
 
     @classmethod
-    def staging(cls, chunks: list[Chunk], shape: KVShape, same_length_only: bool = False) -> PrefillPlan:
+    def staging(
+        cls, chunks: list[Chunk], shape: KVShape, same_length_only: bool = False, runs: Sequence[Run] = ()
+    ) -> PrefillPlan:
         """A plan that stores keys and values in its own memory; `keep` moves them to the prompts."""
         tokens = sum(c.length for c in chunks)
         keys, values = (
             torch.empty(shape.num_layers, shape.num_heads, tokens, dim, dtype=shape.dtype, device=shape.device)
             for dim in (shape.key_dim, shape.value_dim)
         )
-        return cls(chunks, (keys, values), shape.device, same_length_only)
+        return cls(chunks, (keys, values), shape.device, same_length_only, runs)
 
     @property
     def num_tokens(self) -> int:
@@ -290,7 +294,8 @@ class PrefillPlan:
             tokens = slice(part.first, part.first + part.count)
             out = self._attend_set(part, layer, query[tokens], key[tokens], value[tokens], how)
             parts.append(out if part.scatter is None else out.index_select(0, part.scatter))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        made = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return seeing_ahead(made, query, key, value, self.runs, how)
 
     def _attend_set(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from verl.models.attention.masked import Run
 from verl.models.router_replay import ExpertRecorder
 from verl.models.vision import VisionInputs, family_of, placing
 from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
@@ -83,7 +84,6 @@ class PoolRunner:
         native: NativeModel | None = None,
     ):
         self.model, self.shape, self.policy, self.native = model, shape, policy or PoolPolicy(), native
-        self.can_chunk = not self.policy.exact
         self.prefill_tokens = self.decode_tokens = 0
         self.blocks: list[KVBlock] = []
         self._plans: dict[KVBlock, DecodePlan] = {}
@@ -99,6 +99,8 @@ class PoolRunner:
         self._pool = BufferPool(shape.dtype, shape.device)
         family = family_of(model.config)
         self.features = None if family is None else Features(model, family, self.policy.exact)
+        self.sees_ahead = family is not None and family.sees_ahead
+        self.can_chunk = not (self.policy.exact or self.sees_ahead)
 
     @property
     def num_cache_bytes(self) -> int:
@@ -244,7 +246,10 @@ class PoolRunner:
         positions += [_positions_of(chunk, device) for chunk in chunks]
         positions.append(torch.zeros(padding, dtype=torch.int64, device=device))
         pictures = self._pictures(chunks, len(rows))
-        prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact) if chunks else None
+        prefill = None
+        if chunks:
+            runs = _runs_ahead(chunks) if self.sees_ahead else ()
+            prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact, runs=runs)
         plan = StepPlan(plans, prefill, padding, None if chunks else self.is_interrupted)
         wanted = self._wanted(len(rows), chunks)
         with nullcontext() if self.recorder is None else self.recorder.recording():
@@ -422,9 +427,21 @@ def _write_prompt(block: KVBlock, prompt: Prompt, rows: Sequence[Row]) -> None:
 def _positions_of(chunk: Chunk, device: torch.device) -> torch.Tensor:
     """(tokens,) rotary positions, or (axes, tokens) of a prompt with pictures."""
     view = chunk.prompt.view
-    if view is None:
+    if view is None or len(view.positions) == 1:
         return torch.arange(chunk.start, chunk.end, device=device)
     return view.positions[:, chunk.start : chunk.end].to(device)
+
+
+def _runs_ahead(chunks: Sequence[Chunk]) -> list[Run]:
+    """The tokens of pictures in complete prompts, numbered as the prompts are packed."""
+    runs, start = list[Run](), 0
+    for chunk in chunks:
+        assert chunk.length == chunk.prompt.length, "a picture may be cut"
+        for one in () if chunk.prompt.view is None else chunk.prompt.view.placed:
+            for first, count in one.runs:
+                runs.append((start + first, start + first + count, ((start, start + first + count),)))
+        start += chunk.length
+    return runs
 
 
 def _on_axes(parts: Sequence[torch.Tensor]) -> torch.Tensor:

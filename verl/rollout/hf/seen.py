@@ -106,7 +106,7 @@ class Features:
         self.num_encoded = 0
         self._kept: OrderedDict[bytes, tuple[Tensor, ...]] = OrderedDict()
         self._output: Any = None
-        self._deep_is_joined = False
+        self._is_joined = self._deep_is_joined = False
 
     def clear(self) -> None:
         """Drop everything: the tower has other weights."""
@@ -129,7 +129,7 @@ class Features:
         ]
         places = torch.cat([torch.arange(at, at + count) for _, _, count, at in runs]).to(joined[0].device)
         deep = {"deepstack_features": [self._as_made(layer) for layer in joined[1:]]} if joined[1:] else {}
-        features = self._output(pooler_output=(joined[0],), **deep)
+        features = self._output(pooler_output=joined[0] if self._is_joined else (joined[0],), **deep)
         self._forget_old(keep={one.digest for one, _, _, _ in runs})
         return VisionInputs({}, {"image": places}, features)
 
@@ -151,9 +151,13 @@ class Features:
         made = encode(*tensors.values(), return_dict=True)
         self._output = type(made)
         deep = getattr(made, "deepstack_features", None) or ()
+        self._is_joined = torch.is_tensor(made.pooler_output)
         self._deep_is_joined = any(torch.is_tensor(layer) for layer in deep)
         counts = [sum(one.runs) for one in pictures]
-        layers = [layer.split(counts) if torch.is_tensor(layer) else layer for layer in (made.pooler_output, *deep)]
+        layers = [
+            layer.flatten(0, -2).split(counts) if torch.is_tensor(layer) else layer
+            for layer in (made.pooler_output, *deep)
+        ]
         for number, picture in enumerate(pictures):
             self._kept[picture.digest] = tuple(layer[number].flatten(0, -2) for layer in layers)
         self.num_encoded += len(pictures)

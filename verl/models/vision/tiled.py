@@ -1,0 +1,70 @@
+"""Gemma 3 and InternVL: an image is one or more square tiles of one size, each with as many tokens as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from verl.errors import DataError
+from verl.models.vision.family import Kind, Picture, VisionFamily
+
+PIXELS = "pixel_values"
+"""(tiles, channels, height, width): crops and thumbnails of all images of a row, in the order of their tokens."""
+
+
+class TiledVision(VisionFamily):
+    """A tower that takes tiles one by one: each tile is a picture here, whichever image it is cut from."""
+
+    tower = ("vision_tower", "multi_modal_projector")
+    kinds: ClassVar[tuple[Kind, ...]] = ("image",)
+    keys: ClassVar[frozenset[str]] = frozenset((PIXELS,))
+
+    def token_id(self, kind: Kind) -> int:
+        return int(self.config.image_token_id)
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """Channels, height and width in pixels."""
+        size = self.config.vision_config.image_size
+        return int(self.config.vision_config.num_channels), *((size, size) if isinstance(size, int) else size)
+
+    @property
+    def tokens_per_tile(self) -> int:
+        return int(self.config.mm_tokens_per_image)
+
+    def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
+        pixels = inputs.get(PIXELS, torch.zeros(0, *self.tile))
+        if tuple(pixels.shape[1:]) != self.tile:
+            raise DataError(
+                f"the tower takes tiles of {self.tile} channels, rows and columns",
+                key=f"multi_modal_inputs.{PIXELS}",
+                got=tuple(pixels.shape),
+                fix="Let the image processor resize to vision_config.image_size of config.json.",
+            )
+        return [self._picture(tile) for tile in pixels.split(1)] if len(pixels) else []
+
+    def _picture(self, tile: Tensor) -> Picture:
+        return Picture("image", {PIXELS: tile}, (self.tokens_per_tile,), (1, 1, self.tokens_per_tile))
+
+    def smallest(self, kind: Kind) -> Picture:
+        return self._picture(torch.zeros(1, *self.tile))
+
+
+class GemmaVision(TiledVision):
+    """Gemma 3 (arXiv 2503.19786): the tokens of a tile see each other in both directions."""
+
+    sees_ahead = True
+
+
+class InternVision(TiledVision):
+    """InternVL 2.5 and 3 as transformers has them (arXiv 2504.10479)."""
+
+    @property
+    def tokens_per_tile(self) -> int:
+        _, rows, columns = self.tile
+        vision = self.config.vision_config
+        height, width = (vision.patch_size,) * 2 if isinstance(vision.patch_size, int) else vision.patch_size
+        return int(rows // height * (columns // width) * self.config.downsample_ratio**2)
