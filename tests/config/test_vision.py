@@ -49,10 +49,11 @@ def test_a_hub_name_whose_files_are_on_this_machine_is_judged_by_them(tmp_path, 
     assert told("no hub/name/at all", None) == []
 
 
-def test_other_families_are_refused_with_those_that_are_built(model):
-    [(kind, said)] = told(model(model_type="kimi_k25", vision_config={"depth": 2}), None)
-    assert kind is NotBuiltError and "'kimi_k25'" in said and "qwen2_5_vl" in said
-    assert told(model(model_type="kimi_k25", vision_config={"depth": 2}), "my_package") == []
+@pytest.mark.parametrize("family", ["kimi_k25", "kimi_vl"])
+def test_other_families_are_refused_with_those_that_are_built(model, family):
+    [(kind, said)] = told(model(model_type=family, vision_config={"depth": 2}), None)
+    assert kind is NotBuiltError and f"'{family}'" in said and "qwen2_5_vl" in said
+    assert told(model(model_type=family, vision_config={"depth": 2}), "my_package") == []
     assert told(model(model_type="qwen2"), None, "megatron") == []
 
 

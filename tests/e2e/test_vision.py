@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.programs import PROJECT, curve, fine_tuned, run, trained
+from tests.harness.vision import TILED, tiled_dir
 
 pytestmark = pytest.mark.slow
 EXAMPLE = PROJECT / "examples/vision"
@@ -21,6 +22,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pictures and a model that has seen some of them with their answers."""
     folder = tmp_path_factory.mktemp("vision")
     run([sys.executable, f"{EXAMPLE}/make_model.py", "base"], cwd=folder)
+    return warmed_up(folder)
+
+
+def warmed_up(folder: Path) -> Path:
+    """The folder, with data and what its model ``base`` became of conversations."""
     sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", "8"]
     run([sys.executable, f"{EXAMPLE}/make_data.py", "--save_dir", ".", *sizes], cwd=folder)
     words = ("data.train_files=sft.parquet", "data.train_batch_size=32", "optim.lr=1e-3", "trainer.total_epochs=10")
@@ -60,6 +66,13 @@ def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY) -> l
 def test_rewards_alone_teach_it_the_rest(warm: Path):
     accuracy = learn(warm, "grpo")
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_a_family_whose_images_come_in_tiles_learns_it_too(tmp_path: Path, family: str):
+    tiled_dir(tmp_path / "base", family, hidden=128, layers=4)
+    accuracy = learn(warmed_up(tmp_path), "grpo")
+    assert accuracy[0] < 0.65 and accuracy[-1] >= 0.75, accuracy
 
 
 RAY = ("trainer.runtime=ray", "trainer.device=cpu", "trainer.n_gpus_per_node=2")

@@ -76,7 +76,8 @@ def policy_problems(cfg: Any) -> Problems:
     if actor.freeze_vision_tower and facts and not sees:
         notice(key, "has no effect: the policy has no vision tower")
     if actor.freeze_vision_tower and model.lora_rank > 0:
-        fix = "Leave it out, and name the tower in model.exclude_modules, such as '.*visual.*'."
+        tower = "(vision_tower|multi_modal_projector)" if facts.get("model_type") in HF_ALONE else "visual"
+        fix = f"Leave it out, and name the tower in model.exclude_modules, such as '.*{tower}.*'."
         problems.append(ConfigError("an adapter trains no tower but its own factors there", key=key, got=True, fix=fix))
     return problems
 
