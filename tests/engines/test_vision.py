@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from tests.harness.engines import gradients, make_engine, relative_error
@@ -53,6 +54,23 @@ def test_values_of_rows_with_images_are_those_of_each_row_alone(seeing_model, fa
         values = logits_row_by_row(load_value_model(str(path), seed=3).eval(), batch)[..., 0]
     expected = values * batch.batch["response_mask"]
     assert relative_error(engine.infer(batch, ("values",))["values"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_of_the_tower_are_those_that_torch_counts(seeing_model, family):
+    path = seeing_model(family)
+    engine = make_engine(path)
+    column = seen_batch(engine.model.config, path, (((112, 112),), ()), samples=1).non_tensor_batch[
+        "multi_modal_inputs"
+    ]
+    model = load_causal_lm(str(path), attn="eager").eval()  # its products are counted one by one
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.model.get_image_features(*column[0].values(), return_dict=True)
+    # InternVL's token that stands for the picture has no pixels, and counts as if it had.
+    near = 0.02 if family == "internvl" else 0
+    assert engine.tower_flops(column) == pytest.approx(3 * counted.get_total_flops(), rel=near)
+    frozen = make_engine(path, freeze_vision_tower=True)
+    assert frozen.tower_flops(column) == pytest.approx(counted.get_total_flops(), rel=near)
 
 
 def test_another_picture_in_the_same_place_changes_what_follows_it(seeing_model):

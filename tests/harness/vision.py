@@ -228,6 +228,7 @@ def tiled_dir(folder: Path, family: str, hidden: int = 32, layers: int = 2) -> P
     vision |= {"image_size": TILE, "patch_size": 7, "num_channels": 3}
     more: dict[str, Any] = {"image_seq_length": TILE_TOKENS}
     if is_gemma:
+        vision["vision_use_head"] = False
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
         text |= {"sliding_window": 3, "layer_types": kinds, "query_pre_attn_scalar": hidden // 4}
         more = {"mm_tokens_per_image": TILE_TOKENS, "boi_token_index": MARKS[0], "eoi_token_index": MARKS[1]}

@@ -144,6 +144,10 @@ class Engine(ABC):
     def train_flops(self, lengths: Sequence[int]) -> float:
         """Floating-point operations of training on sequences of these lengths (convention: `verl.models.flops`)."""
 
+    def tower_flops(self, column: Iterable[Any]) -> float:
+        """The same of the vision tower, for rows of ``multi_modal_inputs``."""
+        return 0.0
+
     @abstractmethod
     def step_scheduler(self) -> None:
         """Advance the learning rate; once per global step, after its last mini-batch."""

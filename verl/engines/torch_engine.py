@@ -51,6 +51,7 @@ from verl.engines.recorded_experts import RecordedExperts, check_experts
 from verl.engines.rng import rng_state, set_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.saving import WeightsToWrite, held, weights_to_write
+from verl.engines.seen_rows import tensors_of
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
@@ -64,7 +65,7 @@ from verl.models.lora import LoraSettings
 from verl.models.router_replay import COLUMN
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
-from verl.models.vision import family_of, freeze_tower
+from verl.models.vision import family_of, freeze_tower, tower_flops, tower_modules
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
 from verl.protocol.sharding import ShardSpec
@@ -216,6 +217,15 @@ class TorchEngine(Engine):
 
     def train_flops(self, lengths: Sequence[int]) -> float:
         return ModelFlops.of(self.model.config, self.num_parameters).train(lengths)
+
+    def tower_flops(self, column: Iterable[Any]) -> float:
+        """As for tokens, a picture counts once for each row that shows it; a frozen tower has no backward pass."""
+        family = self.forward.family
+        if family is None:
+            return 0.0
+        pictures = [one for inputs in column for one in family.pictures(tensors_of(inputs))]
+        trains = any(p.requires_grad for _, part in tower_modules(self.model, family) for p in part.parameters())
+        return tower_flops(self.model, family, pictures) * (3 if trains else 1)
 
     def infer(
         self,

@@ -4,7 +4,7 @@ Convention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B): a multiply-add
 forward passes and recomputation is not credited; attention is counted over the full square of the context, causality is
 NOT credited, a sliding window is; the embedding look-up is free and the language-model head counts on every token, also
 where this library skips it. Per token: 6 * (active matmul parameters) + 12 * layers * heads * head_dim * context.
-Of a model that sees the language model is counted, on all its tokens, and the tower is not.
+Here the language model is counted, on all its tokens; `verl.models.vision.tower_flops` counts a tower.
 Families whose configuration has the usual names are counted exactly; for others the parameter count stands in.
 """
 

@@ -24,6 +24,7 @@ from verl.device import memory_now, torch_dtype
 from verl.engines.adapters import AdapterBaseEngine
 from verl.engines.base import DataRank, Engine
 from verl.engines.memory import check_host
+from verl.engines.seen_rows import COLUMN as PICTURES
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
@@ -164,7 +165,8 @@ class ModelPart:
             metrics.merge(per_step(measured))
             lengths = part.tensors["attention_mask"].sum(-1).tolist()
             computed = 1.0 - measured.values().get("without_gradient", 0.0)
-            metrics.add("tflop", self.engine.train_flops(lengths) * computed / 1e12, "sum")
+            seen = self.engine.tower_flops(part.non_tensor_batch.get(PICTURES, ()))
+            metrics.add("tflop", (self.engine.train_flops(lengths) + seen) * computed / 1e12, "sum")
             mini_batch_done()
         if not more_updates:
             self.engine.step_scheduler()

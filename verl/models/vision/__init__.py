@@ -7,7 +7,7 @@ called with. Engines and samplers know no family.
 from verl.models.vision.families import family_of
 from verl.models.vision.family import Picture, PlacedPicture, VisionFamily
 from verl.models.vision.inputs import VisionInputs, placing
-from verl.models.vision.towers import freeze_tower, language_backbone
+from verl.models.vision.towers import freeze_tower, language_backbone, tower_flops, tower_modules
 
 __all__ = [
     "Picture",
@@ -18,4 +18,6 @@ __all__ = [
     "freeze_tower",
     "language_backbone",
     "placing",
+    "tower_flops",
+    "tower_modules",
 ]

@@ -110,6 +110,10 @@ class VisionFamily(ABC):
     def smallest(self, kind: Kind) -> Picture:
         """A picture of as few tokens as the tower allows, all zeros."""
 
+    @abstractmethod
+    def patches(self, picture: Picture) -> tuple[int, int]:
+        """Patches that a picture has in the tower, and in how many frames they attend to each other."""
+
     def pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
         """The images, then the videos of one row, each in its order.
 

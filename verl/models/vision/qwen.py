@@ -69,6 +69,10 @@ class QwenVision(VisionFamily):
             return 1.0
         return float(per_second) * (float(inputs[SECONDS][number]) if SECONDS in inputs else 1.0)
 
+    def patches(self, picture: Picture) -> tuple[int, int]:
+        pixels, grids = PIXELS[picture.kind]
+        return len(picture.tensors[pixels]), int(picture.tensors[grids][0, 0])
+
     def smallest(self, kind: Kind) -> Picture:
         vision = self.config.vision_config
         merge = int(vision.spatial_merge_size)

@@ -49,6 +49,18 @@ class TiledVision(VisionFamily):
     def _picture(self, tile: Tensor) -> Picture:
         return Picture("image", {PIXELS: tile}, (self.tokens_per_tile,), (1, 1, self.tokens_per_tile))
 
+    @property
+    def patch_grid(self) -> tuple[int, int]:
+        """Rows and columns of patches in a tile."""
+        _, rows, columns = self.tile
+        size = self.config.vision_config.patch_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return rows // height, columns // width
+
+    def patches(self, picture: Picture) -> tuple[int, int]:
+        rows, columns = self.patch_grid
+        return rows * columns, 1
+
     def smallest(self, kind: Kind) -> Picture:
         return self._picture(torch.zeros(1, *self.tile))
 
@@ -64,7 +76,9 @@ class InternVision(TiledVision):
 
     @property
     def tokens_per_tile(self) -> int:
-        _, rows, columns = self.tile
-        vision = self.config.vision_config
-        height, width = (vision.patch_size,) * 2 if isinstance(vision.patch_size, int) else vision.patch_size
-        return int(rows // height * (columns // width) * self.config.downsample_ratio**2)
+        rows, columns = self.patch_grid
+        return int(rows * columns * self.config.downsample_ratio**2)
+
+    def patches(self, picture: Picture) -> tuple[int, int]:
+        count, frames = super().patches(picture)
+        return count + 1, frames  # one stands for the picture as such
