@@ -26,7 +26,6 @@ ERRORS = {
     "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node: 8 GPUs",
     f"{R}.temperatur=0.7": f"{R}.temperatur: unknown",
     f"{A}.tis_imp_ratio_cap=2.0": f"{A}.tis_imp_ratio_cap: no longer",
-    f"algorithm.adv_estimator=grpo {R}.n=1": f"{R}.n: the estimator",
     f"{A}.qat.enable=true": f"{A}.qat.enable: not built",
     f"{R}.expert_parallel_size=2": f"{R}.expert_parallel_size: not built for",
     "trainer.logger=[console,wandb]": "trainer.logger: 'wandb'",
@@ -40,12 +39,9 @@ WHILE_RUNNING = {
     "data.max_prompt_length=4": "train.parquet, row 0:",
     "data.train_files=bare.parquet": "data_source: the data has no column",
     "": "data_source: no built-in scorer",
-    "data.train_files=bare.parquet data.train_batch_size=32 mine.name=nothing": "reward_model.ground_truth: bare",
     "data.train_batch_size=32 mine.name=nothing": "all 64 samples of a batch failed",
     "trainer.default_local_dir=busy trainer.save_freq=1 mine.name=good": "trainer.default_local_dir: another run",
 }
-OFFLINE = "model.path: no tokenizer could be loaded from this hub name"
-"""What the hub's client says without a network is not ours; the sentence around it is tested in tests/data."""
 REWARDS = """
 def nothing(data_source, solution_str, ground_truth, extra_info=None):
     return None
@@ -54,10 +50,8 @@ def good(data_source, solution_str, ground_truth, extra_info=None):
     return 0.0
 """
 NOTICES = {
-    f"{R}.gpu_memory_utilization=0.4": f"{R}.gpu_memory_utilization",
     f"{A}.lr=1e-6": f"{A}.lr",
     "algorithm.kl_ctrl.kl_coef=0.001": "algorithm.kl_ctrl.kl_coef",
-    f"{A}.kl_loss_coef=0.01": f"{A}.kl_loss_coef",
 }
 
 
@@ -124,5 +118,5 @@ def test_an_error_of_a_run_is_shown_as_it_is(laptop, qwen2, capsys, words):
 
 def test_every_error_on_the_page_is_met_above():
     errors = [line.removeprefix("error: ") for line in SHOWN if line.startswith("error: ")]
-    known = (*ERRORS.values(), *WHILE_RUNNING.values(), OFFLINE)
+    known = (*ERRORS.values(), *WHILE_RUNNING.values())
     assert [line for line in errors if not line.startswith(known)] == []
