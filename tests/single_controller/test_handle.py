@@ -166,6 +166,28 @@ async def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
         await handle.call(Drawer.draw)
 
 
+async def test_a_handle_takes_methods_and_cancels_by_class():
+    class Other:
+        async def hang(self):
+            return "done"
+
+    class Both(Worker):
+        def endpoints(self):
+            return {Server: server, Other: Other()}
+
+    server = Server()
+    handle = LocalHandle(Both())
+    with pytest.raises(WorkerError, match=r"a handle calls methods.*Class.method"):
+        await handle.call(gc.collect)
+    hanging = asyncio.ensure_future(handle.call(Server.hang))
+    while not server.started:
+        await asyncio.sleep(0)
+    assert handle.cancel(Other.hang) == 0 and await handle.call(Other.hang) == "done"
+    assert handle.cancel(Server.hang) == 1
+    with pytest.raises(WorkerError, match="was cancelled"):
+        await hanging
+
+
 async def test_a_handle_reaches_the_objects_that_a_worker_holds_by_class():
     class Louder(Server):
         async def echo(self, name, timeout=None, method=None):
@@ -173,13 +195,13 @@ async def test_a_handle_reaches_the_objects_that_a_worker_holds_by_class():
 
     class Holder(Worker):
         def endpoints(self):
-            return Louder(), Server()
+            return {Server: Louder(), Drawer: Drawer()}
 
         def echo(self):
             return "the worker's"
 
     handle = LocalHandle(Holder(), name="holder[0]")
-    assert await handle.call(Server.echo, "name") == ("NAME", None, None), "the first of the class, and its override"
+    assert await handle.call(Server.echo, "name") == ("NAME", None, None), "its override runs"
     assert await handle.call(Holder.echo) == "the worker's"
     with pytest.raises(KeyError) as error:
         await handle.call(Server.fail)

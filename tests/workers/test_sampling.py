@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from tests.rollout.test_service import Fake
 from verl.config import ActorRolloutRefConfig, HFModelConfig
+from verl.errors import WorkerError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.service import SamplerService
+from verl.single_controller.base.handle import method_of
 from verl.single_controller.local.handle import LocalHandle
 from verl.workers.sampling import SamplingWorker, balance
 
@@ -31,6 +35,16 @@ def test_replicas_of_other_processes_join_the_service():
     asyncio.run(worker.connect(handles))
     assert [replica.name for replica in service.replicas] == [f"replica of rollout[{rank}]" for rank in (0, 2, 4)]
     assert answers(service) == {0, 2, 4}
+
+
+def test_handles_reach_the_service_once_it_is_there_and_never_for_a_replica():
+    worker = SamplingWorker(ActorRolloutRefConfig(model=HFModelConfig(path="nowhere")))
+    assert worker.endpoints() == {}, "before the model is loaded"
+    service = worker.service = SamplerService({"0": Fake(0)})
+    worker.agent_loops = SimpleNamespace()
+    assert method_of(worker, "SamplerService.discard", "rollout[0]") == service.discard
+    with pytest.raises(WorkerError, match="no object of the class Sampler"):
+        method_of(worker, "Sampler.abort", "rollout[0]")
 
 
 def test_a_batch_says_how_evenly_its_replicas_worked_and_how_many_are_left():

@@ -34,9 +34,9 @@ class WeightIntake:
         self.sampler, self.device = sampler, device
         self._ends: dict[str, Transport] = {}
 
-    def endpoints(self) -> tuple[Sampler]:
+    def endpoints(self) -> Mapping[type, object]:
         """Handles on this object reach the sampler, too."""
-        return (self.sampler,)
+        return {Sampler: self.sampler}
 
     async def status(self) -> dict[str, Any]:
         """``version`` of the weights, and ``stats``."""

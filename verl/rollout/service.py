@@ -340,6 +340,8 @@ class SamplerService(Sampler):
         replica = Replica(name, sampler)
         if self._published:
             await sampler.confirm(self._version)
+            if name in self._names():
+                raise RolloutError("another replica of this name came meanwhile", got=name)
             self._take_or_lose(replica)
         self.replicas.append(replica)
         self._wake_waiting()

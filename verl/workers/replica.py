@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from verl import distributed
 from verl.config import ActorRolloutRefConfig
@@ -89,6 +89,6 @@ class ReplicaWorker(ProfiledWorker):
         """Whether the actor is in this process too: the two take turns on its devices."""
         return "actor" in self.fused_worker_dict
 
-    def endpoints(self) -> Sequence[object]:
+    def endpoints(self) -> Mapping[type, object]:
         """The sampler that this rank leads, and its `WeightIntake`."""
-        return () if self.intake is None else (self.intake.sampler, self.intake)
+        return {} if self.intake is None else {Sampler: self.intake.sampler, WeightIntake: self.intake}

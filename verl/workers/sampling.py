@@ -13,6 +13,7 @@ from verl.metrics import Metric
 from verl.protocol import DataProto
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
+from verl.rollout.request_spans import RequestSpans
 from verl.rollout.service import SamplerService
 from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
@@ -112,10 +113,13 @@ class SamplingWorker(ReplicaWorker):
         """Whether lost replicas are replaced during the run."""
         return self.config.rollout.max_replacements > 0 and not self.is_colocated
 
-    def endpoints(self) -> Sequence[object]:
+    def endpoints(self) -> Mapping[type, object]:
         """This process's replica; in the first process also the service and the manager of the agent loops."""
-        led = super().endpoints()
-        return led if self.rank else (*led, self.service, self.service.spans, self.agent_loops)
+        replica = super().endpoints()
+        if "agent_loops" not in vars(self):  # another rank, or before `init_model`
+            return replica
+        service, loops = self.service, self.agent_loops
+        return {**replica, SamplerService: service, RequestSpans: service.spans, AgentLoopManager: loops}
 
     def _serve(self) -> None:
         rollout = self.config.rollout

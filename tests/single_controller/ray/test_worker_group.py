@@ -14,7 +14,15 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from tests.single_controller.ray.workers import Broken, Counter, Dice, Friendly, PlainUserError
+from tests.single_controller.ray.workers import (
+    Answerer,
+    Broken,
+    Counter,
+    Dice,
+    Friendly,
+    Holding,
+    PlainUserError,
+)
 from verl.errors import ConfigError, WorkerError
 from verl.protocol import DataProto, DataProtoFuture
 from verl.registry import load_from_module
@@ -471,6 +479,15 @@ def test_a_handle_reports_errors_by_worker_and_method(friendly, dice):
     asyncio.run(run())
     with pytest.raises(WorkerError, match="one at a time"):
         dice.handle(0, max_concurrency=4)
+
+
+def test_a_handle_reaches_async_methods_of_what_a_plain_worker_holds(pool):
+    group = RayWorkerGroup(split_resource_pool(pool, [1, 1])[0], RayClassWithInitArgs(Holding), name_prefix="holding")
+    assert group.add(1) == [2]
+    assert asyncio.run(group.handle(0).call(Answerer.double, 4)) == 8
+    with pytest.raises(WorkerError, match=r"holding\[0\] has no object of the class Counter.*Holding.*Answerer"):
+        asyncio.run(group.handle(0).call(Counter.add, 1))
+    group.close()
 
 
 def test_a_plain_object_lives_in_a_process_of_its_own_and_its_handle_travels(dice, tmp_path):

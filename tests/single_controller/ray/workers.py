@@ -140,6 +140,25 @@ class Dice(Worker):
         time.sleep(seconds)
 
 
+class Answerer:
+    """What a worker holds for others."""
+
+    async def double(self, number: int) -> int:
+        await asyncio.sleep(0)
+        return 2 * number
+
+
+class Holding(Worker):
+    """Its async methods are those of an object that it holds."""
+
+    def endpoints(self) -> dict[type, object]:
+        return {Answerer: Answerer()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, number: int) -> int:
+        return number + 1
+
+
 class Friendly(Dice):
     """With async methods: its process has an event loop."""
 

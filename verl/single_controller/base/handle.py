@@ -10,7 +10,7 @@ import asyncio
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -42,32 +42,31 @@ def method_of(target: Any, name: str, where: str) -> Callable[..., Any]:
     """The method that a call names.
 
     Args:
-        target: the object behind a handle or in a group. What its ``endpoints()`` lists answers calls, too.
-        name: ``method``, of the target; or ``Class.method``, of the first of these objects that is of that class.
+        target: the object behind a handle or in a group; its ``endpoints()`` are the further objects that answer.
+        name: ``method``, of the target; or ``Class.method``, of the target or of the endpoint under that class.
         where: names the target in messages.
 
     Raises:
         WorkerError: there is no such object or method.
     """
     kind, _, method = name.rpartition(".")
-    objects = [target, *_endpoints(target)] if kind else [target]
-    named = [one for one in objects if not kind or kind in _class_names(one)]
-    if not named:
-        known = sorted({label for one in objects for label in _class_names(one)})
-        raise WorkerError(f"{where} has no object of the class {kind}", allowed=known, fix=suggest(kind, known))
-    function = getattr(named[0], method, None)  # the name comes from the caller
+    classes = [base.__name__ for base in type(target).__mro__ if base is not object]
+    if kind and kind not in classes:
+        endpoints = {base.__name__: one for base, one in target.endpoints().items()} if has_endpoints(target) else {}
+        if kind not in endpoints:
+            served = [*classes, *endpoints]
+            raise WorkerError(f"{where} has no object of the class {kind}", allowed=served, fix=suggest(kind, served))
+        target = endpoints[kind]
+    function = getattr(target, method, None)  # the name comes from the caller
     if (kind and method.startswith("_")) or not callable(function):
-        known = [label for label, _ in inspect.getmembers(type(named[0]), inspect.isroutine) if label[0] != "_"]
-        raise WorkerError(f"{where} has no method {method!r}", allowed=known, fix=suggest(method, known))
+        methods = [label for label, _ in inspect.getmembers(type(target), inspect.isroutine) if label[0] != "_"]
+        raise WorkerError(f"{where} has no method {method!r}", allowed=methods, fix=suggest(method, methods))
     return function
 
 
-def _endpoints(target: Any) -> Sequence[object]:
-    return target.endpoints() if hasattr(target, "endpoints") else ()
-
-
-def _class_names(one: object) -> list[str]:
-    return [kind.__name__ for kind in type(one).__mro__ if kind is not object]
+def has_endpoints(target: Any) -> bool:
+    """Whether calls of a target may be meant for an object that it holds."""
+    return hasattr(target, "endpoints")
 
 
 class Handle(ABC):
@@ -110,12 +109,12 @@ class Handle(ABC):
         Raises:
             WorkerError: there is no such method, the call took too long, or it was cancelled by `cancel`.
         """
-        name = ".".join(method.__qualname__.split(".")[-2:])
-        return await self._await(method.__name__, self._invoke(name, args, kwargs))
+        name = _sent_name(method)
+        return await self._await(name, self._invoke(name, args, kwargs))
 
     def cancel(self, method: Callable[..., Any] | None = None) -> int:
         """Cancel the calls in flight, of one method or all; returns how many. Callable from any thread."""
-        name = None if method is None else method.__name__
+        name = None if method is None else _sent_name(method)
         chosen = [(task, loop) for task, (called, loop) in list(self._in_flight.items()) if name in (None, called)]
         for task, loop in chosen:
             loop.call_soon_threadsafe(task.cancel)
@@ -128,9 +127,9 @@ class Handle(ABC):
         other._in_flight = {}
         return other
 
-    async def _await(self, method: str, work: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.ensure_future(work)
-        self._in_flight[task] = method, asyncio.get_running_loop()
+    async def _await(self, name: str, work: Coroutine[Any, Any, Any]) -> Any:
+        task, method = asyncio.ensure_future(work), name.rpartition(".")[2]
+        self._in_flight[task] = name, asyncio.get_running_loop()
         try:
             await asyncio.wait({task}, timeout=self.timeout)
             if not task.done():
@@ -148,6 +147,18 @@ class Handle(ABC):
                 task.add_done_callback(_look)
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+
+
+def _sent_name(method: Callable[..., Any]) -> str:
+    """``Class.method``, without what the class is defined in.
+
+    Raises:
+        WorkerError: it is a function of no class.
+    """
+    *_, kind, name = ["", *method.__qualname__.split(".")]
+    if not kind or kind == "<locals>":
+        raise WorkerError("a handle calls methods", got=method.__qualname__, fix="Pass Class.method.")
+    return f"{kind}.{name}"
 
 
 def _look(task: asyncio.Task[Any]) -> None:

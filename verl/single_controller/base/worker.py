@@ -7,7 +7,7 @@ process started by torchrun) reads it from the environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,9 +158,12 @@ class Worker:
             )
         return known[mesh_name]
 
-    def endpoints(self) -> Sequence[object]:
-        """Objects of this worker that handles on it reach, too (`Handle.call`)."""
-        return ()
+    def endpoints(self) -> Mapping[type, object]:
+        """Objects of this worker that handles on it reach, too, by the class whose methods are called (`Handle.call`).
+
+        A process whose worker has any runs an event loop for their async methods.
+        """
+        return {}
 
     # ---- other workers and foreign functions -------------------------------------------------------------------
 

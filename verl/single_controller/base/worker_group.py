@@ -265,12 +265,25 @@ def collected(group: WorkerGroup, method: Callable[..., Any]) -> Callable[..., A
     Example:
         >>> outputs = collected(group, ModelWorker.infer)(batch, options)
     """
-    return getattr(group, method.__name__)  # type: ignore[no-any-return]  # bound from the class
+    return _bound(group, method)
 
 
 def by_rank(group: WorkerGroup, method: Callable[Concatenate[Any, P], R]) -> Callable[P, list[R]]:
     """A tagged method of a group, whose tag leaves the results as they are: one per rank that is collected."""
-    return getattr(group, method.__name__)  # type: ignore[no-any-return]  # bound from the class
+    return _bound(group, method)
+
+
+def _bound(group: WorkerGroup, method: Callable[..., Any]) -> Callable[..., Any]:
+    """What `WorkerGroup._bind_worker_method` gave the group under the method's name.
+
+    Raises:
+        WorkerError: the class of the workers has no such method.
+    """
+    bound: Callable[..., Any] | None = getattr(group, method.__name__, None)
+    if bound is None:
+        fix = "Tag it with @register in the class of the workers."
+        raise WorkerError(f"the workers of this group have no method {method.__qualname__}", fix=fix)
+    return bound
 
 
 __all__ = ["ClassWithInitArgs", "ResourcePool", "WorkerGroup", "by_rank", "collected"]

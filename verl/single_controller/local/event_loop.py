@@ -53,7 +53,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         coroutine.close()
         raise WorkerError(
             "an async worker method was called through its group from inside another async worker method",
-            fix="Use the group's handle: await group.handle(rank).call(name, ...).",
+            fix="Use the group's handle: await group.handle(rank).call(Class.method, ...).",
         )
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:

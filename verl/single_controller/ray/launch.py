@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError
 from verl import env
 from verl.errors import WorkerError
 from verl.single_controller.base.colocated import ColocatedWorker
-from verl.single_controller.base.worker import DEVICE_VARIABLES, WorkerInfo
+from verl.single_controller.base.worker import DEVICE_VARIABLES, Worker, WorkerInfo
 from verl.single_controller.ray import failures, host, transfer
 from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet, Member
@@ -98,9 +98,11 @@ def worker_names(role: str, size: int) -> list[str]:
 
 
 def has_async_methods(cls: Any) -> bool:
-    """Whether a class, or one of the classes of a colocated one, has public async methods."""
+    """Whether a class, or one of the classes of a colocated one, has public async methods or endpoints."""
     if inspect.isclass(cls) and issubclass(cls, ColocatedWorker):
         return any(has_async_methods(member.cls) for member in cls.class_dict.values())
+    if inspect.isclass(cls) and issubclass(cls, Worker) and cls.endpoints is not Worker.endpoints:
+        return True
     methods = (method for name, method in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_"))
     return any(inspect.iscoroutinefunction(method) for method in methods)
 
