@@ -432,3 +432,37 @@ def test_the_memory_of_a_reader_does_not_grow_with_the_journal(tmp_path, monkeyp
         assert tracemalloc.get_traced_memory()[1] < 1 << 21
     finally:
         tracemalloc.stop()
+
+
+def test_segments_that_another_journal_left_are_not_read_as_ones_of_a_new_one(tmp_path, small):
+    first = Steps(tmp_path)
+    for step in (1, 2):
+        position = first.write(step)
+        first.journal.rotate(step, position)
+    first.journal.close()
+    assert (tmp_path / SECOND).exists()
+    (tmp_path / NAME).unlink()
+    second = Steps(tmp_path)
+    second.write(1)
+    second.journal.close()
+    assert second.journal.path.name == "journal-2.jsonl"
+    assert len(list(entries_in(second.journal.path))) > 5
+
+
+def test_a_file_system_that_cannot_sync_a_folder_still_rotates(tmp_path, small, monkeypatch):
+    real = file.os.open
+
+    def refuse_folders(path, flags, *mode, **more):
+        if Path(path) == tmp_path:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *mode, **more)
+
+    run = Steps(tmp_path)
+    position = run.write(1)
+    monkeypatch.setattr(file.os, "open", refuse_folders)
+    run.journal.rotate(1, position)
+    run.write(2)
+    monkeypatch.undo()
+    run.journal.close()
+    assert (tmp_path / SECOND).exists() and not notices()
+    assert [entry["step"] for entry in entries_in(run.journal.path) if entry["event"] == "trained"] == [1, 2]

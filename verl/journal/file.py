@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from verl.errors import DataError
 from verl.journal.places import file_of_run, newest_file, private_opener
@@ -347,7 +347,7 @@ def _stream(path: Path) -> Iterator[tuple[int, bytes]]:
         place, line = _segment(path, segment), b"\n"
         if segment > 1:
             _check_head(place, number, check)
-        with place.open("rb") as file:
+        with _opened(place) as file:
             for line in file:
                 if line.startswith(NEXT_LINE) or not line.endswith(b"\n"):
                     break
@@ -367,6 +367,15 @@ def _stream(path: Path) -> Iterator[tuple[int, bytes]]:
         segment = follows
 
 
+def _opened(place: Path) -> BinaryIO:
+    """A segment; the run that writes the journal may drop it between two looks at the folder."""
+    try:
+        return place.open("rb")
+    except FileNotFoundError as error:
+        fix = "Read the journal again; if that is no help, copy all of its segments again."
+        raise DamagedJournal("a segment of the journal is missing", got=str(place), fix=fix) from error
+
+
 def _check_head(place: Path, number: int, check: str) -> None:
     """A segment follows from the entry of this number and checksum."""
     if not place.exists():
@@ -381,7 +390,7 @@ def _check_head(place: Path, number: int, check: str) -> None:
 
 def _head_of(place: Path) -> Entry:
     """The first entry of a segment."""
-    with place.open("rb") as file:
+    with _opened(place) as file:
         line = file.readline()
     head = entry_of(line)
     if head is None or _after(line, ENDLESS, place) is None or "after" not in head:
@@ -458,11 +467,13 @@ def _new_file(place: Path, line: bytes) -> FileIO:
     _write(file, line)
     os.fsync(file.fileno())
     new.replace(place)
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    # Past the rename the file is in use. Some network file systems refuse to bring a folder to the disk.
+    with suppress(OSError):
+        folder = os.open(place.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     return file
 
 

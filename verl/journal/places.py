@@ -63,7 +63,9 @@ def _of_run(path: Path, goes_on: bool, before: str | None, take: Callable[[Path]
 
 
 def _new_private_file(place: Path) -> bool:
-    return _new_file(place, private_opener)
+    """Not where segments of another file of this name are left, which readers would take for this one's."""
+    segments = place.parent.glob(f"{glob.escape(place.stem)}.[0-9][0-9][0-9][0-9]*{place.suffix}")
+    return next(segments, None) is None and _new_file(place, private_opener)
 
 
 def _new_file(place: Path, opener: Callable[[str, int], int] | None = None) -> bool:

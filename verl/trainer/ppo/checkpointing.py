@@ -113,6 +113,8 @@ class RunCheckpoints:
         """Of the newest complete checkpoint in the run's journal."""
         self.on_saved: Callable[[int, Path, bool], None] | None = None
         """Called after each complete checkpoint: its step, its folder, whether it was written in the background."""
+        self._positions: dict[int, Position] = {}
+        """Step -> position of a checkpoint that is being written."""
         self._boundary: Boundary | None = None
         self._has_saved = False
         self._loaded: Path | None = None
@@ -147,7 +149,9 @@ class RunCheckpoints:
         self._tell_saved()
         self._delete_loaded()
         if self.run.journal is not None:
-            self.run.journal.rotate(self.run.step, self.position, self.config.trainer.journal_max_bytes)
+            positions = [*self._positions.values(), *([] if self.position is None else [self.position])]
+            oldest = min(positions, key=lambda position: position.entries, default=None)
+            self.run.journal.rotate(self.run.step, oldest, self.config.trainer.journal_max_bytes)
 
     def discard(self) -> bool:
         """Drop a checkpoint whose step could not be logged, so that a run goes on from the one before."""
@@ -201,6 +205,8 @@ class RunCheckpoints:
         texts = self.provenance.files(self.places) | ({} if boundary.position is None else boundary.position.files())
         folder = self.writer.save(boundary.step, parts, trainer_state=boundary.state, hold=True, texts=texts)
         self._saved = (boundary.step, folder)
+        if boundary.position is not None:
+            self._positions[boundary.step] = boundary.position
         return folder
 
     def load(self) -> None:
@@ -262,7 +268,7 @@ class RunCheckpoints:
     def _tell_saved(self) -> None:
         while self.writer is not None and self.writer.published:
             folder, self._has_saved = self.writer.published.pop(0), True
-            self.position = Position.read(folder)
+            self.position = self._positions.pop(int(folder.name.rpartition("_")[2]), None) or self.position
             if self.on_saved is not None:
                 self.on_saved(int(folder.name.rpartition("_")[2]), folder, self.writer.background)
 
