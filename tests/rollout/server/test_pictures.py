@@ -199,8 +199,17 @@ def test_what_is_hostile_or_no_image_is_refused_before_it_is_decoded(payload, sa
     monkeypatch.setattr(Image.Image, "copy", lambda image: real(image) if image.width < 100 else pytest.fail("decoded"))
     store = module.PictureStore()
     with pytest.raises(RolloutError, match=r"not the images of a request") as refused:
-        store.add(payload)
+        asyncio.run(store.add(payload))
     assert said in str(refused.value) and store.of("x") is None
+
+
+@pytest.mark.parametrize("name", [None, "", 1, ["x"]])
+def test_images_without_a_name_are_refused_when_sent_and_when_used(name):
+    store = module.PictureStore()
+    with pytest.raises(RolloutError, match="images have a name"):
+        asyncio.run(store.add({"pictures": name, "content": "{}", "blobs": []}))
+    with pytest.raises(RolloutError, match="images have a name"):
+        store.of(name)
 
 
 def test_many_small_files_of_large_images_count_together():

@@ -70,6 +70,8 @@ class ChildHandle(Handle):
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method == Sampler.generate.__qualname__:
             return await self._generate(*args, **kwargs)
+        if method not in CALLS:
+            raise RolloutError("no call of a sampler in a child process", got=method, allowed=sorted(CALLS))
         path, names = CALLS[method]
         result = await self._ask(path, {**dict(zip(names, args)), **kwargs})
         return int(result["aborted"]) if path == own.ABORT else result

@@ -99,14 +99,13 @@ class Host:
             await server.close()
 
     async def _generate(self, payload: Any) -> Any:
-        name = payload.pop(NAME, None)
-        pictures = {} if name is None else self._pictures.of(name)
+        pictures = self._pictures.of(payload.pop(NAME)) if NAME in payload else {}
         if pictures is None:
             return {LACKS: self._fields}
         return own.completion_json(await self.sampler.generate(own.from_json(payload, pictures)))
 
     async def _show(self, payload: Any) -> Any:
-        self._pictures.add(payload)
+        await self._pictures.add(payload)
         return {}
 
     async def _abort(self, payload: Any) -> Any:

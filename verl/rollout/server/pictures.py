@@ -80,14 +80,19 @@ class PictureSender:
         shown = self._shown.of(*(request.images or ()), request.multi_modal_inputs)
         for _ in range(ATTEMPTS):
             before = shown.transfer
+            if before is not None:
+                await asyncio.shield(before)
             answer = await post({**payload, NAME: shown.name})
             if not isinstance(answer, dict) or LACKS not in answer:
                 return answer
             if shown.transfer is before:  # no other request has sent them meanwhile
-                shown.transfer = asyncio.ensure_future(self._send({NAME: shown.name, **pack(request, answer[LACKS])}))
+                shown.transfer = asyncio.ensure_future(self._transfer(shown.name, request, answer[LACKS]))
             assert shown.transfer is not None
             await asyncio.shield(shown.transfer)  # others wait for it, too
         raise EngineLostError(f"the host dropped the images of {request.id} {ATTEMPTS} times before their use")
+
+    async def _transfer(self, name: str, request: Request, fields: Sequence[str]) -> Any:
+        return await self._send({NAME: name, **await asyncio.to_thread(pack, request, fields)})
 
 
 def pack(request: Request, fields: Sequence[str]) -> dict[str, Any]:
@@ -138,18 +143,29 @@ class PictureStore:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[dict[str, Any], int]] = OrderedDict()
 
-    def add(self, payload: Mapping[str, Any]) -> None:
-        """Take what a client sends; a `RolloutError` as in `unpack`."""
-        self._kept[str(payload.get(NAME))] = unpack(payload)
+    async def add(self, payload: Mapping[str, Any]) -> None:
+        """Take what a client sends.
+
+        Raises:
+            RolloutError: as in `unpack`, or it has no name.
+        """
+        name = _name_of(payload.get(NAME))
+        self._kept[name] = await asyncio.to_thread(unpack, payload)  # decoding takes seconds
         while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
 
     def of(self, name: Any) -> dict[str, Any] | None:
         """The fields of a request; None if they have to be sent."""
-        if str(name) not in self._kept:
+        if _name_of(name) not in self._kept:
             return None
-        self._kept.move_to_end(str(name))
-        return self._kept[str(name)][0]
+        self._kept.move_to_end(name)
+        return self._kept[name][0]
+
+
+def _name_of(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise RolloutError("images have a name", key=NAME, got=name, allowed="a text that is not empty")
+    return name
 
 
 def png_url(image: Image.Image) -> str:
