@@ -71,6 +71,7 @@ def build_model(
     vision_layers: int = 4,
     heads: int = 4,
     kv_heads: int = 4,
+    tied: bool = True,
     seed: int = 0,
 ) -> PreTrainedModel:
     """A randomly initialised model of one of `FAMILIES`.
@@ -79,6 +80,7 @@ def build_model(
         hidden: width of the language model and of the vision tower.
         layers, vision_layers: of the language model, of the tower.
         heads, kv_heads: attention heads of both; key and value heads of the language model.
+        tied: the output head shares the embedding's weights; an adapter can change a head that does not.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -96,7 +98,7 @@ def build_model(
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
         "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -110,7 +112,7 @@ def build_model(
         vision_end_token_id=end,
         image_token_id=image,
         video_token_id=video,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
@@ -156,9 +158,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen2_5_vl")
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--untied", action="store_true", help="give the output head separate weights")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    write_model(arguments.folder, arguments.family, hidden=arguments.hidden, seed=arguments.seed)
+    sizes = {"hidden": arguments.hidden, "tied": not arguments.untied, "seed": arguments.seed}
+    write_model(arguments.folder, arguments.family, **sizes)
     print(f"wrote {arguments.folder}")
 
 

@@ -68,6 +68,24 @@ def test_rewards_alone_teach_it_the_rest(warm: Path):
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
 
 
+TARGETS = "[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head]"
+
+
+@pytest.mark.parametrize("runtime", [(), ("trainer.runtime=ray", "trainer.device=cpu")], ids=["here", "on ray"])
+def test_an_adapter_learns_it_with_a_frozen_tower_and_an_untied_head(tmp_path: Path, runtime: tuple[str, ...]):
+    """A head that shares the embedding's weights has no place for an adapter, and this base is hardly trained."""
+    run([sys.executable, f"{EXAMPLE}/make_model.py", "base", "--untied"], cwd=tmp_path)
+    adapter = (
+        "actor_rollout_ref.model.lora_rank=16",
+        "actor_rollout_ref.model.lora_alpha=32",
+        f"actor_rollout_ref.model.target_modules={TARGETS}",
+        "actor_rollout_ref.model.exclude_modules=.*visual.*",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    accuracy = learn(warmed_up(tmp_path), "lora", *adapter, *runtime)
+    assert accuracy[0] < 0.65 and accuracy[-1] >= 0.85, accuracy
+
+
 @pytest.mark.parametrize("family", TILED)
 def test_a_family_whose_images_come_in_tiles_learns_it_too(tmp_path: Path, family: str):
     tiled_dir(tmp_path / "base", family, hidden=128, layers=4)
