@@ -103,8 +103,8 @@ def _no_file(key: str, name: str, path: Path, hint: str) -> ConfigError:
         inside = sorted(p.name for p in path.iterdir() if p.is_file())
         fix = f"It holds: {', '.join(inside[:8])}." if inside else "It holds no file."
         return ConfigError("this is a folder; name the files in it", key=key, got=name, fix=fix)
-    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else None
-    near = f"The folder {str(path.parent)!r} does not exist either." if beside is None else suggest(path.name, beside)
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else None
+    near = f"The folder {str(path.parent)!r} does not exist either." if names is None else suggest(path.name, names)
     return ConfigError("no such file", key=key, got=name, fix=f"{near} {hint}".strip())
 
 
@@ -113,8 +113,8 @@ def missing_folder(key: str, path: str) -> Problems:
     folder = Path(env.expand(path))
     if is_remote(path) or folder.is_dir():
         return []
-    beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-    return [ConfigError("no such folder", key=key, got=path, fix=suggest(folder.name, beside))]
+    names = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    return [ConfigError("no such folder", key=key, got=path, fix=suggest(folder.name, names))]
 
 
 def looks_local(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a model's config.json says, read where it lies on this machine; nothing is fetched."""
+"""What a model's config.json says, read from this machine's disk; nothing is fetched."""
 
 from __future__ import annotations
 

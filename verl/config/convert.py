@@ -23,11 +23,11 @@ _LIST = re.compile(r"\[[^\[\]{}]*\]$")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|[+-]?inf$")
 
 
-def convert(value: Any, wanted: Any) -> Any:
-    """``value`` as a ``wanted``; raises TypeError if it cannot mean that."""
-    if wanted is Any:
+def convert(value: Any, annotation: Any) -> Any:
+    """``value`` as an ``annotation``; raises TypeError if it cannot mean that."""
+    if annotation is Any:
         return value
-    options = _options(wanted)
+    options = _options(annotation)
     if type(None) in options:
         if value is None or value in ("None", "none", "null"):
             return None
@@ -38,13 +38,13 @@ def convert(value: Any, wanted: Any) -> Any:
             return _one(value, option)
         except TypeError:
             continue
-    raise TypeError(describe(wanted))
+    raise TypeError(describe(annotation))
 
 
-def describe(wanted: Any) -> str:
+def describe(annotation: Any) -> str:
     """What a person may write for this type."""
     names = []
-    for option in _options(wanted):
+    for option in _options(annotation):
         base = typing.get_origin(option) or option
         names.append("null" if base is type(None) else _WORDS.get(base, "a mapping"))
     return " or ".join(names)
@@ -78,14 +78,14 @@ def build(cls: type[Node], values: dict[str, Any], prefix: str = "") -> Any:
     return cls(**made)
 
 
-def _options(wanted: Any) -> tuple[Any, ...]:
-    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
-        return typing.get_args(wanted)
-    return (wanted,)
+def _options(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
 
 
-def _one(value: Any, wanted: Any) -> Any:
-    base = typing.get_origin(wanted) or wanted
+def _one(value: Any, annotation: Any) -> Any:
+    base = typing.get_origin(annotation) or annotation
     if base is bool:
         return _bool(value)
     if base is int:
@@ -98,7 +98,7 @@ def _one(value: Any, wanted: Any) -> Any:
     if base is str:
         return _str(value)
     if base is list:
-        return _list(value, typing.get_args(wanted))
+        return _list(value, typing.get_args(annotation))
     if base is dict and isinstance(value, dict):
         return value
     raise TypeError

@@ -48,7 +48,7 @@ def _thresholds(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _mirror(cfg: PPOTrainerConfig) -> Problems:
-    """What the loss of the bypass mode is told by itself."""
+    """The correction settings of the bypass mode's loss, which must agree with those of the algorithm."""
     mirror, newer, problems = (
         cfg.actor_rollout_ref.actor.policy_loss.rollout_correction,
         cfg.algorithm.rollout_correction,

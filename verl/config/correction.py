@@ -65,12 +65,12 @@ class RolloutCorrectionConfig(ConfigNode):
 
     @classmethod
     def decoupled_token_icepop(cls: type[C], threshold: float = 5.0, threshold_lower: float = 0.5) -> C:
-        """Tokens whose weight lies outside the two thresholds do not count."""
+        """Tokens whose weight is outside the two thresholds do not count."""
         return cls(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod
     def decoupled_seq_is_rs(cls: type[C], is_threshold: float = 2.0, rs_threshold: str = SEQ) -> C:
-        """Sequence weights, and rejection of sequences whose ratio lies outside 'low_high'."""
+        """Sequence weights, and rejection of sequences whose ratio is outside 'low_high'."""
         return _rejecting(cls, "seq_sum_k1", rs_threshold, "sequence", is_threshold)
 
     @classmethod
@@ -125,7 +125,7 @@ class RolloutCorrectionConfig(ConfigNode):
 
     @classmethod
     def bypass_pg_token_icepop(cls: type[C], threshold: float = 5.0, threshold_lower: float = 0.5) -> C:
-        """REINFORCE in which tokens whose weight lies outside the two thresholds do not count."""
+        """REINFORCE in which tokens whose weight is outside the two thresholds do not count."""
         return cls(**_REINFORCE, rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod

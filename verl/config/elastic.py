@@ -45,7 +45,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
 def _why_not(cfg: PPOTrainerConfig) -> str:
     pools = Pools.of(cfg)
     if starts_no_engine(cfg.actor_rollout_ref.rollout):
-        return "the servers that sample run already, and whoever started them replaces them"
+        return "the servers that sample run already, and their operator replaces them"
     if pools.of_role("rollout") == pools.of_role("actor"):
         return (
             "the samplers share the trainers' processes, and one that dies takes its trainer along. Set "

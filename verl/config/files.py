@@ -58,15 +58,15 @@ class Reader:
         data = _load(file)
         self._search_path(data.pop("hydra", None))
         entries = data.pop("defaults", None)
-        own = self.entries(data, str(file), package)
+        layer = self.entries(data, str(file), package)
         if entries is None:
-            return [own]
+            return [layer]
         if not isinstance(entries, list):
             raise ConfigError("defaults has to be a list", key=str(file), got=entries)
         self._open.append(file)
         layers: list[Layer] = []
         for entry in entries if "_self_" in entries else [*entries, "_self_"]:
-            layers += [own] if entry == "_self_" else self._default(entry, file, package)
+            layers += [layer] if entry == "_self_" else self._default(entry, file, package)
         self._open.pop()
         return layers
 
@@ -98,10 +98,10 @@ class Reader:
         group, _, package = group.partition("@")
         if group.startswith("hydra/"):
             return []
-        chosen = self._find(f"{group}/{_stem(option)}", file.parent)
-        if chosen is not None:
-            package = _header_package(chosen) or package or group.replace("/", ".")
-            return self.read(chosen, "" if package == "_global_" else package)
+        option_file = self._find(f"{group}/{_stem(option)}", file.parent)
+        if option_file is not None:
+            package = _header_package(option_file) or package or group.replace("/", ".")
+            return self.read(option_file, "" if package == "_global_" else package)
         settings = choose(self.program, group, option)
         if settings is None:
             raise self._missing(f"{group}/{option}", f"{file}: defaults", file.parent)

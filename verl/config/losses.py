@@ -58,13 +58,13 @@ def without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
     """Changed settings that nothing reads in this run, each with what would give it effect."""
     mode, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
     idle = pairs.without_effect(cfg, changed)
-    for chosen, table, section in ((mode, POLICY_LOSSES, _A), (estimator, ADVANTAGE_ESTIMATORS, "algorithm")):
-        if is_dotted(chosen):
+    for loss, table, section in ((mode, POLICY_LOSSES, _A), (estimator, ADVANTAGE_ESTIMATORS, "algorithm")):
+        if is_dotted(loss):
             continue  # a function of the person's own may read any setting of the section that it is given
-        own = table.facts(chosen).settings
+        readable = table.facts(loss).settings
         for name in (key.removeprefix(f"{section}.") for key in changed if key.startswith(f"{section}.")):
             owners = table.readers_of(name)
-            if owners and name not in own:
+            if owners and name not in readable:
                 idle[f"{section}.{name}"] = f"has no effect without {table.key}={owners[0]}"
     aggregation = of_loss(cfg).aggregation
     if f"{_A}.loss_agg_mode" in changed and aggregation is not None:

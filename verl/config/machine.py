@@ -50,7 +50,7 @@ def traces(cfg: PPOTrainerConfig) -> Problems:
 
 
 def nsys(cfg: PPOTrainerConfig) -> Problems:
-    """No program nsys, where a cluster of this machine's own is to start it; other machines are not asked."""
+    """No program nsys where a local Ray cluster has to start it; other machines are not checked."""
     if not worker_nsight_options(cfg) or _joins_cluster(cfg) or shutil.which("nsys") is not None:
         return []
     fix = "Install Nsight Systems (the package nsight-systems-cli), or set global_profiler.tool=torch."
@@ -115,35 +115,35 @@ def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
 
 
 def _sizes(trainer: Any) -> Problems:
-    wanted, nodes = trainer.n_gpus_per_node, trainer.nnodes
+    gpus, nodes = trainer.n_gpus_per_node, trainer.nnodes
     problems = in_range(_NODES, nodes, "1 or more", nodes >= 1)
-    return problems + in_range(_GPUS, wanted, "1 or more, or null for one", wanted is None or wanted >= 1)
+    return problems + in_range(_GPUS, gpus, "1 or more, or null for one", gpus is None or gpus >= 1)
 
 
 def _devices(trainer: Any) -> Problems:
     from verl import device  # torch is loaded only once there is something to validate
 
-    wanted = trainer.n_gpus_per_node
+    gpus = trainer.n_gpus_per_node
     problems = _sizes(trainer) + caught(device.resolve_device, trainer.device)
     if problems:
         return problems
     kind = device.resolve_device(trainer.device)
     there = 0 if kind == "cpu" else device.device_count(kind)
-    if trainer.device == "cpu" or wanted is None or wanted <= max(there, 1):
+    if trainer.device == "cpu" or gpus is None or gpus <= max(there, 1):
         _tell_devices(trainer, kind, there)
         return []
-    return [_too_many(wanted, there)]
+    return [_too_many(gpus, there)]
 
 
-def _too_many(wanted: int, there: int) -> ConfigError:
+def _too_many(gpus: int, there: int) -> ConfigError:
     here = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
     on = "on CPU" if there == 0 else "on one GPU"
     return ConfigError(
-        f"{wanted} GPUs are asked for, and this machine has {here}",
+        f"{gpus} GPUs are asked for, and this machine has {here}",
         key=_GPUS,
-        got=wanted,
+        got=gpus,
         allowed=f"1 to {there}" if there > 1 else "1",
-        fix=f"Set {_GPUS}=1 {_NODES}=1 to run {on} in this process, trainer.device=cpu for {wanted} processes on the "
+        fix=f"Set {_GPUS}=1 {_NODES}=1 to run {on} in this process, trainer.device=cpu for {gpus} processes on the "
         "CPU, or RAY_ADDRESS=auto to use the GPUs of a Ray cluster.",
     )
 

@@ -1,4 +1,4 @@
-"""A section from a mapping: for code that still holds OmegaConf or plain dictionaries where a typed section is wanted."""
+"""A typed section from a mapping: for code that still holds OmegaConf or plain dictionaries."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def from_mapping(cls: type[N], config: Mapping[str, Any]) -> N:
         1e-05
     """
     schema = schema_of(cls)
-    given = _flat(schema, plain(config), "")
+    entries = _flat(schema, plain(config), "")
     values: dict[str, Any] = {}
     for key, leaf in schema.leaves.items():
         source: str | None = key
-        while source is not None and source not in given:
+        while source is not None and source not in entries:
             source = schema.leaves[source].follows
-        values[key] = given[source] if source is not None else leaf.default
+        values[key] = entries[source] if source is not None else leaf.default
     made = build(cls, values)
     place(made)
     return made

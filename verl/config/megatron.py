@@ -9,7 +9,7 @@ from verl.config.node import ConfigNode, section, setting
 
 @dataclass(frozen=True)
 class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
-    """Fields of Megatron-Core's TransformerConfig; any other goes on to override_mcore_model_config."""
+    """Fields of Megatron-Core's TransformerConfig; any other belongs in override_mcore_model_config."""
 
     recompute_granularity: str | None = setting(
         None,

@@ -255,8 +255,8 @@ def _problems(
         if name in no_effect:
             idle.setdefault(no_effect[name], []).append(name)
     if idle:
-        said = "; ".join(f"{', '.join(names)} ({why})" for why, names in idle.items())
-        notice(key, f"these fields have no effect: {said}")
+        reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in idle.items())
+        notice(key, f"these fields have no effect: {reasons}")
     return wrong
 
 
@@ -285,7 +285,7 @@ def handed_on(
         ConfigError: a field that describes another model than config.json.
     """
     fields = section.override_mcore_model_config
-    given, slow = {}, []
+    overrides, slow = {}, []
     for name, value in fields.items():
         if name in OF_THE_MODEL and value != chosen.get(name, usual.get(name)):
             raise ConfigError(
@@ -296,11 +296,11 @@ def handed_on(
                 fix="Leave it out; what every engine and sampler shall read goes into override_config of the model.",
             )
         if name in HANDED_ON:
-            given[name] = value
+            overrides[name] = value
         elif name in KERNELS or value == "flex":  # its dispatcher of tokens is DeepEP's
             slow.append(name)
     if fast:
-        return {**given, **{name: fields[name] for name in slow}}
+        return {**overrides, **{name: fields[name] for name in slow}}
     if slow:
         notice(key, f"without Transformer Engine these fields have no effect: {', '.join(slow)}")
-    return given
+    return overrides

@@ -48,38 +48,38 @@ _NO_KIND = {
 }
 
 
-def carry_over(schema: Schema, values: dict[str, Any], said: Iterable[str]) -> Problems:
+def carry_over(schema: Schema, values: dict[str, Any], typed: Iterable[str]) -> Problems:
     """Put what ``lora`` of every model says into that model's own settings; one notice for each that has an adapter.
 
     Args:
         values: of every setting, in its type; changed.
-        said: the settings that somebody set.
+        typed: the settings that somebody set.
     """
     problems: Problems = []
-    said = set(said)
+    typed = set(typed)
     for key in schema.leaves:
         model, _, name = key.rpartition(".lora.")
-        needed = [f"{model}.lora.{own}" for own in _OWN] + [f"{model}.{theirs}" for theirs in _BECOMES.values()]
+        needed = [f"{model}.lora.{field}" for field in _OWN] + [f"{model}.{theirs}" for theirs in _BECOMES.values()]
         if name == "rank" and all(each in values for each in needed):  # one that cannot be read is a problem already
-            problems += _carry(schema, model, values, said)
+            problems += _carry(schema, model, values, typed)
     return problems
 
 
-def _carry(schema: Schema, model: str, values: dict[str, Any], said: set[str]) -> Problems:
-    own = {name: f"{model}.lora.{name}" for name in _OWN}
-    if not values[own["rank"]]:
-        idle = [key for key in own.values() if key in said and values[key] != schema.leaves[key].default]
+def _carry(schema: Schema, model: str, values: dict[str, Any], typed: set[str]) -> Problems:
+    keys = {name: f"{model}.lora.{name}" for name in _OWN}
+    if not values[keys["rank"]]:
+        idle = [key for key in keys.values() if key in typed and values[key] != schema.leaves[key].default]
         if idle:
-            beside = f"; nor have {', '.join(idle[1:])}" if idle[1:] else ""
-            notice(idle[0], f"has no effect without {own['rank']}{beside}")
+            others = f"; nor have {', '.join(idle[1:])}" if idle[1:] else ""
+            notice(idle[0], f"has no effect without {keys['rank']}{others}")
         return []
-    problems, meant = _meant(own, values)
+    problems, meant = _meant(keys, values)
     for name, value in meant.items():
-        key, spelled = f"{model}.{_BECOMES[name]}", own[name]
-        theirs_said = key in said and values[key] != schema.leaves[key].default
+        key, spelled = f"{model}.{_BECOMES[name]}", keys[name]
+        theirs_said = key in typed and values[key] != schema.leaves[key].default
         if not theirs_said:
             continue
-        if spelled in said and not _alike(values[key], value):
+        if spelled in typed and not _alike(values[key], value):
             message = f"two values for one setting: {spelled}={values[spelled]} and {key}={values[key]}"
             problems.append(ConfigError(message, key=key, fix=f"Keep {key} and remove the other spelling."))
         meant[name] = values[key]
@@ -88,31 +88,31 @@ def _carry(schema: Schema, model: str, values: dict[str, Any], said: set[str]) -
     values.update({f"{model}.{_BECOMES[name]}": value for name, value in meant.items()})
     becomes = ", ".join(f"{_BECOMES[name]}={_text(value)}" for name, value in meant.items() if value is not None)
     notice(
-        own["rank"],
+        keys["rank"],
         f"is {becomes} here, with every training backend: each Hugging Face weight has two factors of its own, also where "
         "queries, keys and values share a layer, the first drawn as peft draws it (kaiming)",
     )
     return []
 
 
-def _meant(own: Mapping[str, str], values: Mapping[str, Any]) -> tuple[Problems, dict[str, Any]]:
+def _meant(keys: Mapping[str, str], values: Mapping[str, Any]) -> tuple[Problems, dict[str, Any]]:
     problems: Problems = []
-    kind = values[own["type"]]
+    kind = values[keys["type"]]
     if kind in _NO_KIND:
-        fix = f"Leave it out: {own['type']}=lora."
-        problems.append(NotBuiltError(_NO_KIND[kind], key=own["type"], got=kind, allowed=list(TYPES), fix=fix))
-    start = values[own[_FIRST]]
+        fix = f"Leave it out: {keys['type']}=lora."
+        problems.append(NotBuiltError(_NO_KIND[kind], key=keys["type"], got=kind, allowed=list(TYPES), fix=fix))
+    start = values[keys[_FIRST]]
     if start not in ("xavier", "kaiming"):
         message = "the first factor of an adapter is drawn as peft draws it"
-        problems.append(NotBuiltError(message, key=own[_FIRST], got=start, allowed=["kaiming"], fix="Leave it out."))
-    meant = {name: values[own[name]] for name in _BECOMES}
+        problems.append(NotBuiltError(message, key=keys[_FIRST], got=start, allowed=["kaiming"], fix="Leave it out."))
+    meant = {name: values[keys[name]] for name in _BECOMES}
     for name in ("target_modules", "exclude_modules"):
         names: list[str] = []
         for module in meant[name]:
             if module in MODULES or any(module in theirs for theirs in MODULES.values()):
                 names += [each for each in MODULES.get(module, (module,)) if each not in names]
             else:
-                problems.append(_no_module(own[name], str(module)))
+                problems.append(_no_module(keys[name], str(module)))
         meant[name] = names
     if set(meant["target_modules"]) == set(ALL):
         meant["target_modules"] = "all-linear"

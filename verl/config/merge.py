@@ -68,13 +68,13 @@ class Merge:
         for entry in layer:
             if self._is_choice(entry):
                 self._try(self._choose, entry)
-        said: dict[str, DefaultsEntry] = {}
+        entries: dict[str, DefaultsEntry] = {}
         for entry in settings:
             for key, value in self._try(self._names, entry.key, entry) or []:
-                other = said.get(key)
+                other = entries.get(key)
                 if other is not None and other.key != entry.key and not self._agree(key, other.value, value):
                     self.problems.append(_contradiction(other, entry, key))
-                said[key] = DefaultsEntry(entry.key, value, entry.source)
+                entries[key] = DefaultsEntry(entry.key, value, entry.source)
                 newer = self.origin.get(key) if entry.key != key else None
                 if newer is not None and newer.source == entry.source and not self._agree(key, newer.value, value):
                     notice(

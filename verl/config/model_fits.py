@@ -76,9 +76,9 @@ def _divided(role: MegatronRole) -> Problems:
     if facts is None:
         return []
     heads, experts = facts.get("num_attention_heads"), experts_of(facts)
-    wanted = [(_ULYSSES, heads, "attention heads"), (_EXPERT, experts, "experts")]
+    divisors = [(_ULYSSES, heads, "attention heads"), (_EXPERT, experts, "experts")]
     problems: Problems = []
-    for name, count, what in wanted:
+    for name, count, what in divisors:
         if isinstance(count, int) and count > 0 and count % engine[name]:
             problems.append(_uneven(f"{key}.{name}", engine[name], count, what))
     if engine[_EXPERT] > 1 and experts is None and heads:
@@ -116,7 +116,7 @@ def _with_state(role: MegatronRole) -> Problems:
 
 
 def _adapter(role: MegatronRole) -> Problems:
-    """An adapter on everything lies on the experts' weights too, which are no linear layers."""
+    """An adapter on every module covers the experts' weights too, which are no linear layers."""
     key, engine = role.others
     facts = facts_of(role.path)
     if engine[_EXPERT] == 1 or role.adapter is None or facts is None or experts_of(facts) is None:
@@ -146,7 +146,7 @@ def _tied(role: MegatronRole) -> Problems:
 
 
 def _quantized(role: MegatronRole) -> Problems:
-    """A base in 4 bits lies under an adapter, in one process."""
+    """A base in 4 bits needs an adapter on top, in one process."""
     if role.model is None or "lora_base_quantization" not in role.model or role.model.lora_base_quantization is None:
         return []
     key, got = f"{role.model_key}.lora_base_quantization", role.model.lora_base_quantization

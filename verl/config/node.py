@@ -61,6 +61,6 @@ class ConfigNode(Node):
 
     def __post_init__(self) -> None:
         for name, field in type(self).__dataclass_fields__.items():
-            wanted = field.metadata.get("section")
-            if wanted is not None and isinstance(self.__dict__[name], Mapping):
-                object.__setattr__(self, name, from_mapping(wanted, self.__dict__[name]))
+            section = field.metadata.get("section")
+            if section is not None and isinstance(self.__dict__[name], Mapping):
+                object.__setattr__(self, name, from_mapping(section, self.__dict__[name]))

@@ -89,9 +89,9 @@ def _conversations(cfg: PPOTrainerConfig) -> None:
     turns, loop = rollout.multi_turn, rollout.agent.default_agent_loop
     changed = sorted(set(changed_names(turns)) - {"enable", "num_repeat_rollouts"})
     if changed and not turns.enable and loop == "single_turn_agent":
-        beside = f"; so has {', '.join(changed[1:])}" if changed[1:] else ""
+        others = f"; so has {', '.join(changed[1:])}" if changed[1:] else ""
         text = f"has effect only for rows with agent_name=tool_agent, unless {_R}.multi_turn.enable=true"
-        notice(f"{_R}.multi_turn.{changed[0]}", text + beside)
+        notice(f"{_R}.multi_turn.{changed[0]}", text + others)
 
 
 def _traces(cfg: PPOTrainerConfig) -> None:
@@ -106,8 +106,8 @@ def _kl(cfg: PPOTrainerConfig) -> None:
     for name in changed:
         key = f"algorithm.kl_ctrl.{name}"
         if not algorithm.use_kl_in_reward:
-            beside = f" ({_A}.kl_loss_coef weighs the KL in the loss)" if actor.use_kl_loss else ""
-            notice(key, f"{_NO_KL}{beside}")
+            hint = f" ({_A}.kl_loss_coef weighs the KL in the loss)" if actor.use_kl_loss else ""
+            notice(key, f"{_NO_KL}{hint}")
         elif name in ("target_kl", "horizon") and algorithm.kl_ctrl.type != "adaptive":
             notice(key, "has no effect without algorithm.kl_ctrl.type=adaptive")
     if not algorithm.use_kl_in_reward and "kl_penalty" in changed_names(algorithm):
@@ -140,8 +140,8 @@ def _decay(cfg: PPOTrainerConfig) -> None:
             "lr_wsd_decay_steps": style == "WSD",
         }
         for name in [name for name, holds in needed.items() if not holds and name in changed]:
-            wanted = "WSD" if "wsd" in name else "linear, cosine, inverse_square_root or WSD"
-            notice(f"{key}.{name}", f"has no effect without {key}.lr_decay_style={wanted}")
+            styles = "WSD" if "wsd" in name else "linear, cosine, inverse_square_root or WSD"
+            notice(f"{key}.{name}", f"has no effect without {key}.lr_decay_style={styles}")
         if optim.lr_scheduler_type != "constant" and "lr_warmup_init" in changed:
             notice(f"{key}.lr_warmup_init", f"has no effect with {key}.lr_scheduler_type={optim.lr_scheduler_type}")
 

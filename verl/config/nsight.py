@@ -35,8 +35,8 @@ def profiled_roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, ProfilerConfig]
 def worker_nsight_options(cfg: PPOTrainerConfig) -> dict[str, str]:
     """The options for the processes of workers; none where no step of a role is profiled by nsys."""
     settings = cfg.global_profiler
-    asked = any(section.enable and section.tool == "nsys" for _, section in profiled_roles(cfg))
-    if settings.tool != "nsys" or not settings.steps or not asked:
+    is_profiled = any(section.enable and section.tool == "nsys" for _, section in profiled_roles(cfg))
+    if settings.tool != "nsys" or not settings.steps or not is_profiled:
         return {}
     return nsight_options({**USUAL, **settings.global_tool_config.nsys.worker_nsight_options}, settings.steps)
 
@@ -48,10 +48,10 @@ def nsight_options(options: Mapping[str, Any], steps: Sequence[int] | None) -> d
         options: a null leaves one out; ``capture-range-end`` is then counted.
         steps: that are profiled.
     """
-    kept = {name: _text(value) for name, value in options.items() if value is not None}
-    if not steps or "capture-range" not in kept:  # without captures there is none to count
-        return kept
-    return {"capture-range-end": f"repeat-shutdown:{CAPTURES_PER_STEP * len(steps)}", **kept}
+    flags = {name: _text(value) for name, value in options.items() if value is not None}
+    if not steps or "capture-range" not in flags:  # without captures there is none to count
+        return flags
+    return {"capture-range-end": f"repeat-shutdown:{CAPTURES_PER_STEP * len(steps)}", **flags}
 
 
 def _text(value: Any) -> str:

@@ -77,13 +77,13 @@ def of_section(key: str, optim: Any, backend: str) -> Problems:
         return [ConfigError(message, key=f"{key}.optimizer_impl", got=optim.optimizer_impl, fix=fix)]
     if optim.optimizer_impl != TORCH:
         return []
-    own = OF_MEGATRON if backend == "megatron" else ()
+    extra = OF_MEGATRON if backend == "megatron" else ()
     usable = [n for n in classes() if n not in NEVER and backend not in WHOLE.get(n, ())]
     why = NEVER.get(name)
     if backend in WHOLE.get(name, ()):
         why = f"it looks at a weight as a whole, of which a process has a piece with strategy={backend}"
     if why is None:
-        wrong = one_of(f"{key}.optimizer", name, [*usable, *own]) or _arguments(key, optim, backend)
+        wrong = one_of(f"{key}.optimizer", name, [*usable, *extra]) or _arguments(key, optim, backend)
         return wrong or _rate_of_muon(key, optim)
     message = f"this optimizer cannot train here: {why}"
     return [ConfigError(message, key=f"{key}.optimizer", got=name, allowed=usable, fix=f"Set {key}.optimizer=AdamW.")]
@@ -116,9 +116,9 @@ def _elsewhere(key: str, optim: Any) -> Problems:
 
 def for_megatron(optim: Any) -> Any:
     """The section without the fields that have no effect there."""
-    given = optim.override_optimizer_config or {}
-    kept = {name: value for name, value in given.items() if name not in IDLE_OF_MEGATRON}
-    return replace(optim, override_optimizer_config=kept) if len(kept) < len(given) else optim
+    arguments = optim.override_optimizer_config or {}
+    usable = {name: value for name, value in arguments.items() if name not in IDLE_OF_MEGATRON}
+    return replace(optim, override_optimizer_config=usable) if len(usable) < len(arguments) else optim
 
 
 def _arguments(key: str, optim: Any, backend: str) -> Problems:
@@ -127,8 +127,8 @@ def _arguments(key: str, optim: Any, backend: str) -> Problems:
 
     idle = [name for name in optim.override_optimizer_config or {} if name in IDLE_OF_MEGATRON]
     if backend == "megatron" and idle:
-        said = "; ".join(f"{name} ({IDLE_OF_MEGATRON[name]})" for name in idle)
-        notice(f"{key}.override_optimizer_config", f"these fields have no effect: {said}")
+        reasons = "; ".join(f"{name} ({IDLE_OF_MEGATRON[name]})" for name in idle)
+        notice(f"{key}.override_optimizer_config", f"these fields have no effect: {reasons}")
         optim = for_megatron(optim)
     made = getattr(of_torch, optim.optimizer, None)  # None: a name of Megatron's own
     accepted = list(inspect.signature(made).parameters) if made is not None else []
@@ -143,11 +143,11 @@ def _arguments(key: str, optim: Any, backend: str) -> Problems:
 
 
 def _rate_of_muon(key: str, optim: Any) -> Problems:
-    given = optim.override_optimizer_config or {}
-    if optim.optimizer != "Muon" or "adjust_lr_fn" not in given:
+    arguments = optim.override_optimizer_config or {}
+    if optim.optimizer != "Muon" or "adjust_lr_fn" not in arguments:
         return []
     allowed = ("match_rms_adamw", "original")
-    return one_of(f"{key}.override_optimizer_config.adjust_lr_fn", given["adjust_lr_fn"], allowed)
+    return one_of(f"{key}.override_optimizer_config.adjust_lr_fn", arguments["adjust_lr_fn"], allowed)
 
 
 def classes() -> list[str]:

@@ -1,4 +1,4 @@
-"""Settings that are known but cannot be followed yet, and settings that change nothing: what a person is told."""
+"""Settings that are known but not built yet, and settings without effect: their errors and notices."""
 
 from __future__ import annotations
 

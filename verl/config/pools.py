@@ -98,16 +98,16 @@ def _wrong(key: str, pool: Any) -> Problems:
 
 def _reserved(cfg: PPOTrainerConfig) -> Problems:
     """Names that other settings give to pools."""
-    own = {GLOBAL_POOL: "trainer.nnodes x trainer.n_gpus_per_node"}
+    reserved = {GLOBAL_POOL: "trainer.nnodes x trainer.n_gpus_per_node"}
     if _of_reward_model(cfg) is not None:
-        own[REWARD_POOL] = "reward.reward_model.enable_resource_pool"
+        reserved[REWARD_POOL] = "reward.reward_model.enable_resource_pool"
     if _of_samplers(cfg) is not None:
-        own[ROLLOUT_POOL] = f"{_A}.hybrid_engine=false"
+        reserved[ROLLOUT_POOL] = f"{_A}.hybrid_engine=false"
     fix = "Give the pool another name."
     return [
-        ConfigError(f"the pool of {own[name]} has this name", key=_KEY, got=name, fix=fix)
+        ConfigError(f"the pool of {reserved[name]} has this name", key=_KEY, got=name, fix=fix)
         for name in cfg.trainer.resource_pools
-        if name in own
+        if name in reserved
     ]
 
 

@@ -1,7 +1,7 @@
 """What decided a run: its settings and the content of the files that these name, kept in each of its checkpoints.
 
-A run that goes on from a checkpoint is compared with the run that saved it. What changes the mathematics has to be
-accepted by name (``trainer.resume_changed=accept``); the rest is told. A setting that is not known to be harmless
+A run that resumes from a checkpoint is compared with the run that saved it. What changes the mathematics has to be
+accepted by name (``trainer.resume_changed=accept``); the rest is a notice. A setting that is not known to be harmless
 counts as mathematics.
 """
 
@@ -88,7 +88,7 @@ class Provenance:
     Args:
         settings: dotted key -> value, without secrets.
         content: dotted key of a file or folder, or ``<key>: <file>`` of a file that it imports -> digest of what is there.
-        places: what a run that goes on writes into: the names of its metrics file and the like.
+        places: what a resumed run writes into: the names of its metrics file and the like.
         yaml: the configuration for people; empty where it was read back.
     """
 
@@ -164,7 +164,7 @@ def check_resume(now: Provenance, folder: Path, accept: bool) -> Mapping[str, st
         notice(KEY, f"{folder} holds no copy of its run's configuration, so what has changed since then is not known")
         return {}
     changes = list(now.changes(before))
-    told = [f"\n  - {change}" for change in changes if change.harmless or accept]
+    harmless = [f"\n  - {change}" for change in changes if change.harmless or accept]
     serious = [f"\n  - {change}" for change in changes if not change.harmless]
     if serious and not accept:
         raise ConfigError(
@@ -173,9 +173,9 @@ def check_resume(now: Provenance, folder: Path, accept: bool) -> Mapping[str, st
             fix="Give the settings of before, or trainer.resume_changed=accept to go on all the same, or another "
             "trainer.default_local_dir (or trainer.resume_mode=disable) for a run of its own.",
         )
-    if told:
+    if harmless:
         end = ", which was accepted" if serious else " in what changes no result"
-        notice(KEY, f"the run that saved {folder} differs from this one{end}:{''.join(told)}")
+        notice(KEY, f"the run that saved {folder} differs from this one{end}:{''.join(harmless)}")
     return before.places
 
 
@@ -256,7 +256,7 @@ def _imported(path: Any) -> list[Path]:
         try:
             nodes = list(ast.walk(ast.parse(one.read_bytes())))
         except (OSError, SyntaxError, ValueError):
-            continue  # told where it is loaded
+            continue  # loading the file reports it
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 level, inside = getattr(node, "level", 0), getattr(node, "module", None) or ""

@@ -51,17 +51,17 @@ def _step(cfg: PPOTrainerConfig) -> Problems:
     if mode == "separate_async":
         times = cfg.trainer.v1.separate_async.parameter_sync_step
         key, product = "trainer.v1.separate_async.parameter_sync_step", f"{times} mini-batches x {mini} prompts"
-        wanted = times * mini
+        prompts = times * mini
     elif mode == "fully_async":
         key = f"{_ASYNC}.trigger_parameter_sync_step"
         times, each = stream.trigger_parameter_sync_step, stream.require_batches
-        wanted, product = times * each * mini, f"{times} times {each} mini-batches x {mini} prompts"
+        prompts, product = times * each * mini, f"{times} times {each} mini-batches x {mini} prompts"
     else:
         return []
-    if wanted == train:
+    if prompts == train:
         return []
-    message = f"weights are sent after {product} = {wanted} prompts, and a step trains on {train}"
-    return [ConfigError(message, key=key, got=times, fix=f"Set {_TRAIN}={wanted}, or other mini-batches.")]
+    message = f"weights are sent after {product} = {prompts} prompts, and a step trains on {train}"
+    return [ConfigError(message, key=key, got=times, fix=f"Set {_TRAIN}={prompts}, or other mini-batches.")]
 
 
 def _bound(cfg: PPOTrainerConfig) -> Problems:

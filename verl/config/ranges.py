@@ -148,7 +148,7 @@ def _sampling(cfg: PPOTrainerConfig) -> Problems:
 
 
 def engine_limits(key: str, rollout: Any) -> Problems:
-    """What an engine holds, and how servers are asked, in a rollout section of any program."""
+    """An engine's limits, and those of requests to servers, in a rollout section of any program."""
     problems = _at_least(key, rollout, 1, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
     memory = rollout.gpu_memory_utilization
     problems += in_range(f"{key}.gpu_memory_utilization", memory, "above 0, at most 1", 0 < memory <= 1)
@@ -158,7 +158,7 @@ def engine_limits(key: str, rollout: Any) -> Problems:
 
 
 def engine_choices(key: str, rollout: Any) -> Problems:
-    """The dtype of an engine, and what vLLM alone may be told."""
+    """The dtype of an engine, and the choices that only vLLM has."""
     problems = _dtype(f"{key}.dtype", rollout.dtype)
     return problems + (
         one_of(f"{key}.load_format", rollout.load_format, LOAD_FORMATS) if rollout.name == "vllm" else []
@@ -260,10 +260,10 @@ def optimizer(key: str, optim: OptimizerConfig) -> Problems:
     problems += _above_zero(key, optim, "clip_grad")
     problems += _at_least(key, optim, 0, "lr_warmup_init", "min_lr") + _above_zero(key, optim, "lr_decay_steps")
     problems += _above_zero(key, optim, "lr_wsd_decay_steps") + _decay(key, optim)
-    given, override = {"betas": optim.betas}, optim.override_optimizer_config or {}
+    betas_of, override = {"betas": optim.betas}, optim.override_optimizer_config or {}
     if "betas" in override:
-        given["override_optimizer_config.betas"] = override["betas"]
-    for name, betas in given.items():
+        betas_of["override_optimizer_config.betas"] = override["betas"]
+    for name, betas in betas_of.items():
         holds = isinstance(betas, list | tuple) and len(betas) == 2
         holds = holds and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
         problems += in_range(f"{key}.{name}", betas, "two numbers, each at least 0 and below 1", holds)
@@ -271,7 +271,7 @@ def optimizer(key: str, optim: OptimizerConfig) -> Problems:
 
 
 def _decay(key: str, optim: OptimizerConfig) -> Problems:
-    """Megatron's schedule is one, the floor lies below the rate, and the last part of WSD has a length."""
+    """Megatron's schedule is one, the floor is below the rate, and the last part of WSD has a length."""
     style, problems = optim.lr_decay_style, []
     for name in ("lr_warmup_init", "min_lr"):
         rate = optim[name]

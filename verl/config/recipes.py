@@ -63,14 +63,14 @@ def of_layers(program: Program, layers: Iterable[Layer]) -> list[Recipe]:
     """The recipes that settings name before they are merged; the last word on a setting counts."""
     if program.name != PPO.name:
         return []
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for entry in (entry for layer in layers for entry in layer):
         for key in NAMED_BY:
             if entry.key == key:
-                said[key] = None if entry.delete else entry.value
+                values[key] = None if entry.delete else entry.value
             elif key.startswith(f"{entry.key}.") and isinstance(entry.value, dict):
-                said[key] = _value(entry.value, key.removeprefix(f"{entry.key}.")) or said.get(key)
-    return _of_paths(said.values())
+                values[key] = _value(entry.value, key.removeprefix(f"{entry.key}.")) or values.get(key)
+    return _of_paths(values.values())
 
 
 def with_recipes(program: Program, recipes: Iterable[Recipe]) -> Program:

@@ -84,14 +84,14 @@ def _by_feature(problems: list[ConfigError]) -> list[ConfigError]:
     for problem in problems:
         feature = problem.feature if isinstance(problem, NotBuiltError) else ""
         rows.setdefault(feature or id(problem), []).append(problem)
-    return [_together(own) for own in rows.values()]
+    return [_together(row) for row in rows.values()]
 
 
-def _together(own: list[ConfigError]) -> ConfigError:
+def _together(problems: list[ConfigError]) -> ConfigError:
     """One of them, that which switches the feature on where there is one, with the number of the others."""
-    chosen = next((problem for problem in own if str(problem.key).rpartition(".")[2] in _SWITCHES), own[0])
-    if len(own) == 1:
-        return chosen
-    beside = f"{len(own) - 1} more setting{'s' if len(own) > 2 else ''} of it"
-    fix = f"{chosen.fix} The same goes for {beside}."
-    return type(chosen)(chosen.message, key=chosen.key, got=chosen.got, allowed=chosen.allowed, fix=fix)
+    switch = next((problem for problem in problems if str(problem.key).rpartition(".")[2] in _SWITCHES), problems[0])
+    if len(problems) == 1:
+        return switch
+    others = f"{len(problems) - 1} more setting{'s' if len(problems) > 2 else ''} of it"
+    fix = f"{switch.fix} The same goes for {others}."
+    return type(switch)(switch.message, key=switch.key, got=switch.got, allowed=switch.allowed, fix=fix)

@@ -28,8 +28,8 @@ def resolve(merge: Merge) -> ConfigNode:
         except ConfigError as error:
             (problems if key in merge.values else late).append(_located(error, merge, key))
     engine = next((values[key] for key in ROLLOUT_ENGINES if key in values), None)
-    own = [for_engine(merge.schema.every[key], engine) for key in merge.origin if key in values]
-    for leaf in own:
+    leaves = [for_engine(merge.schema.every[key], engine) for key in merge.origin if key in values]
+    for leaf in leaves:
         usual = _usual(leaf, values)
         problem = check_built(leaf, values[leaf.key], usual) or check_choices(leaf, values[leaf.key])
         problems += [_located(problem, merge, leaf.key)] if problem else []
@@ -37,7 +37,7 @@ def resolve(merge: Merge) -> ConfigNode:
     carried = carry_over(merge.schema, values, merge.origin)
     problems += [_located(problem, merge, str(problem.key)) for problem in carried]
     raise_all(problems or late)
-    for leaf in own:
+    for leaf in leaves:
         if leaf.planned is None:
             on_command_line = not merge.origin[leaf.key].source
             tell_no_effect(leaf, values[leaf.key], _usual(leaf, values), on_command_line)
@@ -78,8 +78,8 @@ def _located(error: ConfigError, merge: Merge, key: str) -> ConfigError:
     entry = merge.origin.get(key)
     if entry is None:
         return error
-    said = "" if entry.key.startswith(key) or key.startswith(entry.key) else f", given as {entry.key}"
-    note = f"{error.message}{said}{where(entry)}"
+    alias = "" if entry.key.startswith(key) or key.startswith(entry.key) else f", given as {entry.key}"
+    note = f"{error.message}{alias}{where(entry)}"
     made = type(error)(note, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix)
     if isinstance(error, NotBuiltError) and isinstance(made, NotBuiltError):
         made.feature = error.feature

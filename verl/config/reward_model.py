@@ -75,11 +75,11 @@ def headless(path: str) -> Problems:
     try:
         architectures = read_json(file.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):
-        return []  # a hub name, or told when it is loaded
+        return []  # a hub name, or a file that loading refuses
     if not any(str(name).endswith("ForCausalLM") for name in architectures):
         return []
     message = "this is a language model without a scalar head, which would score at random"
-    fix = f"{_HINT} A language model that judges is asked through a server: {_NAME}=server."
+    fix = f"{_HINT} A language model that judges runs on a server: {_NAME}=server."
     return [ConfigError(message, key=_PATH, got=path, fix=fix)]
 
 

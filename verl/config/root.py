@@ -144,7 +144,7 @@ def reads_ref_log_prob(cfg: PPOTrainerConfig) -> bool:
 
 
 def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
-    """Whether a reward model scores samples as a role; one on a server is asked by the reward function instead.
+    """Whether a reward model scores samples as a role; the reward function queries one on a server instead.
 
     A schedule may hold it as a role of its own.
     """

@@ -78,9 +78,9 @@ class Schema:
         return None
 
 
-def holds_mapping(wanted: Any) -> bool:
+def holds_mapping(annotation: Any) -> bool:
     """Whether a leaf of this type may hold a mapping, so that keys may reach into it."""
-    return wanted is dict or dict in typing.get_args(wanted)
+    return annotation is dict or dict in typing.get_args(annotation)
 
 
 _made: dict[type[Node], Schema] = {}
@@ -128,10 +128,10 @@ def _make(root: type[Node]) -> Schema:
         follows = _absolute(row.follows, key)
         follows = follows if follows in types or follows in below else None
         is_path = follows in by_key and by_key[follows].path
-        wanted: Any = Any if row.default is None or row.no_effect else type(row.default)
-        wanted = dict | None if row.is_open or isinstance(row.default, dict) else wanted
+        annotation: Any = Any if row.default is None or row.no_effect else type(row.default)
+        annotation = dict | None if row.is_open or isinstance(row.default, dict) else annotation
         default = copy.deepcopy(row.default)
-        upstream_only[key] = Leaf(key, wanted, default, "", None, row.feature, row.no_effect, (), follows, is_path)
+        upstream_only[key] = Leaf(key, annotation, default, "", None, row.feature, row.no_effect, (), follows, is_path)
     return Schema(root, by_key, sections, upstream_only)
 
 
@@ -147,7 +147,7 @@ def _walk(
             types[key] = hints[name]
         else:
             sections[key] = inner
-            there |= {f"{key}.{own}": other for own, other in declared.metadata["follows"].items()}
+            there |= {f"{key}.{leaf}": other for leaf, other in declared.metadata["follows"].items()}
             _walk(inner, key, sections, types, there)
 
 

@@ -92,13 +92,13 @@ def _started(role: MegatronRole) -> Problems:
 def _parts(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Problems:
     """Every optimizer step, and every pass over the batch, gives each part as many samples."""
     batch = cfg.data.train_batch_size
-    wanted = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    sizes = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
     if uses_critic(cfg):
-        wanted.append(("critic", "critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size))
+        sizes.append(("critic", "critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size))
     if uses_reference(cfg):
-        wanted.append((_REF, "data.train_batch_size", batch))
+        sizes.append((_REF, "data.train_batch_size", batch))
     problems: Problems = []
-    for section, key, prompts in wanted:
+    for section, key, prompts in sizes:
         role = by_section.get(section)
         if role is None or prompts < 1:
             continue

@@ -334,8 +334,8 @@ def _replicas(
     placement, each = _placement_of(cfg, samplers, runtime), processes_of(cfg.actor_rollout_ref.rollout, samplers.size)
     ranks = [tuple(range(first, first + each)) for first in range(0, samplers.size - each + 1, each)]
     return tuple(
-        PlacedReplica(j, placement, samplers.name, own, j % trainers if placement == OWN_POOL else own[0])
-        for j, own in enumerate(ranks)
+        PlacedReplica(j, placement, samplers.name, members, j % trainers if placement == OWN_POOL else members[0])
+        for j, members in enumerate(ranks)
     )
 
 
@@ -387,7 +387,7 @@ def beyond_one_machine(cfg: PPOTrainerConfig, where: str, nodes: int) -> Problem
     """A transport of one machine for processes on several.
 
     Args:
-        where: who lies on how many nodes, for the message.
+        where: which roles span how many nodes, for the message.
     """
     backend, below = _carrier(cfg)
     if _reaches(below, nodes):
@@ -452,9 +452,9 @@ def _setting_of(cfg: PPOTrainerConfig, pools: Pools) -> str:
     """What says how many processes sample."""
     if "rollout" not in pools.named:
         return "trainer.nnodes, trainer.n_gpus_per_node"
-    own = pools.named["rollout"]
-    if own in cfg.trainer.resource_pools:
-        return f"trainer.resource_pools.{own}.processes"
+    pool = pools.named["rollout"]
+    if pool in cfg.trainer.resource_pools:
+        return f"trainer.resource_pools.{pool}.processes"
     return f"{_R}.nnodes, {_R}.n_gpus_per_node"
 
 

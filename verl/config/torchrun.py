@@ -13,13 +13,13 @@ _GPUS = "trainer.n_gpus_per_node"
 def processes(cfg: SFTTrainerConfig) -> Problems:
     """More processes than were started, or a backend that has no use for them."""
     trainer, started = cfg.trainer, env.get_int("WORLD_SIZE", 1)
-    asked = trainer.nnodes * (trainer.n_gpus_per_node or 1)
-    if asked > started:
+    needed = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    if needed > started:
         per_node = trainer.n_gpus_per_node or 1
         nodes = f"--nnodes={trainer.nnodes} " if trainer.nnodes > 1 else ""
         return [
             ConfigError(
-                f"{asked} processes are asked for, and {started} {'was' if started == 1 else 'were'} started",
+                f"{needed} processes are asked for, and {started} {'was' if started == 1 else 'were'} started",
                 key=_GPUS if trainer.nnodes == 1 else "trainer.nnodes",
                 got=per_node if trainer.nnodes == 1 else trainer.nnodes,
                 fix=f"Start them with torchrun {nodes}--nproc_per_node={per_node} -m verl.trainer.sft_trainer ..., "

@@ -120,7 +120,7 @@ LIKE_ACTOR = {name: f"actor_rollout_ref.actor.torchtitan.{name}" for name in (CO
 
 def features_not_built(model: Any) -> dict[str, str]:
     """Settings of a model that ask for what the engine has not -> what that is."""
-    asked = {
+    features = {
         "lora_rank": (model.lora_rank > 0, "an adapter"),
         "lora_adapter_path": (bool(model.lora_adapter_path), "an adapter"),
         "use_fused_kernels": (model.use_fused_kernels, "a fused head"),
@@ -128,4 +128,4 @@ def features_not_built(model: Any) -> dict[str, str]:
         "tiled_mlp": (model.tiled_mlp.enabled, "a tiled MLP"),
         "enable_activation_offload": (model.enable_activation_offload, "offloading of activations"),
     }
-    return {name: what for name, (is_asked, what) in asked.items() if is_asked}
+    return {name: what for name, (is_set, what) in features.items() if is_set}

@@ -114,9 +114,9 @@ class Node:
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if _reads is not None and not name.startswith("_") and not isinstance(value, Node):
-            own = object.__getattribute__(self, "__dict__")
-            if name in own:
-                _reads.add(f"{own.get('_path', '?')}.{name}".removeprefix("."))
+            attributes = object.__getattribute__(self, "__dict__")
+            if name in attributes:
+                _reads.add(f"{attributes.get('_path', '?')}.{name}".removeprefix("."))
         return value
 
     def __getitem__(self, name: str) -> Any:
@@ -209,8 +209,8 @@ def changed_names(node: Node) -> list[str]:
     """Leaves of a section that differ from the section's own default, or were typed on the command line."""
     usual = type(node)()
     fields = type(node).__dataclass_fields__.items()
-    own = [name for name, f in fields if f.metadata.get("section") is None and not follows_another(node, name)]
-    return [name for name in own if node[name] != usual[name] or was_typed(node, name)]
+    leaves = [name for name, f in fields if f.metadata.get("section") is None and not follows_another(node, name)]
+    return [name for name in leaves if node[name] != usual[name] or was_typed(node, name)]
 
 
 def replace(node: N, **changes: Any) -> N:

@@ -22,7 +22,7 @@ def unknown_settings(
         entries: the settings, by the key that nothing has, with what was given.
         where: says the file of an entry.
     """
-    return [_problem(schema, own, where) for own in _groups(schema, entries)]
+    return [_problem(schema, group, where) for group in _groups(schema, entries)]
 
 
 def _groups(
@@ -38,17 +38,17 @@ def _groups(
 
 
 def _problem(
-    schema: Schema, own: list[tuple[str, DefaultsEntry, str]], where: Callable[[DefaultsEntry], str]
+    schema: Schema, group: list[tuple[str, DefaultsEntry, str]], where: Callable[[DefaultsEntry], str]
 ) -> ConfigError:
-    key, entry, section = own[0]
+    key, entry, section = group[0]
     takes = open_key(schema, key)
     into = f"A field of the model's or the engine's own goes into {takes}." if takes else ""
-    if len(own) == 1:
+    if len(group) == 1:
         near = nearest(schema, key)
         meant = f"Did you mean {' or '.join(repr(name) for name in near)}?" if near else into
         fix = meant or "--help lists every setting."
         return ConfigError(f"unknown setting{where(entry)}", key=key, got=entry.value, fix=fix)
-    names = [name[len(section) + 1 :] for name, _, _ in own]
+    names = [name[len(section) + 1 :] for name, _, _ in group]
     listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
     what = "settings of it" if schema.is_section(section) else "settings of a section that does not exist"
     return ConfigError(

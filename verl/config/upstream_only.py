@@ -41,13 +41,13 @@ def rows() -> dict[str, tuple[UpstreamRow, ...]]:
     for block in yaml.load(FILE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         for section in block["sections"]:
             by_section.setdefault(section, []).extend(_rows(block))
-    return {section: tuple(own) for section, own in by_section.items()}
+    return {section: tuple(entries) for section, entries in by_section.items()}
 
 
 def names_of(section: type) -> list[str]:
     """The names directly in a section class: those that are declared, then upstream's only."""
-    own = [row.name.partition(".")[0] for cls in section.__mro__ for row in rows().get(cls.__name__, ())]
-    return list(dict.fromkeys([*section.__dataclass_fields__, *own]))  # type: ignore[attr-defined]
+    upstream = [row.name.partition(".")[0] for cls in section.__mro__ for row in rows().get(cls.__name__, ())]
+    return list(dict.fromkeys([*section.__dataclass_fields__, *upstream]))  # type: ignore[attr-defined]
 
 
 def _rows(block: dict[str, Any]) -> Iterator[UpstreamRow]:

@@ -41,6 +41,6 @@ def entries_of(data: Any, key: str, source: str, section: str | None = None) -> 
     """
     entries = data.get(section) if section and isinstance(data, dict) else data
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        wanted = f"'{section}:' with a list of entries" if section else "a list of entries"
-        raise ConfigError(f"{source} holds something else", key=key, got=type(entries).__name__, allowed=wanted)
+        allowed = f"'{section}:' with a list of entries" if section else "a list of entries"
+        raise ConfigError(f"{source} holds something else", key=key, got=type(entries).__name__, allowed=allowed)
     return entries

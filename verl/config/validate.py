@@ -299,9 +299,9 @@ def _custom_classes(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
     problems: Problems = []
     for path_key, name_key, path, name in named:
         if (path is None) != (name is None):
-            given, missing = (name_key, path_key) if path is None else (path_key, name_key)
+            present, missing = (name_key, path_key) if path is None else (path_key, name_key)
             fix = f"Set it to the {'file' if path is None else 'class in it'}."
-            problems.append(ConfigError(f"{given} alone names no class", key=missing, fix=fix))
+            problems.append(ConfigError(f"{present} alone names no class", key=missing, fix=fix))
     return problems
 
 

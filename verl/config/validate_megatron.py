@@ -96,21 +96,21 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[MegatronRole]:
         "rm": (model.model_path, None, "reward.reward_model", model),
     }
     for name, key, section, fsdp in trained_roles(cfg):
-        pool, (path, adapter, model_key, own) = pools.of_role(name), held[name]
+        pool, (path, adapter, model_key, settings) = pools.of_role(name), held[name]
         others = (f"{key}.{fsdp}", section[fsdp])
         yield MegatronRole(
-            key, section, others, path, pool.name, pool.size, adapter=adapter, model_key=model_key, model=own
+            key, section, others, path, pool.name, pool.size, adapter=adapter, model_key=model_key, model=settings
         )
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """What is wrong with the roles on Megatron-Core; without one nothing is."""
-    chosen = [role for role in roles(cfg) if role.is_megatron]
+    megatron_roles = [role for role in roles(cfg) if role.is_megatron]
     problems: Problems = []
-    for role in chosen:
+    for role in megatron_roles:
         problems += _numbers(role) or _processes(role) + _model(role)
         problems += megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
-    return problems or _one_set_of_groups(chosen)
+    return problems or _one_set_of_groups(megatron_roles)
 
 
 def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
@@ -331,12 +331,12 @@ def tell_supervised(cfg: SFTTrainerConfig) -> None:
         why = "has no effect without engine.strategy=megatron"
         tell_names("engine.megatron", [name for name in set_names(role.sizes) if name not in _FOLLOWING], why)
         return
-    own = [
+    idle = [
         name
         for name in set_names(cfg.engine)
         if name not in _FOLLOWING and not name.startswith(("strategy", NAME, "torchtitan"))
     ]
-    tell_names("engine", own, "has no effect with engine.strategy=megatron: its settings are engine.megatron")
+    tell_names("engine", idle, "has no effect with engine.strategy=megatron: its settings are engine.megatron")
     _tell_model("model", cfg.model, role.key)
 
 
@@ -366,8 +366,8 @@ def _tell_model(key: str, model: ConfigNode, role: str) -> None:
 def tell_names(section: str, names: list[str], why: str) -> None:
     """One notice for settings of a section that have no effect."""
     if names:
-        beside = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
-        notice(f"{section}.{names[0]}", why + beside)
+        others = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
+        notice(f"{section}.{names[0]}", why + others)
 
 
 def set_names(node: ConfigNode) -> list[str]:

@@ -42,14 +42,14 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     interval, key = cfg.trainer.profile_interval, "trainer.profile_interval"
     if len(interval) != 2 or any(not isinstance(step, int) for step in interval):
         return [ConfigError("it takes two steps, the first and the last", key=key, got=interval, allowed="[2, 3]")]
-    asked = interval[0] >= 1
-    if asked and interval[1] < interval[0]:
-        return [ConfigError("the last step lies before the first", key=key, got=interval)]
+    has_interval = interval[0] >= 1
+    if has_interval and interval[1] < interval[0]:
+        return [ConfigError("the last step is before the first", key=key, got=interval)]
     if not cfg.profiler.enable:
-        if asked:
+        if has_interval:
             notice(key, "nothing is profiled without profiler.enable=true")
         return []
-    if not asked:
+    if not has_interval:
         notice("profiler.enable", f"nothing is profiled without {key}, for instance {key}=[2,2]")
     if cfg.profiler.tool == "nsys":
         notice("profiler.tool", f"nothing starts Nsight Systems here: start every process with {_NSYS}")

@@ -239,8 +239,8 @@ def tell_supervised(cfg: SFTTrainerConfig) -> None:
         tell_names("engine.torchtitan", names, "has no effect without engine.strategy=torchtitan")
         return
     others = ("strategy", "megatron", NAME)
-    own = [n for n in set_names(cfg.engine) if n not in LIKE_ENGINE and not n.startswith(others)]
-    tell_names("engine", own, "has no effect with engine.strategy=torchtitan: its settings are engine.torchtitan")
+    idle = [n for n in set_names(cfg.engine) if n not in LIKE_ENGINE and not n.startswith(others)]
+    tell_names("engine", idle, "has no effect with engine.strategy=torchtitan: its settings are engine.torchtitan")
     _tell_model(role)
 
 

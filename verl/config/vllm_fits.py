@@ -41,15 +41,15 @@ def _steps(rollout: Any) -> Problems:
 
 def _context(rollout: Any, model: Any) -> Problems:
     """A context of one's own, longer than the positions that the model knows."""
-    facts, asked = facts_of(model.path), rollout.max_model_len
-    if facts is None or asked is None or model.override_config or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+    facts, length = facts_of(model.path), rollout.max_model_len
+    if facts is None or length is None or model.override_config or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         return []
     known = facts.get("max_position_embeddings")
-    if not isinstance(known, int) or asked <= known or _scales_positions(facts):
+    if not isinstance(known, int) or length <= known or _scales_positions(facts):
         return []
     message = f"the model knows {known} positions (max_position_embeddings in its config.json)"
     fix = "Leave it out, or give the model longer positions: model.override_config.rope_scaling."
-    return [ConfigError(message, key=f"{_R}.max_model_len", got=asked, allowed=f"at most {known}", fix=fix)]
+    return [ConfigError(message, key=f"{_R}.max_model_len", got=length, allowed=f"at most {known}", fix=fix)]
 
 
 def _scales_positions(facts: Mapping[str, Any]) -> bool:

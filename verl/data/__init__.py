@@ -1,4 +1,4 @@
-"""Prompts, conversations and tokenizers: from files to batches. Names are loaded when they are first asked for."""
+"""Prompts, conversations and tokenizers: from files to batches. Names are loaded on first access."""
 
 from __future__ import annotations
 

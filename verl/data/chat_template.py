@@ -165,8 +165,8 @@ class ChatTemplate:
         if not forms.parts and not any(message.get(name) for message in messages for name in CALLS):
             return messages
         if forms.parts:
-            said = "it writes contents only as lists of parts, so a text is given to it as one part of type text"
-            notice("the chat template's contents", said)
+            text = "it writes contents only as lists of parts, so a text is given to it as one part of type text"
+            notice("the chat template's contents", text)
         return [forms.fitted(message) for message in messages]
 
     def _tried(self, messages: list[Message]) -> str | None:
@@ -206,14 +206,14 @@ class ChatTemplate:
         known = special_tokens(self.tokenizer)
         turns = [("user", "x"), (ASSISTANT, "x"), ("user", "x")]
         try:
-            text = self._write([{"role": role, "content": said} for role, said in turns], {})
+            text = self._write([{"role": role, "content": content} for role, content in turns], {})
         except (DataError, *REFUSALS):
             return known  # it needs more than this
-        own = {self.tokenizer.eos_token, self.tokenizer.bos_token, self.tokenizer.pad_token}
-        return frozenset(token for token in known if token in text or token in own)
+        special = {self.tokenizer.eos_token, self.tokenizer.bos_token, self.tokenizer.pad_token}
+        return frozenset(token for token in known if token in text or token in special)
 
     def check_generation(self) -> None:
-        """Whether the template begins an answer when it is asked to.
+        """Whether the template writes a generation prompt.
 
         One without a generation prompt that writes a header before an answer all the same would make the model learn
         to write that header, and never show it at inference.
@@ -221,16 +221,16 @@ class ChatTemplate:
         Raises:
             ModelError: it has none and writes a header, or it does not end, or writes without end.
         """
-        asked: list[Message] = [{"role": "user", "content": "x"}]
+        question: list[Message] = [{"role": "user", "content": "x"}]
         try:
-            bare, prompt = self.render(asked), self.render(asked, add_generation_prompt=True)
-            whole = self.render([*asked, {"role": ASSISTANT, "content": MARK}])
+            bare, prompt = self.render(question), self.render(question, add_generation_prompt=True)
+            answered = self.render([*question, {"role": ASSISTANT, "content": MARK}])
         except TemplateLimitError as failure:
             key = "custom_chat_template"
             raise ModelError(failure.message, key=key, got=self.tokenizer.name_or_path) from failure
         except DataError:
             return  # a template that needs more than this speaks for itself when it meets a row
-        header = whole[len(bare) : whole.find(MARK)] if whole.startswith(bare) and MARK in whole else ""
+        header = answered[len(bare) : answered.find(MARK)] if answered.startswith(bare) and MARK in answered else ""
         if prompt == bare and header.strip():
             raise ModelError(
                 f"the chat template has no generation prompt, but writes {header!r} before an answer",

@@ -1,6 +1,6 @@
 """Which columns of a file are read, and what they must hold: the same for a first look at one row and for all rows.
 
-Nothing here loads torch, so that a wrong column is told in the first seconds of a program.
+Nothing here loads torch: a wrong column fails in the first seconds of a program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_prompts(table: pa.Table, origin: Origin, config: Any, sees: bool = Tru
 
 
 def _check_prompt_column(prompts: pa.ChunkedArray, name: str, origin: Origin) -> None:
-    """Null and empty prompts are found on the whole column at once, before any row is asked for."""
+    """Refuse null and empty prompts in the full column at once, before any row is read."""
     refuse_sharegpt(prompts.type, name, origin.files[0])
     if is_list(prompts.type):
         length = pc.list_value_length(prompts)

@@ -68,10 +68,10 @@ class StatefulLoader:
         >>> loader = StatefulLoader(dataset, 64, seed=1)
         >>> while loader.epoch < 3:
         ...     for batch in loader: ...
-        >>> other = StatefulLoader(dataset, 64, seed=1); other.load_state_dict(loader.state_dict())  # goes on there
+        >>> other = StatefulLoader(dataset, 64, seed=1); other.load_state_dict(loader.state_dict())  # resumes there
 
     ``epoch`` and the state count a batch as handed out when the loop body gets it: a checkpoint written in the body of
-    the last batch resumes at the first batch of the next epoch. An epoch that was left early begins anew at the next
+    the last batch resumes at the first batch of the next epoch. An epoch that was left early starts over at the next
     ``iter``, unless a state was loaded since.
 
     Args:
@@ -161,7 +161,7 @@ class StatefulLoader:
             if state.get(name) != mine:
                 raise DataError(
                     f"the checkpoint's data had {name}={state.get(name)}, this run has {mine}",
-                    fix="Use the same files and settings to resume, or start anew with trainer.resume_mode=disable.",
+                    fix="Use the same files and settings to resume, or start over with trainer.resume_mode=disable.",
                 )
         self._epoch, self._rows_given, self._resume = int(state["epoch"]), int(state["rows_given"]), True
         if isinstance(self.sampler, HasState):

@@ -1,6 +1,6 @@
 """A first look at the files of a run: kind, columns and first row, before torch is loaded.
 
-What only all rows can tell (lengths, a null further down) is told when the data set is made. Files that do not exist
+What needs all rows (lengths, a null further down) is checked when the data set is made. Files that do not exist
 are left to the check of the settings, which names everything that is wrong with them at once.
 """
 

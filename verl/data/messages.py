@@ -122,8 +122,8 @@ def _content(content: Any, role: str, number: int, where: Where, images: bool) -
 def _parts(content: Sequence[Mapping[str, Any]], number: int, where: Where) -> str | list[dict[str, Any]]:
     """A content that is a list of parts, in one form; a text where no part is an image."""
     parts: list[dict[str, Any]] = []
-    for given in content:
-        part = {name: value for name, value in given.items() if value is not None}
+    for entry in content:
+        part = {name: value for name, value in entry.items() if value is not None}
         written = str(part.get("type") or ("text" if "text" in part else "image" if "image" in part else ""))
         if written in REFUSED_TYPES:
             raise NotBuiltError(f"message {number} has parts of type {written}, which are not built yet", key=where())
@@ -134,9 +134,9 @@ def _parts(content: Sequence[Mapping[str, Any]], number: int, where: Where) -> s
         if PART_TYPES[written] == "text":
             parts.append({"type": "text", "text": str(part.get("text", ""))})
         else:
-            kept = {name: value for name, value in part.items() if name != "type"}
-            own = any(name in kept for name in IMAGE_NAMES)
-            parts.append({"type": "image", **({"image": kept} if own else kept)})
+            fields = {name: value for name, value in part.items() if name != "type"}
+            is_pixels = any(name in fields for name in IMAGE_NAMES)
+            parts.append({"type": "image", **({"image": fields} if is_pixels else fields)})
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

@@ -44,8 +44,8 @@ def truncate(ids: list[int], limit: int, how: str) -> list[int]:
 def count_tokens(texts: Sequence[str], limit: int, encode_many: EncodeMany) -> list[int]:
     """Tokens of each text; `MANY` for one of megabytes whose beginning shows that it has far more than ``limit``.
 
-    Where a text is cut, the last tokens of its beginning may be others than in the whole, but not as many others as
-    are asked for here. A beginning of few tokens (of one word, say) is doubled until it is the whole.
+    A cut changes the last tokens of a prefix, but fewer than the margin here. A prefix of few tokens (of one word,
+    say) is doubled until it is the full text.
     """
     counts = [0] * len(texts)
     short = [n for n, text in enumerate(texts) if len(text) <= PART]
@@ -53,8 +53,8 @@ def count_tokens(texts: Sequence[str], limit: int, encode_many: EncodeMany) -> l
         counts[n] = len(ids)
     for n, text in enumerate(texts):
         if len(text) > PART:
-            ids, whole = _enough(text, limit, encode_many, from_end=False)
-            counts[n] = len(ids) if whole else MANY
+            ids, is_complete = _enough(text, limit, encode_many, from_end=False)
+            counts[n] = len(ids) if is_complete else MANY
     return counts
 
 
@@ -65,8 +65,8 @@ def cut_tokens(text: str, limit: int, how: str, encode_many: EncodeMany) -> list
     ids: list[int] = []
     for from_end in (False, True):
         if how in (("right", "middle"), ("left", "middle"))[from_end]:
-            part, whole = _enough(text, limit, encode_many, from_end)
-            if whole:
+            part, is_complete = _enough(text, limit, encode_many, from_end)
+            if is_complete:
                 return truncate(part, limit, how)
             ids = ids + part
     return truncate(ids, limit, how)

@@ -81,7 +81,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
 
     def _said(self, item: int) -> list[Message]:
         sides = [self._conversation(self.dataframe[item], item, side) for side in SIDES]
-        return [message for said in sides for message in said]
+        return [message for messages in sides for message in messages]
 
     def _refuse_overlong(self) -> None:
         """`_check_rows` does it, for both sides of a pair."""

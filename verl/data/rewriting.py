@@ -50,7 +50,7 @@ class Rewriter:
         self._turns = TurnFinder(ChatTemplate(target), keep_produced=True, learns=False)
 
     def rewrite(self, data: DataProto) -> Rewritten:
-        """The rows anew.
+        """The rows in the target's template and tokens.
 
         Args:
             data: ``responses`` and ``attention_mask``, and the messages of the prompts in ``raw_prompt``.
@@ -80,7 +80,7 @@ class Rewriter:
     def _texts(self, data: DataProto) -> list[str]:
         responses = data.tensors["responses"]
         there = data.tensors["attention_mask"][:, -responses.shape[1] :].bool()
-        ids = [row[kept].tolist() for row, kept in zip(responses, there)]
+        ids = [row[mask].tolist() for row, mask in zip(responses, there)]
         return self.source.batch_decode(ids, skip_special_tokens=True)
 
     def _ids(self, prompt: Any, text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Prompts for reinforcement learning: rows of the user's files with their templated, truncated token ids.
 
 Files are read, checked and measured when the dataset is made, so that what is wrong with them is said before anything
-is allocated; a row is templated and tokenised when it is asked for. Padding happens where batches of prompts and
+is allocated; a row is templated and tokenised when it is read. Padding happens where batches of prompts and
 responses are formed.
 """
 
@@ -62,7 +62,7 @@ class RLHFDataset(Dataset):
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
         processor: of a model that takes images (`load_processor`); None: rows with images are refused.
-        max_samples: keep so many rows (drawn by ``seed`` if ``shuffle``); -1 keeps all.
+        max_samples: the number of rows to keep (drawn by ``seed`` if ``shuffle``); -1 keeps all.
 
     Raises:
         DataError: what is wrong with the files, with file, row and column; no row left.
@@ -159,16 +159,16 @@ class RLHFDataset(Dataset):
         if keep is None:
             return
 
-        def wanted(chunk: range) -> list[int]:
+        def keeps(chunk: range) -> list[int]:
             return [keep(dict(self.dataframe[item]), partial(self.describe, item)) for item in chunk]
 
         workers = read_number(self.config, "filter_overlong_prompts_workers", 1)
-        kept = np.flatnonzero(measure(len(self), wanted, workers=workers, description="filtering prompts"))
+        retained = np.flatnonzero(measure(len(self), keeps, workers=workers, description="filtering prompts"))
         files = ", ".join(self._origin.files)
-        if not len(kept):
+        if not len(retained):
             raise DataError(f"{FILTER_KEY} keeps none of the {len(self)} prompts", key=files)
-        notice(f"{FILTER_KEY} ({files})", f"{len(self) - len(kept)} of {len(self)} prompts were dropped")
-        self.dataframe, self._rows = self.dataframe.select(kept), self._rows[kept]
+        notice(f"{FILTER_KEY} ({files})", f"{len(self) - len(retained)} of {len(self)} prompts were dropped")
+        self.dataframe, self._rows = self.dataframe.select(retained), self._rows[retained]
 
     def _settle_lengths(self) -> None:
         """Drop the prompts that are too long, or refuse them; both need the length of every prompt."""
@@ -199,10 +199,10 @@ class RLHFDataset(Dataset):
                 key=", ".join(self._origin.files),
                 fix="Set data.max_prompt_length higher.",
             )
-        kept = np.flatnonzero(lengths <= self.max_prompt_length)
+        retained = np.flatnonzero(lengths <= self.max_prompt_length)
         message = f"{len(long)} of {len(self)} prompts are longer than {self.max_prompt_length} tokens and were dropped"
         notice(f"data.filter_overlong_prompts ({', '.join(self._origin.files)})", message)
-        self.dataframe, self._rows = self.dataframe.select(kept), self._rows[kept]
+        self.dataframe, self._rows = self.dataframe.select(retained), self._rows[retained]
         log.info("%d prompts from %s", len(self), ", ".join(self._origin.files))
 
     def _said(self, item: int) -> list[Message]:
@@ -247,10 +247,10 @@ class RLHFDataset(Dataset):
         processor = self._media.processor
         try:
             ids = processor.expand(self._template.encode(text), seen.pieces)
-            kept = kept_places(ids, limit, how, processor.image_token_ids)
+            places = kept_places(ids, limit, how, processor.image_token_ids)
         except DataError as failure:
             raise DataError(failure.message, key=self.describe(item), fix=failure.fix) from failure
-        return [ids[place] for place in kept]
+        return [ids[place] for place in places]
 
     def _media_fields(self, row: dict[str, Any], seen: SeenRow | None) -> dict[str, Any]:
         """What a model that sees and a sampler need of a row's images; the files that they came from leave the row."""

@@ -66,11 +66,11 @@ class MultiTurnSFTDataset(Dataset):
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
         processor: of a model that takes images (`load_processor`); None: rows with images are refused.
-        max_samples: keep so many rows (drawn by ``seed`` if ``shuffle``); -1 keeps all.
+        max_samples: the number of rows to keep (drawn by ``seed`` if ``shuffle``); -1 keeps all.
 
     Raises:
         DataError: what is wrong with the files, with file, row and column; a row longer than ``max_length`` with
-            ``truncation=error``. A row's turns are found when it is asked for, and refused there.
+            ``truncation=error``. A row's turns are located, and refused, when the row is read.
         ModelError: the tokenizer has no chat template.
     """
 
@@ -104,7 +104,7 @@ class MultiTurnSFTDataset(Dataset):
         elif self.truncation == "error":
             self._refuse_overlong()
         check_kept(self._template, len(self.dataframe), self._said, self.describe)
-        self[0]  # a template whose turns cannot be told is found now and not in the first step
+        self[0]  # a template whose turns are ambiguous fails here and not in the first step
 
     def __len__(self) -> int:
         return len(self.dataframe)
@@ -150,8 +150,8 @@ class MultiTurnSFTDataset(Dataset):
             if self.truncation == "error":
                 raise self._too_long(item, len(ids))  # turn by turn, a row may have more tokens than as a whole
             image_ids = frozenset() if self._media is None else self._media.processor.image_token_ids
-            kept = kept_places(ids, self.max_length, self.truncation, image_ids)
-            ids, mask = [ids[place] for place in kept], [mask[place] for place in kept]
+            places = kept_places(ids, self.max_length, self.truncation, image_ids)
+            ids, mask = [ids[place] for place in places], [mask[place] for place in places]
         return EncodedRow(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool), inputs)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -183,8 +183,8 @@ class MultiTurnSFTDataset(Dataset):
         self._choose_columns(table)
         shuffle, seed = bool(read(self.config, "shuffle", False)), read(self.config, "seed")
         self._rows = choose_rows(len(table), max_samples, shuffle=shuffle, seed=seed)
-        whole = as_dataset(table)
-        self.dataframe = whole if len(self._rows) == len(whole) else whole.select(self._rows)
+        dataset = as_dataset(table)
+        self.dataframe = dataset if len(self._rows) == len(dataset) else dataset.select(self._rows)
 
     def _choose_columns(self, table: pa.Table) -> None:
         self._columns = ConversationColumns(table, self._origin, self.config, sees=self._media is not None)
@@ -204,22 +204,22 @@ class MultiTurnSFTDataset(Dataset):
 
     def _leave_out_invalid(self) -> None:
         """Encode every row now, keep those from which something can be learned, and say how many are left out."""
-        first, kept = None, []
+        first, retained = None, []
         for item in range(len(self.dataframe)):
             try:
                 self[item]
             except DataError as failure:
                 first = first or failure
             else:
-                kept.append(item)
-        if not kept:
+                retained.append(item)
+        if not retained:
             raise DataError("no row is left to learn from; the first is wrong", key=self._origin.files[0]) from first
         if first is None:
             return
-        left = len(self.dataframe) - len(kept)
+        left = len(self.dataframe) - len(retained)
         notice("data.filter_invalid", f"{left} of {len(self.dataframe)} rows are left out; first: {first}")
-        self._rows, self.dataframe = self._rows[kept], self.dataframe.select(kept)
-        self._encoded = {new: self._encoded[old] for new, old in enumerate(kept) if old in self._encoded}
+        self._rows, self.dataframe = self._rows[retained], self.dataframe.select(retained)
+        self._encoded = {new: self._encoded[old] for new, old in enumerate(retained) if old in self._encoded}
 
     def _refuse_overlong(self) -> None:
         lengths = measure(len(self), self._lengths, description="measuring conversations")

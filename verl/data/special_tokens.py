@@ -1,8 +1,8 @@
 """Special tokens inside what a person, a tool or a web page wrote: they are text there, not the end of a turn.
 
 A mark is put inside each such token before the template sees it; the text is then tokenised in pieces that are cut at
-the marks, so that no piece holds the token, and decoding the pieces gives the text as it was. The mark is drawn anew in
-every process: nothing that comes from outside can hold it, and no token depends on it.
+the marks, so that no piece holds the token, and decoding the pieces gives the text as it was. Every process draws its
+mark: nothing that comes from outside can hold it, and no token depends on it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SpecialTokensAsText:
     Args:
         encode: texts -> ids of each, special tokens recognised and none added.
         structure: the special tokens with which the template writes turns; in an answer that stands in the data only
-            these are marked, since others (of thoughts and calls) are a model's own words. Asked for once, if at all.
+            these are marked, since others (of thoughts and calls) are a model's own words. Called at most once.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class SpecialTokensAsText:
     def _message(self, message: Message) -> Message:
         if message.get("role") != ASSISTANT:
             return self.defused(message)
-        own = {name: message[name] for name in SAID if name in message}
-        if own and not isinstance(message, SampledMessage):
+        texts = {name: message[name] for name in SAID if name in message}
+        if texts and not isinstance(message, SampledMessage):
             if self._of_turns is None:
                 self._of_turns = self._all.only(self._structure())
-            own = self._of_turns.marked(own)
-        return {**self.defused({name: value for name, value in message.items() if name not in SAID}), **own}
+            texts = self._of_turns.marked(texts)
+        return {**self.defused({name: value for name, value in message.items() if name not in SAID}), **texts}
 
 
 class _Tokens:

@@ -69,11 +69,11 @@ def hf_tokenizer(
 
 def tokenizer_of(model: Any) -> Any:
     """The tokenizer of a ``model`` section: of its tokenizer_path, or of its path. Errors name these settings."""
-    chosen = "tokenizer_path" if model.tokenizer_path else "path"
+    key = "tokenizer_path" if model.tokenizer_path else "path"
     with full_keys(model):
         return hf_tokenizer(
-            model[chosen],
-            key=chosen,
+            model[key],
+            key=key,
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
@@ -111,8 +111,8 @@ def eos_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
     else:
         more = None if generation_config is None else generation_config.eos_token_id
     listed = [] if more is None else [more] if isinstance(more, int) else list(more)
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return tuple(dict.fromkeys(int(i) for i in (*own, *listed)))
+    default = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(int(i) for i in (*default, *listed)))
 
 
 def source_of(name_or_path: str | Path, key: str) -> str:

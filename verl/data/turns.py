@@ -2,7 +2,7 @@
 
 An assistant turn is what the template writes after its own generation prompt, up to the turn's end token; so the loss
 falls on exactly what is sampled at inference. The turns are found by rendering the conversation up to each of them.
-Some templates write an earlier turn differently once the conversation goes on (Qwen3 drops its thinking): text that
+Some templates rewrite an earlier turn once the conversation continues (Qwen3 drops its thinking): text that
 only belongs to the template may differ, but where a part of the message is lost, the conversation is refused unless
 the caller wants every turn as it was produced. What no rendering has is searched for with marks (`verl.data.written`).
 """
@@ -81,45 +81,45 @@ class TurnFinder:
             DataError: no assistant message; the template refuses the conversation, loses a part of a turn, or its
                 turns tokenise differently when they stand together.
         """
-        whole = self.template.render(messages, **arguments)
+        conversation = self.template.render(messages, **arguments)
         if not any(message["role"] == ASSISTANT for message in messages):
             raise DataError("the conversation has no assistant message, so there is nothing to learn")
         self.template.check_written(messages, self.learns, **arguments)
         turns = [
-            self._find(messages, number, whole, arguments)
+            self._find(messages, number, conversation, arguments)
             for number, message in enumerate(messages)
             if message["role"] == ASSISTANT
         ]
-        kept = [self._text_of(turn, whole, self._closing(arguments).decoration) for turn in turns]
-        return self._tokenize(_segments(whole, turns, kept))
+        texts = [self._text_of(turn, conversation, self._closing(arguments).decoration) for turn in turns]
+        return self._tokenize(_segments(conversation, turns, texts))
 
-    def _find(self, messages: Sequence[Message], number: int, whole: str, arguments: dict[str, Any]) -> Turn:
+    def _find(self, messages: Sequence[Message], number: int, conversation: str, arguments: dict[str, Any]) -> Turn:
         before, closing = self._prompt(messages[:number], arguments), self._closing(arguments)
         is_last = number == len(messages) - 1
-        upto = whole if is_last else self.template.render(messages[: number + 1], **arguments)
+        upto = conversation if is_last else self.template.render(messages[: number + 1], **arguments)
         marked = None
-        if before is None or not whole.startswith(before):
+        if before is None or not conversation.startswith(before):
             marked = self._marked(messages, number, arguments)
             start = marked.index(MARK)
-            if marked[:start] != whole[:start]:
+            if marked[:start] != conversation[:start]:
                 raise self._unclear(number)
-            start = len(whole[:start].removesuffix(closing.decoration))
+            start = len(conversation[:start].removesuffix(closing.decoration))
             if before is not None:
-                self._tell_context(before, whole, start, is_last)
+                self._tell_context(before, conversation, start, is_last)
         else:
             start = len(before)
         if before is not None and upto.startswith(before):
             produced = self._trim(upto[len(before) :], closing, is_last)
-        elif upto[:start] == whole[:start]:
+        elif upto[:start] == conversation[:start]:
             produced = self._trim(upto[start:], closing, is_last)
         else:
             raise self._unclear(number)
-        if whole.startswith(produced, start):
+        if conversation.startswith(produced, start):
             end = start + len(produced)
         else:
-            end = self._end(marked or self._marked(messages, number, arguments), whole, number, closing)
+            end = self._end(marked or self._marked(messages, number, arguments), conversation, number, closing)
         follows = closing.opens and not is_last and messages[number + 1]["role"] != ASSISTANT
-        opener = re.compile(rf"\s*(?:{self._special.pattern})").match(whole, end) if follows else None
+        opener = re.compile(rf"\s*(?:{self._special.pattern})").match(conversation, end) if follows else None
         stop = opener[0] if opener else ""
         ends = not closing.opens or (is_last and self._special.search(closing.tail))
         self._tell_end(produced if ends else "", stop)
@@ -152,9 +152,9 @@ class TurnFinder:
             return Closing(tail, tail[: max(ends, default=0)], False, decoration)
         return Closing(tail, _common(tail[: special.start() if special else None], between), True, decoration)
 
-    def _tell_context(self, before: str, whole: str, start: int, is_last: bool) -> None:
+    def _tell_context(self, before: str, conversation: str, start: int, is_last: bool) -> None:
         """Say that a turn is trained behind another text than it is sampled behind."""
-        rest = before[start:] if before.startswith(whole[:start]) else before[-40:]
+        rest = before[start:] if before.startswith(conversation[:start]) else before[-40:]
         where = "an answer" if is_last else "an earlier answer"
         fix = "Set custom_chat_template to a template that writes it there"
         message = (
@@ -182,12 +182,12 @@ class TurnFinder:
             return text
         raise self._unclear(number)
 
-    def _end(self, marked: str, whole: str, number: int, closing: Closing) -> int:
+    def _end(self, marked: str, conversation: str, number: int, closing: Closing) -> int:
         """Where a turn ends in the whole text: what follows the mark follows the turn too."""
         after = marked[marked.index(MARK) + len(MARK) :]
-        if not whole.endswith(after):
+        if not conversation.endswith(after):
             raise self._unclear(number)
-        end = len(whole) - len(after)
+        end = len(conversation) - len(after)
         if (closing.opens or closing.end) and after.startswith(closing.end):
             return end + len(closing.end)
         stop = self._special.match(after)
@@ -212,15 +212,15 @@ class TurnFinder:
             message = "it ends an assistant turn without a special token; the model will not learn where to stop"
             notice("the chat template", message)
 
-    def _text_of(self, turn: Turn, whole: str, decoration: str) -> str:
+    def _text_of(self, turn: Turn, conversation: str, decoration: str) -> str:
         """What of a turn is trained on: its text in the whole conversation, or as it was produced."""
-        standing = whole[turn.start : turn.end]
+        standing = conversation[turn.start : turn.end]
         if standing == turn.produced or self.keep_produced:
             return turn.produced
         if turn.produced == decoration + standing:
             return standing
         raise DataError(
-            "the chat template changes an earlier assistant turn once the conversation goes on: "
+            "the chat template changes an earlier assistant turn once the conversation continues: "
             f"{_short(turn.produced)} becomes {_short(standing)} "
             f"(tokens {self.template.encode(turn.produced)} and {self.template.encode(standing)})",
             fix="Set data.ignore_input_ids_mismatch=true to train every turn as it was produced, or take out what the "
@@ -230,21 +230,21 @@ class TurnFinder:
     def _tokenize(self, segments: list[Segment]) -> tuple[list[int], list[int]]:
         pieces = self.template.encode_many([segment.text for segment in segments])
         turnwise = [i for piece in pieces for i in piece]
-        whole = self.template.encode("".join(segment.text for segment in segments))
-        if turnwise != whole:
-            grown = self._grow(segments, whole)
+        joint_ids = self.template.encode("".join(segment.text for segment in segments))
+        if turnwise != joint_ids:
+            grown = self._grow(segments, joint_ids)
             if grown is not None:
-                pieces, turnwise = grown, whole
+                pieces, turnwise = grown, joint_ids
             elif not self.keep_produced:
                 raise DataError(
                     "the turns one by one have other tokens than the whole conversation: "
-                    f"{turnwise} turn by turn, {whole} as a whole",
+                    f"{turnwise} turn by turn, {joint_ids} as a whole",
                     fix="Set data.ignore_input_ids_mismatch=true to train on the tokens turn by turn.",
                 )
         mask = [int(segment.is_target) for segment, piece in zip(segments, pieces) for _ in piece]
         return turnwise, mask
 
-    def _grow(self, segments: list[Segment], whole: list[int]) -> list[list[int]] | None:
+    def _grow(self, segments: list[Segment], joint_ids: list[int]) -> list[list[int]] | None:
         """The whole's tokens by segment if the tokens of the text up to each boundary begin it; None if they do not.
 
         Some tokenizers write a space before any text; what precedes a turn is tokenised as at inference then too, only
@@ -253,9 +253,9 @@ class TurnFinder:
         texts = ["".join(segment.text for segment in segments[: n + 1]) for n in range(len(segments))]
         pieces, start = [], 0
         for ids in self.template.encode_many(texts):
-            if whole[: len(ids)] != ids:
+            if joint_ids[: len(ids)] != ids:
                 return None
-            pieces.append(whole[start : len(ids)])
+            pieces.append(joint_ids[start : len(ids)])
             start = len(ids)
         return pieces
 
@@ -267,12 +267,12 @@ class TurnFinder:
         )
 
 
-def _segments(whole: str, turns: list[Turn], kept: list[str]) -> list[Segment]:
+def _segments(conversation: str, turns: list[Turn], texts: list[str]) -> list[Segment]:
     segments, at = [], 0
-    for turn, text in zip(turns, kept):
-        segments += [Segment(whole[at : turn.start], False), Segment(text + turn.stop, True)]
+    for turn, text in zip(turns, texts):
+        segments += [Segment(conversation[at : turn.start], False), Segment(text + turn.stop, True)]
         at = turn.end + len(turn.stop)
-    segments.append(Segment(whole[at:], False))
+    segments.append(Segment(conversation[at:], False))
     return [segment for segment in segments if segment.text]
 
 

@@ -48,7 +48,7 @@ class _Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, as in a child process, which inherits no thread."""
+        """Start over, as in a child process, which inherits no thread."""
         # Threads that begin or end work, and the one that looks at it; held for a change of the set only.
         self._lock, self._some = threading.Lock(), threading.Event()
         self._work: set[_Work] = set()

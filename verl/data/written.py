@@ -95,11 +95,11 @@ class Forms:
         return changed
 
     def _call(self, function: Mapping[str, Any]) -> Mapping[str, Any]:
-        given = function.get("arguments")
-        if isinstance(given, str) and not self.text_calls:
-            return {**function, "arguments": object_of(given)}
-        if isinstance(given, Mapping) and self.text_calls and not self.object_calls:
-            return {**function, "arguments": json.dumps(given, ensure_ascii=False)}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and not self.text_calls:
+            return {**function, "arguments": object_of(arguments)}
+        if isinstance(arguments, Mapping) and self.text_calls and not self.object_calls:
+            return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
         return function
 
 
@@ -120,20 +120,20 @@ def content_roles(write: Callable[[list[Message]], str | None]) -> frozenset[str
 def call_forms(write: Callable[[list[Message]], str | None]) -> tuple[bool, bool]:
     """Whether a template writes arguments that are JSON text as it writes an object or writes no object; if it does."""
     key, value = f"{BASE}k", f"{BASE}v"
-    given = json.dumps({key: value})
+    as_json = json.dumps({key: value})
     texts = []
-    for arguments in (given, {key: value}):
+    for arguments in (as_json, {key: value}):
         call = {"id": "call00000", "type": "function", "function": {"name": "x", "arguments": arguments}}
         answer: Message = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
         texts.append(write([{"role": "user", "content": "x"}, answer]) or "")
     is_object = value in texts[1] and str({key: value}) not in texts[1]
-    return given in texts[0] and (texts[0] == texts[1] or not is_object), is_object
+    return as_json in texts[0] and (texts[0] == texts[1] or not is_object), is_object
 
 
 def shape(messages: Sequence[Message], tools: Any) -> Hashable:
     """What of a conversation decides which parts a template writes: equal for conversations of equal form."""
-    said = [m["content"] for m in messages if m.get("role") == ASSISTANT and isinstance(m.get("content"), str)]
-    return _form(messages), frozenset(map(_form, tools or ())), hash(tuple(tuple(TAG.findall(text)) for text in said))
+    texts = [m["content"] for m in messages if m.get("role") == ASSISTANT and isinstance(m.get("content"), str)]
+    return _form(messages), frozenset(map(_form, tools or ())), hash(tuple(tuple(TAG.findall(t)) for t in texts))
 
 
 def _form(value: Any, depth: int = 3) -> Hashable:
@@ -203,12 +203,12 @@ def _marked_call(function: Mapping[str, Any], place: int, mark: Callable[[str], 
     changed, arguments = dict(function), function.get("arguments")
     if isinstance(function.get("name"), str):
         changed["name"] = function["name"] + mark(f"the name of call {place}")
-    given, detail = object_of(arguments), f"the arguments of call {place}"
-    if isinstance(given, Mapping):
-        filled = {k: _behind(v if isinstance(v, str) else "", mark(detail)) for k, v in given.items()}
+    value, detail = object_of(arguments), f"the arguments of call {place}"
+    if isinstance(value, Mapping):
+        filled = {k: _behind(v if isinstance(v, str) else "", mark(detail)) for k, v in value.items()}
         changed["arguments"] = json.dumps(filled) if isinstance(arguments, str) else filled
-    elif isinstance(given, str) and given.strip():
-        changed["arguments"] = _behind(given, mark(detail))
+    elif isinstance(value, str) and value.strip():
+        changed["arguments"] = _behind(value, mark(detail))
     return changed
 
 

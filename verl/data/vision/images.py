@@ -117,10 +117,10 @@ def pixel_range(value: Any, where: str, limits: ImageLimits) -> tuple[int | None
     Raises:
         DataError: not whole numbers above 0, or the lower one is the larger.
     """
-    own = value if isinstance(value, Mapping) else {}
+    entry = value if isinstance(value, Mapping) else {}
     bounds: list[int | None] = []
     for name, default in (("min_pixels", limits.min_pixels), ("max_pixels", limits.max_pixels)):
-        number = default if own.get(name) is None else own[name]
+        number = default if entry.get(name) is None else entry[name]
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise DataError("not a number of pixels", key=f"{where}, {name}", got=number, allowed="1, 2, ...")
         bounds.append(number)

@@ -121,14 +121,14 @@ def kept_places(ids: Sequence[int], limit: int, how: str, image_ids: frozenset[i
     Raises:
         DataError: a part of an image would be lost, or what begins or ends one.
     """
-    kept = truncate(list(range(len(ids))), limit, how)
+    places = truncate(list(range(len(ids))), limit, how)
     seen = {place + side for place, number in enumerate(ids) if number in image_ids for side in (-1, 0, 1)}
-    if not seen & set(range(len(ids))) <= set(kept):
+    if not seen & set(range(len(ids))) <= set(places):
         raise DataError(
             f"truncation would cut through an image: with its images the row has {len(ids)} tokens, more than {limit}",
             fix="Allow longer rows, or set a lower data.mm_processor_kwargs.max_pixels.",
         )
-    return kept
+    return places
 
 
 def _listed(value: Any) -> list[Any]:

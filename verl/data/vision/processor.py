@@ -259,8 +259,8 @@ def _build(source: str, tokenizer: Any, facts: Mapping[str, Any], trust_remote_c
         raise ValueError(f"transformers has no processor class for model_type {config.model_type!r}")
     images = AutoImageProcessor.from_pretrained(source, **remote)
     text = AutoTokenizer.from_pretrained(source, **remote) if tokenizer is None else tokenizer
-    own = {name: facts[name] for name in ("image_seq_length", "image_seq_len") if name in facts}
-    return _without_videos(cls)(image_processor=images, tokenizer=text, chat_template=text.chat_template, **own)
+    lengths = {name: facts[name] for name in ("image_seq_length", "image_seq_len") if name in facts}
+    return _without_videos(cls)(image_processor=images, tokenizer=text, chat_template=text.chat_template, **lengths)
 
 
 def _processor_class(model_type: str) -> Any:
