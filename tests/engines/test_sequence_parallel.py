@@ -37,7 +37,7 @@ def test_parts_are_equally_long_and_together_the_whole_row(size):
         assert torch.equal(found[order], getattr(whole, name)[expected])
     for part in parts:
         assert ((part.positions >= 0) & (part.positions < length)).all()
-        assert part.attention.whole.segments.num_tokens == size * length
+        assert part.attention.full_row.segments.num_tokens == size * length
 
 
 def test_the_filler_of_ranks_without_rows_is_not_cut():

@@ -18,7 +18,7 @@ from verl.models.attention.interface import packed_attention
 from verl.models.attention.masked import masked_attention
 
 LAYOUTS = (
-    Segments.apart((300, 17, 64, 1), "cuda"),
+    Segments.separate((300, 17, 64, 1), "cuda"),
     Segments((40, 129, 200, 3, 64, 64, 30), (NO_PREFIX, NO_PREFIX, 0, 0, 1, 1, NO_PREFIX), "cuda"),
 )
 

@@ -103,16 +103,16 @@ def test_values_narrower_than_queries_come_out_as_narrow():
 
 
 def test_equal_lengths_need_no_gather_and_unequal_ones_little_padding():
-    even = Segments.apart((40, 40, 40))
-    assert len(even.own) == 1 and even.own[0]._index is None
-    uneven = Segments.apart((400, 390, 100, 90))
-    assert [(grid.rows, grid.columns) for grid in uneven.own] == [(2, 400), (2, 100)]
+    even = Segments.separate((40, 40, 40))
+    assert len(even.grids) == 1 and even.grids[0]._index is None
+    uneven = Segments.separate((400, 390, 100, 90))
+    assert [(grid.rows, grid.columns) for grid in uneven.grids] == [(2, 400), (2, 100)]
 
 
 @pytest.mark.parametrize("length", [24, 31, 32, 47])  # a remainder without lanes, one that is filled up, none
 def test_prompts_and_responses_of_one_length_each_need_no_gather_and_are_dense_attention(length):
     segments = Segments((10, 10, *(length,) * 6), (NO_PREFIX, NO_PREFIX, 0, 0, 0, 1, 1, 1))
-    assert [(grid.rows, grid.columns, grid._index) for grid in segments.own] == [(6, length, None), (2, 10, None)]
+    assert [(grid.rows, grid.columns, grid._index) for grid in segments.grids] == [(6, length, None), (2, 10, None)]
     tensors, how = inputs(segments, dtype=torch.float64), AttentionVariant(0.35)
     found, expected = FlashOnCPU.apply(*tensors, segments, how.scaling), dense(*tensors, segments, how)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
@@ -171,7 +171,7 @@ def test_an_installed_flash_attention_is_called_with_where_sequences_end(monkeyp
     monkeypatch.setitem(sys.modules, name, module)
     varlen.package.cache_clear()
     try:
-        segments = Segments.apart((3, 5))
+        segments = Segments.separate((3, 5))
         query, key, value = inputs(segments)
         out = varlen.package_attention(query, key, value, segments, AttentionVariant(0.5, window=4, softcap=3.0))
     finally:
@@ -195,7 +195,7 @@ def test_a_plan_is_what_a_model_is_called_with(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(tmp_path / "qwen3", "qwen3")).eval()
     assert attention.enable(model, "cpu")
     rows = [torch.randint(3, 200, (1, n)) for n in (4, 9)]
-    segments = Segments.apart((4, 9))
+    segments = Segments.separate((4, 9))
     with torch.no_grad():
         found = model(
             input_ids=torch.cat(rows, 1),

@@ -1,7 +1,7 @@
 """A weight of one row per expert, sharded over peer ranks: each of P peers keeps the rows of its experts.
 
 Ranks that keep the same part shard it among themselves as they do with every weight, so the tensor that a rank holds is
-a piece of a part; whole weights are put together here and nowhere else.
+a piece of a part; full weights are put together here and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class AxisSharding:
 
     Args:
         ranks: all ranks.
-        peers: those that hold the whole weight together, in the order of its parts.
+        peers: those that hold the full weight together, in the order of its parts.
         mesh: of the ranks that keep the same part as this one.
-        rows: of the whole weight; the peers divide them.
+        rows: of the full weight; the peers divide them.
     """
 
     ranks: Ranks
@@ -38,34 +38,34 @@ class AxisSharding:
         """The first row of this rank's part."""
         return self.peers.rank * (self.rows // self.peers.size)
 
-    def part(self, whole: Tensor, holder: int) -> Tensor:
-        """What a peer keeps of a whole weight."""
+    def part(self, full: Tensor, holder: int) -> Tensor:
+        """A peer's part of a full weight."""
         count = self.rows // self.peers.size
-        return whole.narrow(0, holder * count, count)
+        return full.narrow(0, holder * count, count)
 
-    def own(self, whole: nn.Parameter) -> nn.Parameter:
-        """This rank's part as a parameter of its own."""
-        return nn.Parameter(self.part(whole.detach(), self.peers.rank).clone(), requires_grad=whole.requires_grad)
+    def local_part(self, full: nn.Parameter) -> nn.Parameter:
+        """This rank's part as a new parameter."""
+        return nn.Parameter(self.part(full.detach(), self.peers.rank).clone(), requires_grad=full.requires_grad)
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         return torch.Size([self.rows, *part[1:]])
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole weight on every rank. Collective."""
+        """The full weight on every rank. Collective: an all-gather."""
         return torch.cat(self.peers.gather(gather(tensor).contiguous()))
 
-    def scatter(self, whole: Tensor, target: Tensor) -> None:
-        """Fill a part, or a sharded one's piece, from the whole weight on rank 0. Collective.
+    def scatter(self, full: Tensor, target: Tensor) -> None:
+        """Fill a part, or a sharded one's piece, from the full weight on rank 0. Collective.
 
         Args:
-            whole: elsewhere only its shape counts (``meta``).
+            full: elsewhere only its shape counts (``meta``).
         """
         local = target.to_local() if isinstance(target, DTensor) else target
         for holder in range(self.peers.size):
-            given = self.part(whole, holder)
-            part = torch.empty(given.shape, dtype=target.dtype, device=local.device)
+            values = self.part(full, holder)
+            part = torch.empty(values.shape, dtype=target.dtype, device=local.device)
             if self.ranks.is_first:
-                part.copy_(given)
+                part.copy_(values)
             self.ranks.broadcast(part)
             if holder == self.peers.rank:
                 start = self.mesh.get_local_rank() * -(-len(part) // self.mesh.size()) if target is not local else 0

@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a box: who holds what, who writes it, and one complete tensor at a time.
+"""Tensors of which every rank holds a box: holders, writers, and a gather of one complete tensor at a time.
 
 A box is a begin and a length along each axis. Engines cut along rows (FSDP2), rows or columns (tensor parallelism),
 experts and layers, and hold some tensors several times; here all of that is one table, so saving needs to know no
@@ -47,9 +47,9 @@ class ShardTable:
     @classmethod
     def of(cls, shards: Shards, ranks: Ranks) -> ShardTable:
         """Collective."""
-        own = [[name, spec.dtype, spec.shape, spec.start, spec.lengths] for name, (spec, _) in shards.items()]
+        local = [[name, spec.dtype, spec.shape, spec.start, spec.lengths] for name, (spec, _) in shards.items()]
         holders: dict[str, dict[ShardSpec, list[int]]] = {}
-        for rank, answer in enumerate(ranks.exchange(own)):
+        for rank, answer in enumerate(ranks.exchange(local)):
             for name, dtype, *numbers in answer:
                 shape, start, lengths = map(tuple, numbers)
                 holders.setdefault(name, {}).setdefault(ShardSpec(shape, dtype, start, lengths), []).append(rank)
@@ -63,12 +63,12 @@ class ShardTable:
         """Who of those that hold a box writes it: the one that has least to write."""
         boxes = [(name, box, ranks) for name, held in self.holders.items() for box, ranks in held.items()]
         load: dict[int, int] = {}
-        chosen: dict[tuple[str, ShardSpec], int] = {}
+        writer_of: dict[tuple[str, ShardSpec], int] = {}
         # By name, too: equal states make equal files, whatever the order in which an optimizer made them.
         for name, box, ranks in sorted(boxes, key=lambda box: (len(box[2]) > 1, -box[1].num_bytes, box[0])):
-            chosen[name, box] = rank = min(ranks, key=lambda rank: load.get(rank, 0))
+            writer_of[name, box] = rank = min(ranks, key=lambda rank: load.get(rank, 0))
             load[rank] = load.get(rank, 0) + box.num_bytes
-        return chosen
+        return writer_of
 
 
 def written_once(shards: Shards, ranks: Ranks) -> dict[str, tuple[ShardSpec, Tensor]]:
@@ -102,7 +102,7 @@ def completed(
     on a rank, and no more than `SENT_AHEAD` boxes wait on the way.
     """
     on_the_way: deque[tuple[object, Tensor]] = deque()
-    # Every rank goes through the tensors in the table's order, so that nobody waits for one that is behind.
+    # Point to point: every rank visits the tensors in the table's order, or ranks would deadlock.
     for name, boxes in table.holders.items():
         owner = owners[name]
         if owner == ranks.rank:

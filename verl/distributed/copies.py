@@ -1,6 +1,6 @@
 """Whether ranks that hold the same part of a tensor hold the same bits.
 
-A processor or memory that fails changes numbers without an error, and training goes on with them. Ranks that hold
+A processor or memory that fails changes numbers without an error, and training continues with them. Ranks that hold
 copies (data-parallel replicas, norms under tensor parallelism) compute the same from the same, so one that differs from
 the others shows the damage.
 """
@@ -46,7 +46,7 @@ def digest(tensor: Tensor) -> int:
     for begin in range(0, bits.numel(), PIECE):
         piece = bits[begin : begin + PIECE]
         odd = torch.arange(2 * begin + 1, 2 * (begin + piece.numel()), 2, dtype=torch.int64, device=bits.device)
-        total += (odd * piece).sum()  # wraps around, as it should
+        total += (odd * piece).sum()  # overflow wraps around, as a checksum needs
     return int(total)
 
 

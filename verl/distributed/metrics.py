@@ -23,8 +23,8 @@ def merged(
         return loss, metrics
     mine = [[name, m.value, m.reduction, m.weight] for name, m in metrics.items()]
     answers = ranks.exchange({"loss": loss, "metrics": mine})
-    chosen = answers[::num_peers] if counted is None else [answers[rank] for rank in counted]
+    counted_answers = answers[::num_peers] if counted is None else [answers[rank] for rank in counted]
     everything = MetricSet()
-    for answer in chosen:
+    for answer in counted_answers:
         everything.merge({name: Metric(value, kind, weight) for name, value, kind, weight in answer["metrics"]})
-    return sum(answer["loss"] for answer in chosen) / len(chosen), everything
+    return sum(answer["loss"] for answer in counted_answers) / len(counted_answers), everything

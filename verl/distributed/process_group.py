@@ -79,22 +79,22 @@ def start(place: HasRank | None = None, device: str = "cpu", timeout: float | No
     """
     if dist.is_initialized():
         return _joined(place)
-    own = RankPlace.from_environment() if place is None else place
-    _check(own, device)
-    _choose_device(own, device)
+    at = RankPlace.from_environment() if place is None else place
+    _check(at, device)
+    _choose_device(at, device)
     limit = timedelta(seconds=TIMEOUT if timeout is None else float(timeout))
     try:
-        store = _store(own, limit)
-        dist.init_process_group(BACKENDS[device], timeout=limit, rank=own.rank, world_size=own.world_size, store=store)
+        store = _store(at, limit)
+        dist.init_process_group(BACKENDS[device], timeout=limit, rank=at.rank, world_size=at.world_size, store=store)
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
-            f"rank {own.rank} could not meet the other {own.world_size - 1} processes: {_first_line(error)}",
-            got=f"{own.master_addr}:{own.master_port}",
+            f"rank {at.rank} could not meet the other {at.world_size - 1} processes: {_first_line(error)}",
+            got=f"{at.master_addr}:{at.master_port}",
             fix="Does every process run, can it reach that address, and is the port free there?",
         ) from error
-    if own.world_size == 1:
-        atexit.register(stop)  # several leave by a call: behind an error they would wait for ranks that are gone
-    log.info("rank %d of %d ranks joined the group over %s", own.rank, own.world_size, BACKENDS[device])
+    if at.world_size == 1:
+        atexit.register(stop)  # several ranks leave by a call: after an error they would wait for ranks that are gone
+    log.info("rank %d of %d ranks joined the group over %s", at.rank, at.world_size, BACKENDS[device])
     return Ranks.of_world()
 
 
@@ -109,11 +109,11 @@ def stop() -> None:
         atexit.unregister(stop)
         dist.destroy_process_group()
         release_groups()
-        gc.collect()  # engines lie in cycles, and hold groups
+        gc.collect()  # engines are in reference cycles, and hold groups
 
 
 def _store(place: HasRank, timeout: timedelta) -> dist.Store:
-    """Where the processes meet; torchrun holds the store itself, and whoever is alone needs none that is reached."""
+    """The rendezvous store; torchrun holds it itself, and a single process needs no network."""
     if place.world_size == 1:
         return dist.HashStore()
     host = place.master_addr.strip("[]")

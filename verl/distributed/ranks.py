@@ -1,4 +1,4 @@
-"""The processes that compute one thing together, as far as the library talks between them itself.
+"""A group of ranks and the library's collectives over it.
 
 Numbers and facts travel as small host tensors, facts as JSON text: no pickle crosses a process. On one rank every call
 returns at once, so that code is written once for one process and for many.
@@ -121,7 +121,7 @@ class Ranks:
             return result, [fact]
         try:
             result, fact = work()
-        except Exception as error:  # boundary: the others must hear of it before they wait for this rank
+        except Exception as error:  # boundary: the other ranks must get the error before they wait for this one
             self.exchange({"error": _described(error)})
             raise
         answers = self.exchange({"fact": fact})

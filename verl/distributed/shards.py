@@ -19,24 +19,24 @@ from verl.errors import EngineError
 from verl.protocol.sharding import ShardSpec
 
 
-def scatter(whole: Tensor, target: DTensor) -> None:
-    """Fill a sharded tensor from rank 0's whole one.
+def scatter(full: Tensor, target: DTensor) -> None:
+    """Fill a sharded tensor from rank 0's full one.
 
     Args:
-        whole: on rank 0 the values, on any device and of any dtype; elsewhere only its shape counts (``meta``).
+        full: on rank 0 the values, on any device and of any dtype; elsewhere only its shape counts (``meta``).
         target: cut along its first axis; of hybrid sharding every copy is filled.
 
     Raises:
         EngineError: the shapes differ.
     """
-    if whole.shape != target.shape:
-        own = str(tuple(target.shape))
-        raise EngineError("a sharded tensor has another shape", got=tuple(whole.shape), allowed=own)
+    if full.shape != target.shape:
+        shape = str(tuple(target.shape))
+        raise EngineError("a sharded tensor has another shape", got=tuple(full.shape), allowed=shape)
     local, pieces, group = target.to_local(), _pieces(target), _shard_group(target)
     rows = -(-target.shape[0] // pieces)
     piece = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=local.device)
     if _has_first(group):
-        parts = _padded_pieces(whole.to(local.device, target.dtype), rows, pieces) if dist.get_rank() == 0 else None
+        parts = _padded_pieces(full.to(local.device, target.dtype), rows, pieces) if dist.get_rank() == 0 else None
         # Ranks that share rank 0's copy come first; each of them then hands its piece to the other copies.
         dist.scatter(piece, parts, group=group, group_src=0)
     if target.device_mesh.ndim == 2:
@@ -51,7 +51,7 @@ def first_row(tensor: DTensor) -> int:
     return min(tensor.shape[0], rows * tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1))
 
 
-def own_box(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
+def local_box(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
     """This rank's box of a tensor, along whichever axes it is cut, and its values; of one that is not cut, all of it.
 
     Raises:
@@ -75,7 +75,7 @@ def own_box(tensor: Tensor) -> tuple[ShardSpec, Tensor]:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank, where the pieces are; a tensor that is not sharded as it is."""
+    """All-gather: the full tensor on every rank, where the pieces are; a tensor that is not sharded as it is."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -95,10 +95,10 @@ def mirror(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     if ranks.size == 1:
         return dict(tensors)
     names = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
-    known = ranks.from_first(names)
+    specs = ranks.from_first(names)
     if ranks.is_first:
         return dict(tensors)
-    return {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape, dtype in known}
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape, dtype in specs}
 
 
 def _pieces(tensor: DTensor) -> int:
@@ -116,9 +116,9 @@ def _has_first(group: dist.ProcessGroup) -> bool:
     return dist.get_global_rank(group, 0) == 0
 
 
-def _padded_pieces(whole: Tensor, rows: int, pieces: int) -> list[Tensor]:
+def _padded_pieces(full: Tensor, rows: int, pieces: int) -> list[Tensor]:
     """Equal pieces; the last ones are filled up, or empty of values, where the axis does not divide."""
-    missing = rows * pieces - whole.shape[0]
+    missing = rows * pieces - full.shape[0]
     if missing:
-        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-    return list(whole.contiguous().chunk(pieces))
+        full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
+    return list(full.contiguous().chunk(pieces))

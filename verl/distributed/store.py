@@ -1,6 +1,6 @@
-"""Where the processes of a group meet: a store on the address that was named, and on no other one of this machine.
+"""The rendezvous store of a process group: it listens on the address that was named and on no other one.
 
-Torch's own store listens on every interface, and it asks for no secret: whoever reaches it can rewrite what ranks read
+Torch's store listens on every interface without a secret: any host that reaches it can rewrite what ranks read
 there, the addresses of the other ranks among it. So the socket is bound here and passed on. gloo listens on the
 address to which the name of the machine resolves; here it is given the interface on which the others are met.
 """

@@ -26,19 +26,19 @@ class UlyssesPlan:
     """Attention of a packed row of which this rank has its part of the tokens.
 
     Args:
-        whole: attention over the whole row.
+        full_row: the attention over the full row.
         peers: the ranks that share the row, in the order of its parts; all parts are equally long.
     """
 
-    def __init__(self, whole: RowAttention, peers: Ranks):
-        self.whole, self.peers = whole, peers
+    def __init__(self, full_row: RowAttention, peers: Ranks):
+        self.full_row, self.peers = full_row, peers
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Any) -> Tensor:
         """(T/P, H, d) queries, (T/P, h, d) keys, (T/P, h, d_v) values -> (T/P, H, d_v); P divides H."""
         size = self.peers.size
         key, value = (repeated_heads(x, query.shape[1], size) for x in (key, value))
         mine = gathered_together([query, key, value], self.peers)
-        return gather_heads(self.whole.attend(mine[0], mine[1], mine[2], how), self.peers)
+        return gather_heads(self.full_row.attend(mine[0], mine[1], mine[2], how), self.peers)
 
 
 def repeated_heads(x: Tensor, num_query_heads: int, size: int) -> Tensor:
@@ -75,7 +75,7 @@ def gather_heads(x: Tensor, peers: Ranks) -> Tensor:
 def summed(x: Tensor, peers: Ranks) -> Tensor:
     """The sum over ranks of what each of them has for its own tokens, zero elsewhere.
 
-    Every rank goes on to compute the same loss from it. Backwards each keeps what concerns its own tokens, times P,
+    Every rank then computes the same loss from it. Backwards each keeps the gradient of its local tokens, times P,
     because gradients are averaged over all ranks, of which P together make one.
     """
     return _Summed.apply(x, peers) if x.numel() else x  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Log-probs and entropy where each rank holds the logits of a part of the vocabulary; the logits are never gathered.
 
 Three numbers per row cross the ranks (maximum, normaliser, the label's logit), a fourth and fifth with the other
-statistics. Gradients are closed forms in the rank's own logits z with p = softmax(z) over the whole vocabulary:
+statistics. Gradients are closed forms in the rank's own logits z with p = softmax(z) over the full vocabulary:
 
     d log p_y / dz = [y] - p        d H / dz = -p (log p + H)        d (sum p^2) / dz = 2 p (p - sum p^2)
 """
@@ -22,7 +22,7 @@ def statistics_from_parts(logits: Tensor, labels: Tensor, first: int, group: dis
 
     Args:
         logits: (N, v) float32, the logits of tokens ``first`` to ``first + v`` of the vocabulary; v may differ by rank.
-        labels: (N,) int64, tokens of the whole vocabulary.
+        labels: (N,) int64, tokens of the full vocabulary.
         group: null: this rank holds all of it.
 
     Returns:
@@ -42,10 +42,10 @@ class _Statistics(torch.autograd.Function):
         p = log_p.exp()
         here = (labels >= first) & (labels < first + width)
         column = torch.where(here, labels - first, 0)
-        chosen = torch.where(here, log_p.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0) if width else normaliser * 0
+        label = torch.where(here, log_p.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0) if width else normaliser * 0
         # A logit of -inf has probability 0, and 0 log 0 counts as 0.
         plogp = torch.where(p > 0, p * log_p, 0.0)
-        sums = _reduce(torch.stack((chosen, plogp.sum(-1), p.square().sum(-1))), dist.ReduceOp.SUM, group)
+        sums = _reduce(torch.stack((label, plogp.sum(-1), p.square().sum(-1))), dist.ReduceOp.SUM, group)
         ctx.save_for_backward(p, log_p, here, column, sums)
         return sums[0].clone(), -sums[1], sums[2].clone()
 

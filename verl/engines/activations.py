@@ -63,10 +63,10 @@ class OffloadedActivations:
 
 
 def host_activations(
-    asked: bool, parameters: Iterable[nn.Parameter], device: str, key: str = "enable_activation_offload"
+    is_on: bool, parameters: Iterable[nn.Parameter], device: str, key: str = "enable_activation_offload"
 ) -> OffloadedActivations | None:
-    """Where activations are moved (``asked`` for by the setting ``key``); None where they stay."""
-    if asked and device == "cpu":
+    """Where activations are moved (switched on by the setting ``key``); None where they stay."""
+    if is_on and device == "cpu":
         notice(key, "has no effect on a CPU: activations are in host memory anyway")
         return None
-    return OffloadedActivations(parameters, device) if asked else None
+    return OffloadedActivations(parameters, device) if is_on else None

@@ -63,7 +63,7 @@ def adapter_writer(model: Any, base: str, tokenizer: Any) -> HFWriter:
             tokenizer.save_pretrained(folder)
         if weights is None:
             return {}
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
-        return {lora.WEIGHTS_FILE: write_tensors(folder / lora.WEIGHTS_FILE, kept)}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+        return {lora.WEIGHTS_FILE: write_tensors(folder / lora.WEIGHTS_FILE, tensors)}
 
     return write

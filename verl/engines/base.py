@@ -1,7 +1,7 @@
 """The seam between the dataflow and a training backend.
 
 A backend owns its iteration (accumulation, or a pipeline schedule) and how weights are laid out; what is common to all
-lies beside this file: alignment of rows (`rows`), micro-batches (`micro_batch`), outputs of a forward pass (`forward`),
+is in this package: alignment of rows (`rows`), micro-batches (`micro_batch`), outputs of a forward pass (`forward`),
 clipping and the skip of a non-finite step (`step`), optimizers (`optimizer`).
 """
 
@@ -84,7 +84,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Parameters of the whole model over all ranks; tied ones count once."""
+        """Parameters of the full model over all ranks; tied ones count once."""
 
     @abstractmethod
     def infer(
@@ -99,7 +99,7 @@ class Engine(ABC):
 
         Args:
             outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared``, ``full_kl`` (a language model), ``values`` (a
-                value model). ``full_kl`` is the KL to the model of `compare_with` over the whole vocabulary. An engine
+                value model). ``full_kl`` is the KL to the model of `compare_with` over the full vocabulary. An engine
                 that replays experts has ``routed_experts``, too: (B, P+T, layers, top_k) int16, those that the passes
                 chose, -1 where no pass was needed.
             temperature: logits are divided by it.
@@ -194,7 +194,7 @@ class Engine(ABC):
     def load_state(self, state: EngineState) -> None:
         """Continue from a complete state, which every rank is given; sections that it does not hold stay as they are.
 
-        Of a state that lies in files (`verl.checkpoint.read_part`) a rank reads what it keeps.
+        Of a state that is stored in files (`verl.checkpoint.read_part`) a rank reads its shards.
 
         Raises:
             CheckpointError: the state belongs to another model or optimizer.

@@ -41,7 +41,7 @@ class Blanks:
         micro = _with_axes(micro, self.family)
         grow = _below_rows if micro.attention is None else _behind_row
         grown, at = grow(micro, torch.tensor(ids))
-        added = VisionInputs.of(self.family, [(one, at) for one in placed], micro.input_ids.device)
+        added = VisionInputs.of(self.family, [(p, at) for p in placed], micro.input_ids.device)
         return replace(grown, vision=_joined(grown.vision, added))
 
 

@@ -36,7 +36,7 @@ class ExpertRanks:
     mesh: DeviceMesh
 
     @classmethod
-    def of(cls, ranks: Ranks, device: str, size: int, whole: DeviceMesh) -> ExpertRanks | None:
+    def of(cls, ranks: Ranks, device: str, size: int, data_mesh: DeviceMesh) -> ExpertRanks | None:
         """None where every rank has all experts.
 
         Raises:
@@ -49,7 +49,7 @@ class ExpertRanks:
             raise ConfigError(
                 f"{ranks.size} processes cannot share the experts evenly", key=KEY, got=size, allowed=allowed
             )
-        if whole.ndim > 1:
+        if data_mesh.ndim > 1:
             fix = "Leave fsdp_size out."
             raise ConfigError("experts cannot be shared beside hybrid sharding", key=KEY, got=size, fix=fix)
         mesh = new_mesh(device, (ranks.size // size, size), ("same_experts", "experts"))
@@ -76,13 +76,13 @@ class ExpertRanks:
                 allowed = [d for d in range(1, count + 1) if count % d == 0]
                 message = f"the model's {count} experts cannot be shared evenly"
                 raise ConfigError(message, key=KEY, got=self.peers.size, allowed=allowed)
-            own = count // self.peers.size
+            per_rank = count // self.peers.size
             for name, weight in module.named_parameters(recurse=False):
                 cut = AxisSharding(self.ranks, self.peers, self.mesh, count)
-                setattr(module, name, cut.own(weight))
+                setattr(module, name, cut.local_part(weight))
                 cuts[f"{prefix}.{name}"] = cut
-            module.num_experts = own  # type: ignore[assignment]
-            module.forward = ExpertExchange(module.forward, own, self.peers)  # type: ignore[assignment]
+            module.num_experts = per_rank  # type: ignore[assignment]
+            module.forward = ExpertExchange(module.forward, per_rank, self.peers)  # type: ignore[assignment]
         return cuts, experts
 
 

@@ -39,7 +39,7 @@ class TokenForward:
     Args:
         kind: ``causal_lm`` or ``value``.
         dtype: compute dtype; below float32 the model runs under autocast.
-        passes: what was asked for; the attribute says what this model can do.
+        passes: the settings; the attribute says what this model can do.
     """
 
     def __init__(self, model: Any, kind: str, device: str, dtype: torch.dtype, passes: PassSettings | None = None):

@@ -65,9 +65,9 @@ class FSDP2Engine(ShardedEngine):
 
     def _held(self) -> str:
         pieces = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-        own, whole = sum(p.to_local().nbytes for p in pieces), sum(p.nbytes for p in self.blueprint.parameters())
+        local, full = sum(p.to_local().nbytes for p in pieces), sum(p.nbytes for p in self.blueprint.parameters())
         gathered = sum(isinstance(module, FSDPModule) for module in self.model.modules())
-        return f"{own} of {whole} bytes of weights; a forward pass gathers them in {gathered} steps"
+        return f"{local} of {full} bytes of weights; a forward pass gathers them in {gathered} steps"
 
     def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
         if builds_muon(optim):
@@ -100,30 +100,30 @@ class FSDP2Engine(ShardedEngine):
         def unit(item: tuple[str, Tensor]) -> str:
             return sharding.unit_of(item[0], self.unit_names)
 
-        wanted = [item for item in named_tensors(self.model).items() if only is None or item[0] in only]
-        for _, group in itertools.groupby(wanted, key=unit):
+        selected = [item for item in named_tensors(self.model).items() if only is None or item[0] in only]
+        for _, group in itertools.groupby(selected, key=unit):
             yield {name: self._gathered(tensor, name) for name, tensor in group}
 
     def copy_weights(self, source: Engine) -> None:
         """As `Engine.copy_weights`; piece by piece, with nothing gathered, where both cut their weights alike."""
-        pieces = self._pieces_beside(source)
+        pieces = self._paired_pieces(source)
         if not all(self.ranks.exchange(pieces is not None)):
             super().copy_weights(source)
             return
         with torch.no_grad():
-            for own, other in pieces or ():
-                own.copy_(other)
+            for target, other in pieces or ():
+                target.copy_(other)
 
-    def _pieces_beside(self, source: Engine) -> list[tuple[Tensor, Tensor]] | None:
+    def _paired_pieces(self, source: Engine) -> list[tuple[Tensor, Tensor]] | None:
         """This rank's piece of each weight with the other engine's; None where the two differ in how they cut one."""
         if not isinstance(source, FSDP2Engine) or has_adapter(source.blueprint) or has_adapter(self.blueprint):
             return None
-        own, others = named_tensors(self.model), named_tensors(source.model)
-        if own.keys() != others.keys() or self.cuts != source.cuts:
+        targets, others = named_tensors(self.model), named_tensors(source.model)
+        if targets.keys() != others.keys() or self.cuts != source.cuts:
             return None
-        if any(_cut_of_piece(own[name]) != _cut_of_piece(others[name]) for name in own):
+        if any(_cut_of_piece(targets[name]) != _cut_of_piece(others[name]) for name in targets):
             return None
-        return [(_piece(own[name]), _piece(others[name])) for name in own]
+        return [(_piece(targets[name]), _piece(others[name])) for name in targets]
 
     @torch.no_grad()
     def _take(self, stored: StoredWeights) -> None:
@@ -168,16 +168,16 @@ class FSDP2Engine(ShardedEngine):
             local.copy_(values)
         return target
 
-    def _put(self, whole: Tensor, target: Tensor, name: str) -> None:
+    def _put(self, full: Tensor, target: Tensor, name: str) -> None:
         """Rank 0's values into a tensor that is cut, or that every rank has."""
         cut = self._cut_of(target, name)
         if cut is not None:
-            cut.scatter(whole, target)
+            cut.scatter(full, target)
         elif isinstance(target, DTensor):
-            scatter(whole, target)
+            scatter(full, target)
         else:
             with torch.no_grad():
-                target.copy_(self.ranks.broadcast(whole.to(target) if self.is_first else torch.empty_like(target)))
+                target.copy_(self.ranks.broadcast(full.to(target) if self.is_first else torch.empty_like(target)))
 
     def _move_weights(self, to: str) -> None:
         self.model.to(to)

@@ -44,10 +44,10 @@ def narrowed(optimizer: Optimizer, parameter: Tensor, key: str, values: Tensor) 
         return values
     making: Any = optimizer
     made: Tensor = making._new_buffer(parameter, key == "exp_avg")
-    local, own = (t.to_local() if isinstance(t, DTensor) else t for t in (made, values))
-    local.copy_(own)
+    local, full = (t.to_local() if isinstance(t, DTensor) else t for t in (made, values))
+    local.copy_(full)
     if hasattr(local, "qmap"):
-        _restore(local, own)
+        _restore(local, full)
     return made
 
 
@@ -70,14 +70,14 @@ def _restore(moment: Any, values: Tensor) -> None:
             if bool(right.all()):
                 break
             # A block of zeros is right from the start.
-            chosen = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], qmap)
-            better = ~right & (qmap[chosen] * scale[:, None] == blocks).all(1)
-            codes = torch.where(better[:, None], chosen, codes)
+            nearest = _nearest(blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None], qmap)
+            better = ~right & (qmap[nearest] * scale[:, None] == blocks).all(1)
+            codes = torch.where(better[:, None], nearest, codes)
             moment.scale[better] = scale[better]
             right |= better
     packed = codes.to(torch.uint8).flatten()
-    half = moment.codes.numel() < packed.numel()
-    moment.codes.copy_(((packed[::2] << 4) | packed[1::2] if half else packed).view(moment.codes.shape))
+    is_packed = moment.codes.numel() < packed.numel()
+    moment.codes.copy_(((packed[::2] << 4) | packed[1::2] if is_packed else packed).view(moment.codes.shape))
 
 
 def _unpacked(moment: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Running out of memory, told in the sizes that a person can change."""
+"""The error of running out of memory, in the sizes that a person can change."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Jordan et al. 2024, kellerjordan.github.io/posts/muon; step sizes as in Liu et a
 inside the model take it; vectors, embeddings, the head and stacked experts take AdamW, as in both. torch's own class
 takes matrices alone, and whole ones. Here a matrix in pieces is gathered, made orthogonal by one process of those that
 share it, and cut again; as many at a time as there are processes, so that all of them compute. What a matrix is, the
-Hugging Face model says: Megatron-Core's weights are taken apart into its matrices (`verl.engines.megatron.matrices`).
+Hugging Face model says: Megatron-Core's weights are split into its matrices (`verl.engines.megatron.matrices`).
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Muon(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update from the gradients; without any for parameters that have none. Collective where pieces are."""
         for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            self._step_matrices([p for p in given if id(p) in self.matrices], group)
-            self._step_others([p for p in given if id(p) not in self.matrices], group)
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            self._step_matrices([p for p in with_grad if id(p) in self.matrices], group)
+            self._step_others([p for p in with_grad if id(p) not in self.matrices], group)
 
     def _step_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         for p, direction, factor in self.spread(parameters, self._update, self._orthogonal, self._adjustment):
@@ -135,17 +135,17 @@ def builds_muon(optim: Any) -> bool:
 
 def build_muon(model: nn.Module, kind: str, optim: Any) -> Muon:
     """Of a model, as an ``optim`` section says."""
-    apart = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    apart += list(output_head(model, kind).parameters())
-    apart += lora.stacked_factors(model)
+    excluded = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    excluded += list(output_head(model, kind).parameters())
+    excluded += lora.stacked_factors(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.dim() == 2 and not any(p is other for other in apart)]
-    given = dict(optim.override_optimizer_config or {})
-    return Muon(parameters, matrices, optim.lr, optim.weight_decay, tuple(optim.betas), **given)
+    matrices = [p for p in parameters if p.dim() == 2 and not any(p is other for other in excluded)]
+    arguments = dict(optim.override_optimizer_config or {})
+    return Muon(parameters, matrices, optim.lr, optim.weight_decay, tuple(optim.betas), **arguments)
 
 
 def build_for_model(model: nn.Module, kind: str, parameters: list[nn.Parameter], optim: Any, device: str) -> Optimizer:
-    """The optimizer of a whole model."""
+    """The optimizer of a full model."""
     return build_muon(model, kind, optim) if builds_muon(optim) else build_optimizer(parameters, optim, device)
 
 
@@ -155,7 +155,7 @@ def _over_shards(
     direct: Direct,
     factor: Callable[[Sequence[int]], float],
 ) -> Iterator[tuple[nn.Parameter, Tensor, float]]:
-    """Whole matrices as they are, sharded ones in turn: a `Spread`."""
+    """Full matrices as they are, sharded ones in turn: a `Spread`."""
     for alike in _by_group(parameters):
         size = 1 if _shard_group(alike[0]) is None else dist.get_world_size(_shard_group(alike[0]))
         for first in range(0, len(alike), size):
@@ -170,9 +170,9 @@ def _in_turn(updates: list[Tensor], direct: Direct) -> list[Tensor]:
     if group is None:
         return [direct(update) for update in updates]
     complete = [update.full_tensor().float().contiguous() for update in updates if isinstance(update, DTensor)]
-    own = dist.get_rank(group)
-    if own < len(complete):
-        complete[own] = direct(complete[own]).contiguous()
+    rank = dist.get_rank(group)
+    if rank < len(complete):
+        complete[rank] = direct(complete[rank]).contiguous()
     for owner, matrix in enumerate(complete):
         dist.broadcast(matrix, group=group, group_src=owner)
     return [_piece_like(update, matrix) for update, matrix in zip(updates, complete)]
@@ -192,7 +192,7 @@ def _by_group(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _piece_like(target: Tensor, matrix: Tensor) -> DTensor:
-    """This rank's rows of a whole matrix, laid out as the target is."""
+    """This rank's rows of a full matrix, laid out as the target is."""
     assert isinstance(target, DTensor)
     rows = -(-matrix.shape[0] // target.device_mesh.size(target.device_mesh.ndim - 1))
     first = min(matrix.shape[0], rows * dist.get_rank(_shard_group(target)))

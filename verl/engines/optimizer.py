@@ -62,12 +62,12 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> tuple[dic
             else:
                 values.setdefault(names[parameter], {})[key] = entry
     configured = inspect.signature(type(optimizer)).parameters
-    groups = [_own_options(group, configured) for group in optimizer.param_groups]
+    groups = [_group_options(group, configured) for group in optimizer.param_groups]
     return tensors, {"class": _class_name(optimizer), "values": values, "groups": groups}
 
 
 def copied(saved: StateSection, name: str, parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """A copy of a saved tensor on the device: what an optimizer over whole parameters keeps."""
+    """A copy of a saved tensor on the device: what an optimizer over full parameters keeps."""
     return saved[name].detach().to(device, copy=True)
 
 
@@ -164,7 +164,7 @@ def _check_override(cls: type[Optimizer], override: Mapping[str, Any], accepted:
         )
 
 
-def _own_options(group: Mapping[str, Any], configured: Iterable[str]) -> dict[str, Any]:
+def _group_options(group: Mapping[str, Any], configured: Iterable[str]) -> dict[str, Any]:
     """What is in a group beside parameters and constructor arguments, as far as JSON can hold it."""
     skipped = {"params", "initial_lr", *configured}
     return {k: v for k, v in group.items() if k not in skipped and isinstance(v, int | float | str | bool | type(None))}

@@ -1,4 +1,4 @@
-"""Micro-batches without padding: sequences one behind the other, and a prompt only once for all its responses.
+"""Micro-batches without padding: packed sequences, and a shared prefix once for all responses to it.
 
 Which rows share a prompt is read off the tokens, so the result is exact whatever the rows are called. The cut into
 micro-batches keeps rows of one prompt together as far as the limits allow.
@@ -21,7 +21,7 @@ from verl.models.attention import NO_PREFIX, PackedPlan, Segments
 
 @dataclass(frozen=True)
 class PromptFamily:
-    """Rows of one prompt, which lies in the packed row once.
+    """Rows of one prompt, which the packed row holds once.
 
     Args:
         shared: tokens that are shared; 0 for a single row.
@@ -76,8 +76,8 @@ def plan_packed(
     """
     check_limits(rows.lengths, micro_batch_size, max_tokens)
     everyone = range(len(rows.lengths))
-    whole = families(rows, everyone, share)
-    parts = [part for family in whole for part in _fitting(rows, family, micro_batch_size, max_tokens)]
+    all_families = families(rows, everyone, share)
+    parts = [part for family in all_families for part in _fitting(rows, family, micro_batch_size, max_tokens)]
     order = [row for part in parts for row in part.rows]
     tokens = costs(rows, parts)
     plan = plan_micro_batches(
@@ -119,16 +119,16 @@ def _fitting(
     parts: list[list[int]] = []
     tokens = 0
     for row in sorted(family.rows, key=lambda row: -rows.lengths[row]):
-        own = max(0, rows.lengths[row] - family.shared)
+        suffix = max(0, rows.lengths[row] - family.shared)
         full = bool(parts) and (
             (micro_batch_size is not None and len(parts[-1]) >= micro_batch_size)
-            or (max_tokens is not None and tokens + own > max_tokens)
+            or (max_tokens is not None and tokens + suffix > max_tokens)
         )
         if not parts or full:
             parts.append([])
             tokens = family.shared
         parts[-1].append(row)
-        tokens += own
+        tokens += suffix
     return [PromptFamily(part, family.shared if len(part) > 1 else 0) for part in parts]
 
 
@@ -148,7 +148,7 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
     segments = Segments(tuple(end - start for _, start, end in pieces), tuple(prefix), device)
     starts = segments.starts
     prompt_of = {member: (starts[n], family.shared) for n, family in enumerate(shared) for member in family.rows}
-    own_of = {member: starts[n] for n, (member, _, _) in enumerate(pieces) if n >= len(shared)}
+    suffixes = {member: starts[n] for n, (member, _, _) in enumerate(pieces) if n >= len(shared)}
     index = torch.tensor(members, dtype=torch.long)
     row, t = rows.mask[index].nonzero(as_tuple=True)
     seen = rows.seen
@@ -156,42 +156,42 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
         index=index,
         input_ids=torch.cat([rows.tokens[r, start:end] for r, start, end in pieces])[None].to(device),
         position_ids=segments.position_ids if seen is None else seen.with_axes(segments.position_ids, pieces),
-        positions=_places_in_row(rows.before[index][row, t], row, members, prompt_of, own_of).to(device),
+        positions=_places_in_row(rows.before[index][row, t], row, members, prompt_of, suffixes).to(device),
         labels=rows.responses[index][row, t].to(device),
         places=(row * rows.mask.shape[1] + t).to(device),
         num_responses=rows.mask.shape[1],
         attention=PackedPlan(segments, () if seen is None else seen.runs_ahead(pieces, starts)),
-        token_of=_tokens_of(rows, members, prompt_of, own_of) if rows.routes else None,
+        token_of=_tokens_of(rows, members, prompt_of, suffixes) if rows.routes else None,
         experts=None if rows.experts is None else rows.experts[index, : max(rows.lengths[r] for r in members)],
         vision=None if seen is None else seen.inputs(pieces, starts, device),
     )
 
 
 def _tokens_of(
-    rows: AlignedRows, members: Sequence[int], prompt_of: dict[int, tuple[int, int]], own_of: dict[int, int]
+    rows: AlignedRows, members: Sequence[int], prompt_of: dict[int, tuple[int, int]], suffixes: dict[int, int]
 ) -> Tensor:
-    """(b, l) where each token of the members lies in the packed row, -1 behind a member's last."""
+    """(b, l) index of each token of the members in the packed row, -1 behind a member's last."""
     table = torch.full((len(members), max(rows.lengths[r] for r in members)), -1, dtype=torch.long)
     for number, member in enumerate(members):
         (first, shared), length = prompt_of.get(member, (0, 0)), rows.lengths[member]
         table[number, :shared] = torch.arange(first, first + shared)
         if length > shared:
-            table[number, shared:length] = torch.arange(own_of[member], own_of[member] + length - shared)
+            table[number, shared:length] = torch.arange(suffixes[member], suffixes[member] + length - shared)
     return table
 
 
 def _places_in_row(
-    before: Tensor, row: Tensor, members: Sequence[int], prompt_of: dict[int, tuple[int, int]], own_of: dict[int, int]
+    before: Tensor, row: Tensor, members: Sequence[int], prompt_of: dict[int, tuple[int, int]], suffixes: dict[int, int]
 ) -> Tensor:
-    """Where token ``before`` of a member (its number in ``row``) lies in the packed row."""
+    """The index in the packed row of token ``before`` of a member (its number in ``row``)."""
     prompt = torch.tensor([prompt_of.get(r, (0, 0)) for r in members], dtype=torch.long)
-    own = torch.tensor([own_of.get(r, 0) for r in members], dtype=torch.long)[row]
+    suffix_start = torch.tensor([suffixes.get(r, 0) for r in members], dtype=torch.long)[row]
     first, shared = prompt[row].unbind(-1)
-    return torch.where(before < shared, first + before, own + before - shared)
+    return torch.where(before < shared, first + before, suffix_start + before - shared)
 
 
 def padded(micro: MicroBatch, multiple: int) -> MicroBatch:
-    """With a multiple of so many tokens; the padding at the end is a segment of its own, which nobody looks at.
+    """Padded to a multiple of this number of tokens; the padding is a segment that nothing attends to.
 
     A filler, which is no packed row, stays as it is.
     """

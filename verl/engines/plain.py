@@ -21,7 +21,7 @@ from verl.models.stored import fill_quantized, stored_weights
 
 
 class PlainEngine(TorchEngine):
-    """A whole model on one device, float32 or bf16 autocast over float32 weights.
+    """A full model on one device, float32 or bf16 autocast over float32 weights.
 
     The model trains in training mode (its dropout, if it has any, is on; then a result does depend on the cut into
     micro-batches) and infers in evaluation mode.
@@ -72,8 +72,8 @@ class PlainEngine(TorchEngine):
         weights = dict(self.export_weights())
         return WeightsToWrite(weights, fresh=frozenset(weights))
 
-    def _fill(self, given: dict[str, Tensor]) -> None:
-        load_weights(self.model, given)
+    def _fill(self, weights: dict[str, Tensor]) -> None:
+        load_weights(self.model, weights)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_weights(self.model)

@@ -50,18 +50,18 @@ def check_experts(experts: Tensor | None, routing: Routing) -> None:
         )
 
 
-def own_experts(chosen: Tensor, together: DataProto, batch: DataProto, mine: slice) -> Tensor:
+def local_experts(experts: Tensor, together: DataProto, batch: DataProto, mine: slice) -> Tensor:
     """A rank's part of a column that was made for the rows of several.
 
     Args:
-        chosen: (rows of all, their P+T, layers, top_k).
+        experts: (rows of all, their P+T, layers, top_k).
         together: the rows of all; prompts are padded on the left, to the longest of any.
         batch: the rank's own.
         mine: where its rows lie.
     """
     (_, width), (_, responses) = batch.tensors["input_ids"].shape, batch.tensors["responses"].shape
-    first = chosen.shape[1] - together.tensors["responses"].shape[1] - (width - responses)
-    return chosen[mine, first : first + width]
+    first = experts.shape[1] - together.tensors["responses"].shape[1] - (width - responses)
+    return experts[mine, first : first + width]
 
 
 class RecordedExperts:
@@ -76,14 +76,14 @@ class RecordedExperts:
         self._attended = tensors["attention_mask"].cpu().bool()
         self._column: Tensor | None = None
 
-    def add(self, index: Tensor, chosen: Tensor | None) -> None:
+    def add(self, index: Tensor, recorded: Tensor | None) -> None:
         """Of the rows ``index``: (b, l, layers, top_k), each row's tokens from its first one on."""
-        if chosen is None:
+        if recorded is None:
             return
         if self._column is None:
-            self._column = torch.full((*self._attended.shape, *chosen.shape[2:]), NO_RECORD, dtype=torch.int16)
-        chosen = chosen.cpu()
-        for row, experts in zip(index.tolist(), chosen):
+            self._column = torch.full((*self._attended.shape, *recorded.shape[2:]), NO_RECORD, dtype=torch.int16)
+        recorded = recorded.cpu()
+        for row, experts in zip(index.tolist(), recorded):
             columns = self._attended[row].nonzero().flatten()[: len(experts)]
             have = self._column[row, columns]
             self._column[row, columns] = torch.maximum(have, experts[: len(columns)])  # a stage knows its own layers

@@ -22,10 +22,10 @@ from verl.distributed import Ranks
 
 def rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
     """The states of all ranks, on rank 0; nothing on the others."""
-    own = {"rng/cpu": torch.get_rng_state(), "rng/python": _python_state(), "rng/numpy": _numpy_state()}
+    local = {"rng/cpu": torch.get_rng_state(), "rng/python": _python_state(), "rng/numpy": _numpy_state()}
     if device == "cuda":
-        own["rng/cuda"] = torch.cuda.get_rng_state()
-    gathered = {name: ranks.gather(state) for name, state in own.items()}
+        local["rng/cuda"] = torch.cuda.get_rng_state()
+    gathered = {name: ranks.gather(state) for name, state in local.items()}
     if not ranks.is_first:
         return {}
     return {_name(name, rank): state for name, states in gathered.items() for rank, state in enumerate(states)}
@@ -39,7 +39,7 @@ def set_rng_state(tensors: Mapping[str, Tensor], device: str, ranks: Ranks) -> N
         random.seed(seed)
         np.random.seed(seed % 2**32)
         return
-    for name in [name for name in tensors if name in _own_names(ranks.rank)]:
+    for name in [name for name in tensors if name in _names_of_rank(ranks.rank)]:
         # A copy, since torch reads a generator's state from the start of its storage: a view into a file's is another.
         state = tensors[name].clone()
         if name == _name("rng/cpu", ranks.rank):
@@ -87,7 +87,7 @@ def _derived(state: Tensor, rank: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _own_names(rank: int) -> set[str]:
+def _names_of_rank(rank: int) -> set[str]:
     return {_name(name, rank) for name in ("rng/cpu", "rng/cuda", "rng/python", "rng/numpy")}
 
 

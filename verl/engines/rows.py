@@ -1,4 +1,4 @@
-"""Rows as a causal model wants them: padding moved behind the tokens, so that attention needs no mask.
+"""Right-padded rows for a causal model: padding moves behind the tokens, and attention needs no mask.
 
 A batch pads prompts on the left and responses on the right. Behind the last token of a row padding is harmless, because
 no token looks forward; so rows are shifted to the left, cut to what the loss can see, and the model runs without a
@@ -40,7 +40,7 @@ class MicroBatch:
         attention: who attends to whom in a packed row; None where each row is a sequence.
         slopes: (N,) d loss / d log_probs, where the loss says so beforehand.
         padding: tokens at the end of a packed row that are no row's.
-        token_of: (b, l) where each token of the rows lies in the flattened tokens, -1 where it is none of them; only
+        token_of: (b, l) index of each token of the rows in the flattened tokens, -1 where it is none of them; only
             where experts are recorded or replayed.
         experts: (b, l, layers, top_k) those to replay, of each token of the rows.
         vision: the pictures that lie in it.
@@ -63,8 +63,8 @@ class MicroBatch:
     @classmethod
     def filler(cls, device: str) -> MicroBatch:
         """One padding token and no row: what a rank computes that has no rows left while others still have some."""
-        none, one = torch.zeros(0, dtype=torch.long, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
-        return cls(none.cpu(), one, one, none, none, none, num_responses=1)
+        none, pad = torch.zeros(0, dtype=torch.long, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
+        return cls(none.cpu(), pad, pad, none, none, none, num_responses=1)
 
     def lengthened(self, multiple: int) -> MicroBatch:
         """Padded rows, longer until their length is a multiple of it; the tokens at the end are nobody's."""
@@ -95,12 +95,12 @@ class MicroBatch:
         flat[self.token_of[here]] = self.experts[here]  # tokens that rows share have the same experts in all of them
         return flat.to(self.input_ids.device)
 
-    def experts_by_row(self, chosen: Tensor) -> Tensor:
+    def experts_by_row(self, experts: Tensor) -> Tensor:
         """The reverse: (tokens, layers, top_k) that a pass chose -> (b, l, layers, top_k)."""
         if self.token_of is None:
-            return chosen.new_zeros(0, 0, *chosen.shape[1:])  # a filler
-        rows = chosen[self.token_of.clamp(min=0).to(chosen.device)]
-        rows[self.token_of.to(chosen.device) < 0] = NO_RECORD
+            return experts.new_zeros(0, 0, *experts.shape[1:])  # a filler
+        rows = experts[self.token_of.clamp(min=0).to(experts.device)]
+        rows[self.token_of.to(experts.device) < 0] = NO_RECORD
         return rows
 
 
@@ -149,7 +149,7 @@ class AlignedRows:
         num_prompt = input_ids.shape[1] - responses.shape[1]
         before = places[:, num_prompt:] - 1
         _check_predictable(mask, attended[:, num_prompt:], before)
-        reach = torch.where(mask, before + 1, 1)  # a batch whose responses are all empty reaches nowhere
+        reach = torch.where(mask, before + 1, 1)  # all responses of the batch are empty
         needed = reach.amax(-1).tolist() if reach.shape[1] else [1] * len(reach)
         prompts = attended[:, :num_prompt].sum(-1).tolist()
         experts = None

@@ -25,7 +25,7 @@ class WeightsToWrite:
     Args:
         tensors: complete, under Hugging Face names.
         files: where they go, if several ranks write.
-        fresh: names of those whose memory is nobody else's.
+        fresh: names of those whose memory nothing else refers to.
     """
 
     tensors: Mapping[str, Tensor]
@@ -59,9 +59,9 @@ def weights_to_write(
     received = dict(completed(boxes, table, owners, ranks))
     weights: dict[str, Tensor] = {}
     for part in parts if groups is not None or in_one_file else ([*received],):
-        own = {name: received.pop(name) for name in part if name in received}
-        if own:
-            weights |= on_disk(own)
+        ready = {name: received.pop(name) for name in part if name in received}
+        if ready:
+            weights |= on_disk(ready)
     live = {tensor.untyped_storage().data_ptr() for _, tensor in boxes.values()}
     fresh = frozenset(name for name, tensor in weights.items() if tensor.untyped_storage().data_ptr() not in live)
     if in_one_file:

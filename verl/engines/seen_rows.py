@@ -1,4 +1,4 @@
-"""The images of a batch in an engine: which lie in a micro-batch, and where their tokens are on the rotary axes."""
+"""The images of a batch in an engine: those of a micro-batch, and where their tokens are on the rotary axes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class SeenRows:
         Raises:
             DataError: pictures and placeholders of a row do not fit; it names the row.
         """
-        known: dict[int, list[Picture]] = {}
+        pictures_of: dict[int, list[Picture]] = {}
         placed, positions = [], torch.empty(family.axes, *tokens.shape, dtype=torch.long)
         for row, inputs in enumerate(column):
-            if id(inputs) not in known:  # the samples of a prompt share what the processor made
-                known[id(inputs)] = _in_row(row, family.pictures, tensors_of(inputs))
-            mine = _in_row(row, family.place, tokens[row, : lengths[row]], known[id(inputs)])
+            if id(inputs) not in pictures_of:  # the samples of a prompt share what the processor made
+                pictures_of[id(inputs)] = _in_row(row, family.pictures, tensors_of(inputs))
+            mine = _in_row(row, family.place, tokens[row, : lengths[row]], pictures_of[id(inputs)])
             positions[:, row] = family.positions(tokens.shape[1], mine)
             placed.append(mine)
         return cls(family, placed, positions)
@@ -54,14 +54,14 @@ class SeenRows:
     @property
     def kinds(self) -> list[str]:
         """Of pictures that there are."""
-        return sorted({one.picture.kind for row in self.placed for one in row})
+        return sorted({p.picture.kind for row in self.placed for p in row})
 
     def digest(self, row: int, length: int) -> bytes:
         """Equal for rows whose first ``length`` tokens show the same."""
-        return b"".join(one.picture.digest for one in self.placed[row] if one.end <= length)
+        return b"".join(p.picture.digest for p in self.placed[row] if p.end <= length)
 
     def inputs(self, pieces: Sequence[Piece], starts: Sequence[int], device: str) -> VisionInputs | None:
-        """What lies in pieces of rows.
+        """The pictures in pieces of rows.
 
         A picture that a piece cuts off is left out: nothing behind it is predicted, or the row would be longer.
 
@@ -75,15 +75,15 @@ class SeenRows:
         if not self.family.sees_ahead:
             return ()
         there = self._there(pieces, starts)
-        return tuple((at + first, at + first + count) for one, at in there for first, count in one.runs)
+        return tuple((at + first, at + first + count) for p, at in there for first, count in p.runs)
 
     def _there(self, pieces: Sequence[Piece], starts: Sequence[int]) -> list[tuple[PlacedPicture, int]]:
         """Pictures in the pieces, and what is added to their tokens' numbers."""
         return [
-            (one, at - start)
+            (placement, at - start)
             for (row, start, end), at in zip(pieces, starts)
-            for one in self.placed[row]
-            if start <= one.start and one.end <= end
+            for placement in self.placed[row]
+            if start <= placement.start and placement.end <= end
         ]
 
     def with_axes(self, text: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:

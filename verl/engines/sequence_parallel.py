@@ -1,7 +1,7 @@
 """Ulysses in an engine: some peer ranks hold the same rows, each a part of their tokens.
 
 An engine is handed rows per rank, with or without it; here peers pool theirs, run them together and take their own
-results back. So whoever calls an engine need not know. Only attention and the end of a pass see other ranks' tokens.
+results back. So callers of an engine see no difference. Only attention and the end of a pass see other ranks' tokens.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ class SequenceForward(TokenForward):
         if self.peers.size == 1:
             return super().__call__(micro, outputs, temperature)
         parts = super().__call__(part_of(micro, self.peers), outputs, temperature)
-        chosen = parts.pop(COLUMN, None)
-        whole = {name: summed(values, self.peers) for name, values in parts.items()}
-        if chosen is not None:  # every token is on one rank, and NO_RECORD on the others
-            whole[COLUMN] = self.peers.max(chosen.int()).to(chosen.dtype) if chosen.numel() else chosen
-        return whole
+        experts = parts.pop(COLUMN, None)
+        full = {name: summed(values, self.peers) for name, values in parts.items()}
+        if experts is not None:  # every token is on one rank, and NO_RECORD on the others
+            full[COLUMN] = self.peers.max(experts.int()).to(experts.dtype) if experts.numel() else experts
+        return full
 
 
 def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
     """This rank's tokens of a packed micro-batch; padding at its end, a segment of its own, makes all parts equal."""
     if micro.attention is None:
-        return micro  # the filler of ranks without rows: a token that nobody looks at
+        return micro  # the filler of ranks without rows: a token without attention to it
     micro = padded(micro, peers.size)
     plan = micro.attention
     assert isinstance(plan, PackedPlan), "sequence parallelism cuts packed rows"
@@ -156,9 +156,9 @@ def pooled(batch: DataProto, peers: Ranks) -> tuple[DataProto, slice]:
     padded[: len(data)] = data
     rows = [_unpacked(fact, raw) for fact, raw in zip(facts, peers.gather(padded))]
     before = sum(len(part) for part in rows[: peers.rank])
-    whole = DataProto.concat(rows)
-    whole.meta_info = dict(batch.meta_info)
-    return whole, slice(before, before + len(batch))
+    all_rows = DataProto.concat(rows)
+    all_rows.meta_info = dict(batch.meta_info)
+    return all_rows, slice(before, before + len(batch))
 
 
 def _distinct_pictures(batch: DataProto) -> tuple[list[dict[str, Tensor]], list[int] | None]:

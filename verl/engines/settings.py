@@ -1,4 +1,4 @@
-"""What an engine makes of the dtype settings, and what it sets for the whole process."""
+"""What an engine makes of the dtype settings, and what it sets for the entire process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def recompute_activations(setting: bool | None, device: str) -> bool:
 
 
 def check_settings(engine: Any, trains: bool, device: str, scales_loss: bool = True) -> None:
-    """Refuse a dtype that this version cannot train in; switch torch to deterministic kernels where asked for."""
+    """Refuse a dtype that this version cannot train in; switch torch to deterministic kernels where they are set."""
     if trains and not scales_loss and compute_dtype(engine.dtype, device) == torch.float16:
         raise NotBuiltError(
             "training in float16 needs loss scaling, which this engine does not have",
@@ -110,7 +110,7 @@ SHARED = {
 
 
 def tell_sharding_settings(engine: Any) -> None:
-    """One notice per setting of a sharded backend that a whole model on one device leaves without effect."""
+    """One notice per setting of a sharded backend that a full model on one device leaves without effect."""
     why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
     for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):
         notice(key_of(engine, name), why)

@@ -1,4 +1,4 @@
-"""What the engines over sharded weights have in common: everything but how a model is cut and its pieces are read."""
+"""The base of engines over sharded weights: everything but how a model is sharded and its shards are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verl.engines.base import DataRank
 from verl.engines.expert_parallel import ExpertRanks
 from verl.engines.forward import TokenForward
 from verl.engines.optimizer import move_optimizer_state
-from verl.engines.recorded_experts import own_experts
+from verl.engines.recorded_experts import local_experts
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import SequenceForward, check_heads, rows_of_peers, sequence_peers
 from verl.engines.torch_engine import TorchEngine
@@ -46,7 +46,7 @@ class ShardedEngine(TorchEngine):
 
     Args:
         model, optim, kind, grad_clip, total_training_steps, seed: as for `PlainEngine`.
-        engine: the ``fsdp_config`` section. Beside what `PlainEngine` takes: reshard_after_forward, offload_policy
+        engine: the ``fsdp_config`` section. In addition to `PlainEngine`'s: reshard_after_forward, offload_policy
             (weights, gradients and optimizer live on the host), fsdp_size (hybrid sharding), forward_prefetch,
             wrap_policy.min_num_params, use_no_sync_for_gradient_accumulation (gradients are reduced once per optimizer
             step and whole until then), ulysses_sequence_parallel_size (that many peers share their rows),
@@ -72,7 +72,7 @@ class ShardedEngine(TorchEngine):
 
     @abstractmethod
     def _take(self, stored: StoredWeights) -> None:
-        """Read this rank's pieces of all weights; no other rank is asked for anything."""
+        """Read this rank's shards of all weights, without communication."""
 
     @abstractmethod
     def _write(self, values: Mapping[str, Tensor]) -> None:
@@ -80,7 +80,7 @@ class ShardedEngine(TorchEngine):
 
     @abstractmethod
     def _units(self, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
-        """Whole weights under their names in memory, one unit at a time, on every rank's device.
+        """Full weights under their names in memory, one unit at a time, on every rank's device.
 
         Args:
             only: these names; None: all.
@@ -104,7 +104,7 @@ class ShardedEngine(TorchEngine):
         self.num_peers = self.peers.size
         self._lay_out(engine)
         load = partial(self._load, model, engine, seed)
-        (cut, self.blueprint, known), _ = self.ranks.together(
+        (cut, self.blueprint, hollow), _ = self.ranks.together(
             lambda: ([load(device) for device in ("meta", "meta", HOLLOW)], None)
         )
         check_heads(cut.config, self.num_sequence_ranks, self.sequence_key)
@@ -113,8 +113,8 @@ class ShardedEngine(TorchEngine):
         self.unit_names = [name for name, _ in sharding.unit_modules(cut, self.layout.min_num_params)]
         loose = list(loose_tensors(cut))
         self.model = self._cut(cut)
-        self._read(model.path, known, load)
-        sharding.fill_loose(loose, known, self.device)
+        self._read(model.path, hollow, load)
+        sharding.fill_loose(loose, hollow, self.device)
         log.info("%s: %s holds %s", type(self).__name__, self.ranks, self._held())
         return self.model
 
@@ -125,18 +125,18 @@ class ShardedEngine(TorchEngine):
         self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
 
-    def _read(self, path: str, known: nn.Module, load: Callable[[], nn.Module]) -> None:
+    def _read(self, path: str, hollow: nn.Module, load: Callable[[], nn.Module]) -> None:
         """Give the model its values: every rank reads its own, from files that can be read in parts.
 
         Args:
-            known: a hollow model, with what no file holds.
-            load: makes the whole model.
+            hollow: a model without stored values, with what no file holds.
+            load: makes the full model.
         """
         with ExitStack() as stack:
 
             def find() -> tuple[StoredWeights | None, str]:
                 try:
-                    return stack.enter_context(stored_weights(path, known)), ""
+                    return stack.enter_context(stored_weights(path, hollow)), ""
                 except ModelError as error:
                     return None, str(error)
 
@@ -145,15 +145,15 @@ class ShardedEngine(TorchEngine):
                 self.ranks.together(lambda: (self._take(stored), None))
                 return
         notice(f"model {path}", f"the first process loads it whole and shards it: {max(reasons)}")
-        whole = self.ranks.only_first(load)
-        source = self.blueprint if whole is None else whole
+        full_model = self.ranks.only_first(load)
+        source = self.blueprint if full_model is None else full_model
         self._write({name: tensor.detach() for name, tensor in named_tensors(source).items()})
 
     def _autocast_dtype(self) -> torch.dtype:
         return torch.float32  # the weights are gathered in the compute dtype: nothing is left for autocast
 
     def _wants_compiling(self, engine: Any) -> bool:
-        """Only where asked for, and not where layers exchange tokens inside."""
+        """Only where it is set, and not where layers exchange tokens inside."""
         if engine.use_torch_compile and engine.expert_parallel_size > 1:
             notice(key_of(engine, "use_torch_compile"), "has no effect beside expert parallelism")
             return False
@@ -166,8 +166,8 @@ class ShardedEngine(TorchEngine):
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         """Every rank sums its pieces; with hybrid sharding each piece was counted once per copy."""
         pieces = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        own = torch.nn.utils.get_total_norm(pieces)
-        return (self.ranks.sum(own.double().square()) / self.layout.num_copies).sqrt().to(own)
+        local_norm = torch.nn.utils.get_total_norm(pieces)
+        return (self.ranks.sum(local_norm.double().square()) / self.layout.num_copies).sqrt().to(local_norm)
 
     # ---- rows that several ranks share -------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class ShardedEngine(TorchEngine):
 
     def _budget(self, *args: Any, **kwargs: Any) -> int | None:
         budget = super()._budget(*args, **kwargs)
-        return None if budget is None else budget * self.num_sequence_ranks  # a budget is what one rank computes
+        return None if budget is None else budget * self.num_sequence_ranks  # the token budget is per rank
 
     @property
     def data_rank(self) -> DataRank | None:
@@ -193,14 +193,14 @@ class ShardedEngine(TorchEngine):
         return DataRank(self.ranks.rank // self.num_peers, self.ranks.size // self.num_peers, self.peers.rank == 0)
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        whole, mine = rows_of_peers(batch, self.peers)
+        pooled, mine = rows_of_peers(batch, self.peers)
         responses = batch.tensors["responses"].shape[1]
-        made = super().infer(whole, *args, **kwargs)
-        chosen = made.pop(COLUMN, None)
-        own = {name: values[mine, :responses] for name, values in made.items()}
-        if chosen is not None:
-            own[COLUMN] = own_experts(chosen, whole, batch, mine)
-        return own
+        made = super().infer(pooled, *args, **kwargs)
+        experts = made.pop(COLUMN, None)
+        local = {name: values[mine, :responses] for name, values in made.items()}
+        if experts is not None:
+            local[COLUMN] = local_experts(experts, pooled, batch, mine)
+        return local
 
     def train_batch(self, batch: DataProto, *args: Any, **kwargs: Any) -> MetricSet:
         return super().train_batch(rows_of_peers(batch, self.peers)[0], *args, **kwargs)
@@ -212,7 +212,7 @@ class ShardedEngine(TorchEngine):
         self.onload(optimizer=False)  # one unit at a time moves faster between devices than between hosts
         for unit in self._units():
             yield from names_on_disk(self.blueprint, unit).items()
-            del unit  # before the next one is gathered: one unit is the most that is whole at any time
+            del unit  # before the next all-gather: at most one unit is complete at any time
         self.offload(params=self.idle["params"], optimizer=False)
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
@@ -225,11 +225,11 @@ class ShardedEngine(TorchEngine):
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
         items = weights.items() if isinstance(weights, Mapping) else weights
-        kept = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
-        self._fill(mirror(kept, self.ranks))
+        tensors = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
+        self._fill(mirror(tensors, self.ranks))
 
-    def _fill(self, given: dict[str, Tensor]) -> None:
-        named, _ = self.ranks.together(lambda: (names_in_memory(self.blueprint, given), None))
+    def _fill(self, weights: dict[str, Tensor]) -> None:
+        named, _ = self.ranks.together(lambda: (names_in_memory(self.blueprint, weights), None))
         self._write(named)
 
     def _take_saved(self, saved: StateSection) -> None:
@@ -285,7 +285,7 @@ class ShardedEngine(TorchEngine):
 
 
 def refuse_adapted_tensors(model: nn.Module) -> None:
-    """Raise `NotBuiltError` where an adapter lies on weights that are no linear module's."""
+    """Raise `NotBuiltError` where an adapter covers weights that are no linear module's."""
     adapted = lora.adapted_tensors(model)
     if adapted:
         raise NotBuiltError(

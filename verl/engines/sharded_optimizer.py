@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters: which of them can, found out on a small one before a run starts.
+"""Optimizers over sharded parameters: which support them, tried on a small one before a run starts.
 
 torch computes on a sharded tensor (FSDP2) operation by operation, and not every operation of every optimizer, nor every
 fused kernel, has a rule for that. Over pieces of flat weights (Megatron) every operation works, but an optimizer that
@@ -28,14 +28,14 @@ def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layo
     Raises:
         ConfigError: this optimizer cannot work on sharded parameters, or its state could not be saved.
     """
-    own = list(parameters)
-    dims = sorted({p.dim() for p in own})
+    trained = list(parameters)
+    dims = sorted({p.dim() for p in trained})
     why = ""
     for fused in (True, False):
         why = _failure(optim, layout, dims, fused)
         if not why:
-            groups = [{"params": alike} for alike in by_mesh(own)]
-            return build_optimizer(groups if len(groups) > 1 else own, optim, layout.home, fused)
+            groups = [{"params": alike} for alike in by_mesh(trained)]
+            return build_optimizer(groups if len(groups) > 1 else trained, optim, layout.home, fused)
     raise _refusal(optim, why)
 
 
@@ -67,17 +67,17 @@ def _looks_around(optim: Any) -> str:
     """Why a matrix and the two halves of its numbers are trained differently; empty if they are not."""
     values, gradient = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(0.5, -0.25, 24).view(6, 4)
     matrix = nn.Parameter(values.clone())
-    halves = [nn.Parameter(half.clone()) for half in values.flatten().chunk(2)]
+    halves = [nn.Parameter(piece.clone()) for piece in values.flatten().chunk(2)]
     matrix.grad = gradient
-    for half, grad in zip(halves, gradient.flatten().chunk(2)):
-        half.grad = grad.clone()
+    for piece, grad in zip(halves, gradient.flatten().chunk(2)):
+        piece.grad = grad.clone()
     optimizers = [build_optimizer(ps, optim, "cpu", fused=False) for ps in ([matrix], halves)]
     for optimizer in optimizers:
         for _ in range(3):
             optimizer.step()
-    if not torch.allclose(matrix.flatten(), torch.cat([half.detach() for half in halves]), rtol=1e-5, atol=1e-7):
+    if not torch.allclose(matrix.flatten(), torch.cat([piece.detach() for piece in halves]), rtol=1e-5, atol=1e-7):
         return "it looks at a weight as a whole, of which each process has a piece"
-    for entry in (e for half in halves for e in optimizers[1].state[half].values() if isinstance(e, torch.Tensor)):
+    for entry in (e for piece in halves for e in optimizers[1].state[piece].values() if isinstance(e, torch.Tensor)):
         if entry.numel() > 1 and (entry.shape != halves[0].shape or entry.dtype != halves[0].dtype):
             return "its state is not laid out as the weights are"
     return ""

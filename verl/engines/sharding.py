@@ -1,7 +1,7 @@
-"""What both sharded engines decide alike: which modules are units of their own, and what every rank keeps whole.
+"""What both sharded engines decide alike: which modules are units, and what every rank keeps replicated.
 
 A unit's weights are gathered in one collective in front of its forward pass and freed behind it. Usually each
-transformer layer is one; what lies outside (embeddings, last norm, head) belongs to the root.
+transformer layer is one; the modules outside them (embeddings, last norm, head) belong to the root.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def unit_of(name: str, prefixes: list[str]) -> str:
     return max((p for p in prefixes if name.startswith(f"{p}.")), key=len, default="")
 
 
-def fill_loose(loose: Iterable[tuple[str, nn.Module, Tensor]], known: nn.Module, device: str) -> None:
+def fill_loose(loose: Iterable[tuple[str, nn.Module, Tensor]], hollow: nn.Module, device: str) -> None:
     """Give `loose_tensors` of a model without values those of another one; what files hold is left as it is."""
-    stored, values = set(known.state_dict()), {name: tensor for name, _, tensor in loose_tensors(known)}
+    stored, values = set(hollow.state_dict()), {name: tensor for name, _, tensor in loose_tensors(hollow)}
     for name, holder, _ in loose:
         if name.lstrip(".") not in stored:
             setattr(holder, name.rpartition(".")[2], values[name].to(device, copy=True))

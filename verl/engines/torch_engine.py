@@ -145,7 +145,7 @@ class TorchEngine(Engine):
         """The module with its weights, laid out as the backend wants it; sets ``architecture``."""
 
     @abstractmethod
-    def _fill(self, given: dict[str, Tensor]) -> None:
+    def _fill(self, weights: dict[str, Tensor]) -> None:
         """Take over weights under Hugging Face names; values on rank 0, names and shapes everywhere."""
 
     def _join(self) -> Ranks:
@@ -223,7 +223,7 @@ class TorchEngine(Engine):
         family = self.forward.family
         if family is None:
             return 0.0
-        pictures = [one for inputs in column for one in family.pictures(tensors_of(inputs))]
+        pictures = [picture for inputs in column for picture in family.pictures(tensors_of(inputs))]
         trains = any(p.requires_grad for _, part in tower_modules(self.model, family) for p in part.parameters())
         return tower_flops(self.model, family, pictures) * (3 if trains else 1)
 
@@ -240,14 +240,14 @@ class TorchEngine(Engine):
         self.model.eval()
         per_token = [name for name in outputs if name != COLUMN]
         results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in per_token}
-        chosen = RecordedExperts(batch)
+        experts = RecordedExperts(batch)
         with torch.no_grad(), self._reference_at_hand(outputs), self._replaying():
             for index, computed in self._passes(work, outputs, temperature):
-                chosen.add(index, computed.pop(COLUMN, None))
+                experts.add(index, computed.pop(COLUMN, None))
                 for name, values in computed.items():
                     results[name][index] = values.cpu()
         if COLUMN in outputs:
-            results[COLUMN] = chosen.column()
+            results[COLUMN] = experts.column()
         self._after_passes()
         self.offload(**self.idle)
         return results
@@ -504,7 +504,7 @@ class TorchEngine(Engine):
             return self._merged_weights()
         names = lora.adapter_names(self.blueprint)
         boxes = {name: box for name, box in self._weight_boxes().items() if name in names}
-        return weights_to_write(boxes, self.ranks, lambda own: {names[n]: t for n, t in own.items()}, in_one_file=True)
+        return weights_to_write(boxes, self.ranks, lambda d: {names[n]: t for n, t in d.items()}, in_one_file=True)
 
     def _as_state(self, weights: WeightsToWrite, scalars: dict[str, Any]) -> EngineState:
         """A state of this rank that holds its weights."""

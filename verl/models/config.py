@@ -24,8 +24,8 @@ _OF_A_FILE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeErr
 _NOT_CONFIG = ("attn_implementation", "model_config")  # taken by our own loader, not attributes of the configuration
 
 
-# Where they are installed, transformers and peft import these two in every process; they warn of kernels that nobody
-# asked for, and of how torchao registers its types with torch.
+# Where they are installed, transformers and peft import these two in every process; they warn of unused kernels,
+# and of how torchao registers its types with torch.
 for _package in ("torchao", "bitsandbytes"):
     logging.getLogger(_package).setLevel(logging.ERROR)
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
@@ -62,7 +62,7 @@ def load_model_config(
     if not trust_remote_code:
         _refuse_foreign_kernels(config, where)
     if not external_lib:
-        vision.refuse(config.to_dict(), "path", path)  # of a hub name the settings could not tell
+        vision.refuse(config.to_dict(), "path", path)  # a hub name is known only after the download
     apply_overrides(config, override_config or {}, strict=not trust_remote_code)
     return config
 
@@ -84,18 +84,18 @@ def _refuse_foreign_kernels(config: Any, where: str) -> None:
 
 def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = True) -> None:
     """Set attributes on a configuration; an unknown one is an error unless ``strict`` is off (remote code)."""
-    known = config.to_dict()
+    fields = config.to_dict()
     flat = {k: v for k, v in override.items() if k not in _NOT_CONFIG} | dict(override.get("model_config") or {})
-    if "rope_parameters" in known:
+    if "rope_parameters" in fields:
         flat = _current_rope_names(flat)
     for key, value in flat.items():
-        if strict and key not in known:
+        if strict and key not in fields:
             raise ConfigError(
                 f"the configuration of a {config.model_type} model has no such attribute",
                 key=f"override_config.{key}",
-                fix=suggest(key, known),
+                fix=suggest(key, fields),
             )
-        current = known.get(key)
+        current = fields.get(key)
         if isinstance(value, Mapping) and isinstance(current, Mapping):
             value = {**current, **value}
         setattr(config, key, value)

@@ -78,7 +78,7 @@ class ModelFlops:
         """From a transformers configuration; ``num_parameters`` is used for families that are not known here."""
         text = config.get_text_config()
         c = text.to_dict()
-        c |= {name: c[own] for name, own in text.attribute_map.items() if own in c}  # gpt2's n_embd is hidden_size
+        c |= {name: c[a] for name, a in text.attribute_map.items() if a in c}  # gpt2's n_embd is hidden_size
         width = c["num_attention_heads"] * _head_dim(c)
         head = c["hidden_size"] * c["vocab_size"]
         if c["model_type"] in LATENT_FAMILIES:

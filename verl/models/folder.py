@@ -1,4 +1,4 @@
-"""Is this folder a model? Said before transformers is asked, because its own answer is about repository ids."""
+"""Is this folder a model? Checked before transformers loads it, whose error is about repository ids."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_files(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold a folder's weights, as transformers chooses them.
 
-    That is ``model.safetensors``, else what the index names; another file beside them may hold weights of the same
+    That is ``model.safetensors``, else what the index names; another file of the folder may hold weights of the same
     names and is not read. None where the folder has neither.
 
     Raises:
@@ -118,7 +118,7 @@ def opened_weights(file: Path) -> Iterator[Any]:
     Raises:
         ModelError: it is cut off or damaged.
     """
-    from safetensors import SafetensorError, safe_open  # here, since it loads torch
+    from safetensors import SafetensorError, safe_open  # imported here: it loads torch
 
     try:
         opened = safe_open(file, framework="pt")
@@ -137,9 +137,9 @@ def damaged(file: Path, error: Exception) -> ModelError:
     )
 
 
-def refuse_twice(known: Container[str], names: Iterable[str], folder: Path) -> None:
+def refuse_twice(seen: Container[str], names: Iterable[str], folder: Path) -> None:
     """Raise a `ModelError` at a weight that an earlier file of the folder holds, too."""
-    twice = next((name for name in names if name in known), None)
+    twice = next((name for name in names if name in seen), None)
     if twice is not None:
         raise ModelError(
             f"two files of this folder hold the weight {twice}",

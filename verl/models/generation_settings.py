@@ -13,7 +13,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
 
     Source: transformers' ``GenerationConfig``.
     """
-    from transformers import AutoConfig, GenerationConfig  # here: importing transformers takes seconds
+    from transformers import AutoConfig, GenerationConfig  # imported here: transformers takes seconds to import
 
     try:
         return GenerationConfig.from_pretrained(model)

@@ -78,10 +78,10 @@ def _check(file: Path, target: Path) -> None:
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError, OSError) as error:
         message = f"this is no complete GGUF file: {error}"
         raise ModelError(message, got=str(file), fix="Download it again, and compare its size.") from error
-    known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
-    if architecture not in known:
+    supported = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
+    if architecture not in supported:
         message = f"transformers cannot read the GGUF files of the architecture {architecture!r}"
-        raise ModelError(message, got=str(file), allowed=known, fix="Give the model in Hugging Face format.")
+        raise ModelError(message, got=str(file), allowed=supported, fix="Give the model in Hugging Face format.")
     if count > 1:
         fix = f"llama-gguf-split --merge {file} {file.with_name('joined.gguf')}"
         raise ModelError(f"this is one of {count} files that hold the model together", got=str(file), fix=fix)

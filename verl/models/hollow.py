@@ -1,4 +1,4 @@
-"""A model that has memory only for what no file holds: new heads, adapters, and the buffers that a family computes.
+"""A meta model with memory only for what no file holds: new heads, adapters, and the buffers that a family computes.
 
 Engines that share a model among processes learn from it what is new in every process, bit for bit as if it had been
 loaded whole, without loading it.
@@ -64,7 +64,7 @@ def replace_parameters(model: nn.Module, make: Make) -> None:
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:  # beside the old one, so that no other gets its identity
+                if id(parameter) not in made:  # the old one stays alive: its id is not reused
                     made[id(parameter)] = parameter, make(f"{prefix}.{name}".lstrip("."), parameter)
                 module._parameters[name] = made[id(parameter)][1]
 

@@ -31,6 +31,6 @@ def apply_liger(model: Any, device: str) -> None:
     patches = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch")
     family = model.config.model_type
     if family not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        known = sorted(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
-        raise ModelError("Liger has no kernels for this family", key=KEY, got=family, allowed=known)
+        families = sorted(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+        raise ModelError("Liger has no kernels for this family", key=KEY, got=family, allowed=families)
     patches._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -180,7 +180,7 @@ def _seeing(auto: Any, config: Any) -> Any:
 def _source(
     auto: Any, config: Any, where: str, converted: dict[str, Tensor] | None, trust_remote_code: bool
 ) -> Callable[..., Any]:
-    """transformers' loader, told where the weights come from; given ones it takes by a class of its own alone."""
+    """transformers' loader, bound to the source of the weights; only concrete classes accept a state dict."""
     if converted is None:
         options = {"trust_remote_code": trust_remote_code} if hasattr(auto, "_model_mapping") else {}
         return partial(auto.from_pretrained, where, **options)

@@ -37,7 +37,7 @@ class LoraSettings:
         alpha: their product is scaled by alpha / rank.
         target_modules: ``all-linear``, or names (or the ends of names) of linear modules.
         exclude_modules: names that get none.
-        adapter_path: folder of an adapter to go on from; its own settings count then.
+        adapter_path: folder of an adapter to resume from; its own settings count then.
         target_parameters: names (or the ends of names) of weights outside linear modules: stacked experts, routers.
     """
 
@@ -73,8 +73,8 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module |
         also: a module that is trained as a whole besides (a value head), and gets no adapter.
 
     Raises:
-        ConfigError: names that match no linear module, or settings that contradict the adapter to go on from.
-        ModelError: the adapter to go on from cannot be read or belongs to another model.
+        ConfigError: names that match no linear module, or settings that contradict the adapter to resume from.
+        ModelError: the adapter to resume from cannot be read or belongs to another model.
     """
     from peft import inject_adapter_in_model
 
@@ -91,9 +91,9 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module |
             )
     _check_names(model, config)
     targets = settings.target_modules
-    own = [name for name, module in model.named_modules() if module is also]
-    if own:
-        config.exclude_modules = [*_as_list(config.exclude_modules), *own]
+    excluded = [name for name, module in model.named_modules() if module is also]
+    if excluded:
+        config.exclude_modules = [*_as_list(config.exclude_modules), *excluded]
     on_meta = next(model.parameters()).is_meta
     try:
         with torch.random.fork_rng(devices=[]):
@@ -137,7 +137,7 @@ def config_of(settings: LoraSettings) -> Any:
     """peft's configuration of an adapter with these settings.
 
     Raises:
-        ModelError: the adapter to go on from cannot be read.
+        ModelError: the adapter to resume from cannot be read.
     """
     return read_adapter(settings.adapter_path)[0] if settings.adapter_path else _peft_config(settings)
 
@@ -203,7 +203,7 @@ def merged(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         model: only its modules' settings count; it may be without values.
-        tensors: name in memory -> whole tensor; a module's own and its two factors come together.
+        tensors: name in memory -> full tensor; a module's own and its two factors come together.
     """
     first = f".lora_A.{NAME}.weight"
     owners = [name.removesuffix(first) for name in tensors if name.endswith(first)]
@@ -291,11 +291,11 @@ def _check_names(model: nn.Module, config: Any) -> None:
     _check_ends(model, "target_parameters", config.target_parameters, stacked, "weight outside linear modules")
 
 
-def _check_ends(model: nn.Module, key: str, names: Any, known: list[str], kind: str) -> None:
+def _check_ends(model: nn.Module, key: str, names: Any, modules: list[str], kind: str) -> None:
     """Raise `ConfigError` where a name is the end of none of the known ones."""
-    ends = sorted({name.rpartition(".")[2] if kind == "linear module" else _LAYERS.sub("", name) for name in known})
+    ends = sorted({name.rpartition(".")[2] if kind == "linear module" else _LAYERS.sub("", name) for name in modules})
     for end in [] if isinstance(names, str) else _as_list(names):
-        if not any(name == end or name.endswith(f".{end}") for name in known):
+        if not any(name == end or name.endswith(f".{end}") for name in modules):
             raise ConfigError(
                 f"no {kind} of {type(model).__name__} has this name",
                 key=key,

@@ -273,10 +273,10 @@ def _glm_mixture(config: Any) -> dict[str, Any]:
 
 def _grouped_experts(config: Any) -> dict[str, Any]:
     """Experts by their sigmoid, the best of the best groups, beside shared ones."""
-    best, groups, chosen = config.num_experts_per_tok, config.n_group or 1, config.topk_group or 1
-    limited = chosen < groups
+    best, groups, top_groups = config.num_experts_per_tok, config.n_group or 1, config.topk_group or 1
+    limited = top_groups < groups
     _refuse(config, "norm_topk_prob", config.norm_topk_prob != (best > 1))
-    _refuse(config, "topk_group", limited and best // chosen != 2)  # a group is as good as its best two experts
+    _refuse(config, "topk_group", limited and best // top_groups != 2)  # a group is as good as its best two experts
     _refuse(config, "n_shared_experts", not config.n_shared_experts)
     return {
         "num_moe_experts": config.n_routed_experts,
@@ -287,7 +287,7 @@ def _grouped_experts(config: Any) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-        **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if limited else {}),
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": top_groups} if limited else {}),
     }
 
 
@@ -383,7 +383,7 @@ def fused(form: str, parts: Sequence[Tensor], groups: int) -> Tensor:
     """One weight of Megatron-Core from what it is made of.
 
     Args:
-        parts: whole weights, or what a tensor-parallel rank has of each.
+        parts: full weights, or what a tensor-parallel rank has of each.
         groups: KV groups in them.
     """
     if form == QKV:
@@ -453,9 +453,9 @@ def rope_settings(config: Any) -> dict[str, Any]:
         return base
     if kind == "linear":
         return {**base, "seq_len_interpolation_factor": rope["factor"]}
-    known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind != "llama3" or any(rope.get(name) != value for name, value in known.items()):
-        raise _unknown_rope(rope, f"rope_type default or linear, or llama3 with {known}")
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind != "llama3" or any(rope.get(name) != value for name, value in llama3.items()):
+        raise _unknown_rope(rope, f"rope_type default or linear, or llama3 with {llama3}")
     return {**base, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
 
 

@@ -95,7 +95,7 @@ def _same(name: str, ours: SlicedFolder, theirs: SlicedFolder) -> bool:
 
 
 def _prepare(source: Path, target: Path) -> None:
-    if target.is_dir() and any(found for pattern in (FILES, "model*.safetensors") for found in target.glob(pattern)):
+    if target.is_dir() and any(path for pattern in (FILES, "model*.safetensors") for path in target.glob(pattern)):
         raise ModelError("this folder holds weights already", got=str(target), fix="Name another one, or delete it.")
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
@@ -119,8 +119,8 @@ def _slots(family: Family, settings: Any, weights: SlicedFolder, tied: bool) -> 
 
 
 def _check_all_known(weights: SlicedFolder, slots: Iterable[tuple[Slot, int]], num_layers: int, tied: bool) -> None:
-    known = {name for slot, _ in slots for name in slot.theirs} | ({"lm_head.weight"} if tied else set())
-    unknown = sorted(set(weights.names()) - known)
+    expected = {name for slot, _ in slots for name in slot.theirs} | ({"lm_head.weight"} if tied else set())
+    unknown = sorted(set(weights.names()) - expected)
     ahead = [name for name in unknown if (match := _LAYER.match(name)) and int(match[1]) >= num_layers]
     if ahead:
         notice(weights.path, f"{len(ahead)} weights of layers that predict further tokens are left out: {ahead[0]}")
@@ -129,7 +129,7 @@ def _check_all_known(weights: SlicedFolder, slots: Iterable[tuple[Slot, int]], n
         raise ModelError(
             f"the table of Megatron-Core weights does not know {unknown[0]} of this model",
             got=weights.path,
-            fix=suggest(unknown[0], known),
+            fix=suggest(unknown[0], expected),
         )
 
 

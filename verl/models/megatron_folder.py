@@ -1,7 +1,7 @@
 """A model folder whose weights are Megatron-Core's, whole and in safetensors; read under Hugging Face names.
 
-`scripts/converter_hf_to_mcore.py` writes it and every loader of a model folder takes it. ``megatron.json`` says in
-which of Megatron-Core's weights each Hugging Face weight lies. Nothing in the folder depends on parallel sizes.
+`scripts/converter_hf_to_mcore.py` writes it and every loader of a model folder takes it. ``megatron.json`` maps each
+Hugging Face weight to one of Megatron-Core's. Nothing in the folder depends on parallel sizes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class FolderPlace:
-    """Where a Hugging Face weight lies: in the weight ``ours``, whole or as its ``part``."""
+    """Where a Hugging Face weight is stored: in the weight ``ours``, all of it or its ``part``."""
 
     ours: str
     form: str
@@ -73,10 +73,10 @@ class FusedFile:
             content = read_json((folder / CONVERTED).read_text(encoding="utf-8"))
             self._heads = Heads(**content["heads"])
             self._places = {name: FolderPlace(*place) for name, place in content["weights"].items()}
-            known = content["format"] == FORMAT
+            is_format = content["format"] == FORMAT
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"its {CONVERTED} cannot be read: {error}", got=str(folder)) from error
-        if not known:
+        if not is_format:
             raise ModelError(f"its {CONVERTED} has another format", got=content["format"], allowed=str(FORMAT))
         for place in self._places.values():
             if place.ours not in files:
@@ -93,14 +93,14 @@ class FusedFile:
 
 
 class FusedSlice:
-    """One Hugging Face weight within one of Megatron-Core's; of its parts only what is asked for is read."""
+    """One Hugging Face weight within one of Megatron-Core's; only the slices that are indexed are read."""
 
-    def __init__(self, whole: Any, place: FolderPlace, heads: Heads):
-        self._whole, self._place, self._heads = whole, place, heads
+    def __init__(self, weight: Any, place: FolderPlace, heads: Heads):
+        self._weight, self._place, self._heads = weight, place, heads
 
     def get_shape(self) -> list[int]:
         """Of the Hugging Face weight."""
-        shape = list(self._whole.get_shape())
+        shape = list(self._weight.get_shape())
         if self._place.form == GATED:
             shape[0] //= 2
         elif self._place.form == QKV:
@@ -109,21 +109,21 @@ class FusedSlice:
 
     def get_dtype(self) -> str:
         """As safetensors writes it."""
-        return str(self._whole.get_dtype())
+        return str(self._weight.get_dtype())
 
     def __getitem__(self, cut: tuple[slice, ...]) -> Tensor:
         low, high, _ = (cut[0] if cut else slice(None)).indices(self.get_shape()[0])
         if self._place.form == GATED:
             start = self._place.part * self.get_shape()[0]
-            return self._whole[(slice(start + low, start + high), *cut[1:])]
+            return self._weight[(slice(start + low, start + high), *cut[1:])]
         if self._place.form == QKV:
             return self._heads_between(low, high, cut[1:])
-        return self._whole[cut]
+        return self._weight[cut]
 
     def _heads_between(self, low: int, high: int, rest: tuple[slice, ...]) -> Tensor:
         heads, rows = self._heads, self._heads.rows(self._place.part)
         first, last = low // rows, -(-high // rows)
-        together = self._whole.get_shape()[0] // heads.num_query_groups
-        fused = self._whole[(slice(first * together, last * together), *rest)]
+        together = self._weight.get_shape()[0] // heads.num_query_groups
+        fused = self._weight[(slice(first * together, last * together), *rest)]
         part = qkv_part(fused, self._place.part, last - first, asdict(heads))
         return part[low - first * rows : high - first * rows]

@@ -2,7 +2,7 @@
 
 A folder of Megatron-Core's weights that the converter wrote becomes one too.
 
-Our checkpoints hold whole weights already, so they are copied, or an adapter is merged into its base. Upstream's shards
+Our checkpoints hold full weights already, so they are copied, or an adapter is merged into its base. Upstream's shards
 are torch pickles of distributed tensors; they are read with ``weights_only`` and torch's own list of allowed classes,
 so that a file can hold tensors and nothing else.
 """
@@ -93,17 +93,17 @@ def compare(merged: str | Path, expected: str | Path) -> list[str]:
 
 
 def merge_shards(folder: Path) -> dict[str, Tensor]:
-    """Whole tensors from the files that every rank of an FSDP run wrote.
+    """Full tensors from the files that every rank of an FSDP run wrote.
 
     Raises:
         ModelError: a rank's file is missing or damaged, or holds something that is no tensor.
     """
     shards = _read_shards(folder)
-    whole: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for name in list(shards[0]):
         parts = [shard.pop(name) for shard in shards]
-        whole[name] = _joined(name, parts)
-    return whole
+        merged[name] = _joined(name, parts)
+    return merged
 
 
 def _read_shards(folder: Path) -> list[dict[str, Any]]:
@@ -156,10 +156,10 @@ def _joined(name: str, parts: list[Any]) -> Tensor:
     (dimension,) = cut
     ranks = mesh.movedim(dimension, 0).reshape(mesh.shape[dimension], -1)[:, 0].tolist()
     placement: Any = placements[dimension]
-    whole = torch.cat([parts[rank].to_local() for rank in ranks], dim=placement.dim)
-    if whole.shape != first.shape:
-        raise ModelError(f"the pieces of {name} do not fit together", got=tuple(whole.shape), allowed=str(first.shape))
-    return whole
+    joined = torch.cat([parts[rank].to_local() for rank in ranks], dim=placement.dim)
+    if joined.shape != first.shape:
+        raise ModelError(f"the pieces of {name} do not fit together", got=tuple(joined.shape), allowed=str(first.shape))
+    return joined
 
 
 def _from_converted(folder: Path, target: Path, trust_remote_code: bool) -> Path:
@@ -262,5 +262,5 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _generation_config(folder: Path) -> Any:
-    known = (folder / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(folder) if known else None
+    exists = (folder / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(folder) if exists else None

@@ -98,15 +98,15 @@ def quantize(model: Any, weight_of: Callable[[str], Tensor] | None = None) -> No
     """
     every = inner_linears(model)
     trained = any(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
-    chosen = [(n, m) for n, m in every if not (trained and m.weight.requires_grad)]
-    if not chosen:
+    targets = [(n, m) for n, m in every if not (trained and m.weight.requires_grad)]
+    if not targets:
         raise ModelError(f"{type(model).__name__} has no linear layer whose weights could be kept in 4 bits", key=KEY)
-    for name, module in chosen:
+    for name, module in targets:
         weight = module.weight.detach() if weight_of is None else weight_of(f"{name}.weight").to(module.weight.dtype)
         if module.bias is not None:
             module.bias.requires_grad_(False)
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, NF4Linear(weight, module.bias))
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, NF4Linear(weight, module.bias))
     log.info("%s", size_in_words(model))
 
 
@@ -143,10 +143,10 @@ def check_record(saved: Mapping[str, Any], model: Any) -> None:
 def size_in_words(model: nn.Module) -> str:
     """How many bytes a quantized model's linear layers take, and how many they would take unquantized."""
     layers = [layer for _, layer in quantized_layers(model)]
-    own = sum(layer.packed.nbytes + layer.largest.nbytes for layer in layers)
+    packed = sum(layer.packed.nbytes + layer.largest.nbytes for layer in layers)
     before = sum(layer.in_features * layer.out_features * layer.dtype.itemsize for layer in layers)
     rest = sum(p.nbytes for p in model.parameters())
-    return f"{len(layers)} linear layers in 4 bits: {own} bytes instead of {before}; {rest} bytes stay as they are"
+    return f"{len(layers)} linear layers in 4 bits: {packed} bytes instead of {before}; {rest} bytes stay as they are"
 
 
 def write_record(model: nn.Module, folder: Path) -> None:

@@ -71,7 +71,7 @@ class ExpertRecorder:
         finally:
             self._records = False
 
-    @torch.compiler.disable  # a hook that asks whether to record would have layers compiled twice
+    @torch.compiler.disable  # a hook with a branch on recording would compile layers twice
     def _note(self, layer: int, module: nn.Module, inputs: Any, out: Any) -> None:
         if self._records:
             self._seen[layer] = experts_of(module, out).to(torch.int16)
@@ -93,10 +93,10 @@ class Differing:
         self._counts = [0, 0]
 
     @torch.no_grad()
-    def add(self, recorded: Tensor, own: Tensor) -> None:
+    def add(self, recorded: Tensor, routed: Tensor) -> None:
         """(tokens, top_k) replayed, and what the router would have chosen; tokens without a record do not count."""
-        known = recorded[:, 0] != NO_RECORD
-        same = (recorded[known][:, :, None] == own[known][:, None, :]).any(-1)
+        replayed = recorded[:, 0] != NO_RECORD
+        same = (recorded[replayed][:, :, None] == routed[replayed][:, None, :]).any(-1)
         self._counts[0] += int((~same).sum())
         self._counts[1] += same.numel()
 
@@ -161,17 +161,17 @@ class RouterReplay(ExpertRecorder):
             self._place[kind] = self._find(router, forward, inputs)
         with _TopK(self._place[kind], recorded) as calls:
             out = forward(*inputs)
-        assert calls.own is not None, "the same router makes the same calls"
+        assert calls.routed is not None, "the same router makes the same calls"
         if router.training:
-            self.differing.add(recorded, calls.own)
+            self.differing.add(recorded, calls.routed)
         return out
 
     @torch.no_grad()
     def _find(self, router: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> int:
         """Which of a router's top-k calls gives its experts, seen in one call."""
         with _TopK() as calls:
-            chosen = experts_of(router, forward(*inputs))
-        places = [number for number, indices in enumerate(calls.indices) if indices is chosen]
+            experts = experts_of(router, forward(*inputs))
+        places = [number for number, indices in enumerate(calls.indices) if indices is experts]
         if len(places) != 1:
             message = f"{type(router).__name__} does not take its experts from one top-k call, so none can be replayed"
             raise EngineError(message, fix="Leave router replay off for this family.")
@@ -198,21 +198,21 @@ class _TopK(TorchFunctionMode):
 
     Attributes:
         indices: of each call, as it was answered.
-        own: the indices that the answered call had itself.
+        routed: the indices that the answered call had itself.
     """
 
     def __init__(self, place: int | None = None, experts: Tensor | None = None):
         super().__init__()
         self.place, self.experts = place, experts
         self.indices: list[Tensor] = []
-        self.own: Tensor | None = None
+        self.routed: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in _TOP_K:
             return out
         if len(self.indices) == self.place and self.experts is not None:
-            scores, self.own = (args[0] if args else (kwargs or {})["input"]), out[1]
+            scores, self.routed = (args[0] if args else (kwargs or {})["input"]), out[1]
             experts = torch.where(self.experts == NO_RECORD, out[1], self.experts)
             out = torch.return_types.topk((scores.gather(-1, experts), experts))  # type: ignore[attr-defined]
         self.indices.append(out[1])

@@ -70,10 +70,10 @@ class RouterStatistics:
         """Add one call of a router to what is seen of its layer."""
         if not module.training:
             return  # the same model as its own reference policy
-        logits, _, chosen = out
+        logits, _, top_experts = out
         experts = logits.shape[-1]
         probabilities = logits.detach().float().flatten(0, -2).softmax(-1).sum(0)
-        choices = torch.bincount(chosen.flatten(), minlength=experts).float()
+        choices = torch.bincount(top_experts.flatten(), minlength=experts).float()
         counted = torch.stack((choices, probabilities))
         self._seen[layer] = self._seen[layer] + counted if layer in self._seen else counted
 

@@ -57,7 +57,7 @@ class SlicedFolder:
         return iter(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole weight."""
+        """Of a full weight."""
         return tuple(self._of(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int, low: int, high: int) -> Tensor:
@@ -78,7 +78,7 @@ class SlicedFolder:
         return torch.as_tensor(self._of(name).get_slice(name)[tuple(slice(low, high) for low, high in bounds)])
 
     def whole(self, name: str) -> Tensor:
-        """A whole weight, in memory of its own."""
+        """A full weight, in memory of its own."""
         return self.read(name, 0, 0, self.shape(name)[0])
 
     def _of(self, name: str) -> Any:

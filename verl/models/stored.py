@@ -1,7 +1,7 @@
-"""A model's weights as they lie in a folder's files, under their names in memory: any part of any is read by itself.
+"""A model's weights in a folder's files, under their names in memory: any part of any is read by itself.
 
-In files a weight may have another name, and be several (the experts of a mixture): where each part lies, the family's
-own conversion says. What no file holds, a new head or an adapter, comes from a hollow model.
+In files a weight may have another name, and be several (the experts of a mixture): the family's conversion says where
+each part is. What no file holds, a new head or an adapter, comes from a hollow model.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class StoredBlock:
     axes: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, name: str, place: WeightPlace, whole: Sequence[int]) -> StoredBlock | None:
-        """None where the place is no block of a contiguous tensor of the shape ``whole``."""
-        strides = torch.empty(tuple(whole), device="meta").stride()
+    def of(cls, name: str, place: WeightPlace, shape: Sequence[int]) -> StoredBlock | None:
+        """None where the place is no block of a contiguous tensor of this shape."""
+        strides = torch.empty(tuple(shape), device="meta").stride()
         start, rest = [], place.offset
         for stride in strides:
             start.append(rest // stride)
             rest %= stride
         axes: list[int | None] = []
         for length, stride in zip(place.shape, place.strides):
-            fits = [k for k, own in enumerate(strides) if own == stride and whole[k] > 1 and k not in axes]
-            if length > 1 and (not fits or start[fits[0]] + length > whole[fits[0]]):
+            fits = [k for k, s in enumerate(strides) if s == stride and shape[k] > 1 and k not in axes]
+            if length > 1 and (not fits or start[fits[0]] + length > shape[fits[0]]):
                 return None
             axes.append(fits[0] if length > 1 else None)
         return cls(name, place.shape, tuple(start), tuple(axes))
@@ -133,7 +133,7 @@ class StoredWeights:
         return name in self._shapes
 
     def shape(self, name: str) -> torch.Size:
-        """Of a whole weight."""
+        """Of a full weight."""
         return self._shapes[name]
 
     def box(self, name: str, bounds: Bounds) -> Tensor:
@@ -194,10 +194,10 @@ def fill_quantized(model: Any, stored: StoredWeights) -> None:
     def read(name: str) -> Tensor:
         return stored.box(name, [(0, length) for length in stored.shape(name)])
 
-    known = set(new_tensors(model))
+    fresh = set(new_tensors(model))
     quantize(model, read)
     for name, tensor in named_tensors(model).items():
-        if name not in known:
+        if name not in fresh:
             tensor.data = read(name).to(tensor.dtype)
 
 

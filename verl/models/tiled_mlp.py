@@ -29,18 +29,18 @@ class TiledForward:
     """What stands in for the forward pass of an MLP.
 
     Args:
-        whole: the MLP's own forward pass, (..., H) -> (..., H), for each token by itself.
+        mlp: the MLP's forward pass, (..., H) -> (..., H), for each token by itself.
         num_tiles: always that many, empty ones too: where a sharded engine gathers inside of an MLP, every process must
             come as often.
     """
 
-    def __init__(self, whole: Any, num_tiles: int):
-        self.whole, self.num_tiles = whole, num_tiles
+    def __init__(self, mlp: Any, num_tiles: int):
+        self.mlp, self.num_tiles = mlp, num_tiles
 
     @torch.compiler.disable  # tiles have sizes of their own: compiled layers end in front of them
     def __call__(self, hidden: Tensor) -> Tensor:
         tiles = hidden.flatten(0, -2).tensor_split(self.num_tiles)
-        return torch.cat([checkpoint(self.whole, tile, use_reentrant=False) for tile in tiles]).view_as(hidden)
+        return torch.cat([checkpoint(self.mlp, tile, use_reentrant=False) for tile in tiles]).view_as(hidden)
 
 
 def tile_mlps(model: nn.Module, num_tiles: int) -> int:

@@ -47,7 +47,7 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tens
 def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights under Hugging Face names, detached, in the order of the model.
 
-    Tied embeddings appear once, under the name of the input embedding: whoever receives them ties them itself, as the
+    Tied embeddings appear once, under the name of the input embedding: the receiver ties them, as the
     configuration says. The tensors share the model's memory where the family stores them as they are on disk. Weights
     in 4 bits are restored, one layer of the model at a time.
     """
@@ -74,11 +74,11 @@ def _restored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that ``model`` has in memory, under their Hugging Face names.
 
-    An adapter is merged into the weights that it changes: whoever reads them needs to know nothing of it.
+    An adapter is merged into the weights that it changes: a reader does not see it.
 
     Args:
         model: only its class and configuration count, and where it has an adapter.
-        tensors: name in memory -> whole tensor; all of them or a part, such as one layer.
+        tensors: name in memory -> full tensor; all of them or a part, such as one layer.
     """
     return revert_weight_conversion(model, lora.merged(model, tensors) if lora.has_adapter(model) else dict(tensors))
 
@@ -87,7 +87,7 @@ def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
     """The memory of each weight under its Hugging Face name: what is written there is in the model.
 
     Returns:
-        Name -> a view of a parameter or buffer; None if a weight lies nowhere as a whole.
+        Name -> a view of a parameter or buffer; None if no tensor in memory holds all of a weight.
     """
     tensors = named_tensors(model)
     places = places_on_disk(model, tensors)
@@ -102,7 +102,7 @@ def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where a weight of a file lies in one of the model, if that is contiguous: as for `torch.as_strided`."""
+    """A weight of a file as a view of one of the model's, if that is contiguous: as for `torch.as_strided`."""
 
     owner: str
     shape: tuple[int, ...]
@@ -113,35 +113,35 @@ class WeightPlace:
 def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightPlace] | None:
     """Hugging Face name -> its place, for all that ``tensors`` hold; no values are looked at and none are copied.
 
-    Families that fuse weights only stack, join and transpose them, so each weight of a file lies in one tensor, at
-    regular distances. Where is found out by converting tensors without memory, in which every copy is a view instead.
+    Families that fuse weights only stack, join and transpose them, so each weight of a file is a strided part of one
+    tensor. Converting tensors without memory, where every copy is a view instead, shows which part.
 
     Args:
         model: only its class and configuration count.
         tensors: name in memory, without an adapter -> a tensor of the weight's shape.
 
     Returns:
-        None if a weight lies nowhere as a whole, or values are in no file.
+        None if no tensor in memory holds all of a weight, or values are in no file.
     """
     groups: dict[str, dict[str, torch.Size]] = {}
     for name, tensor in tensors.items():
         number = _LAYER.search(name)
         groups.setdefault(name[: number.end()] if number else "", {})[name] = tensor.shape
-    found: dict[str, WeightPlace] = {}
-    known: dict[Any, dict[str, WeightPlace] | None] = {}
+    place_of: dict[str, WeightPlace] = {}
+    by_layer_shape: dict[Any, dict[str, WeightPlace] | None] = {}
     for prefix, shapes in groups.items():
         layer, template = prefix.rpartition(".")[2], f"{prefix.rpartition('.')[0]}.{{}}"
         alike = (template, *((name.removeprefix(prefix), shape) for name, shape in shapes.items()))
-        if alike not in known:
-            known[alike] = _places(model, shapes, prefix)
-        places = known[alike]
+        if alike not in by_layer_shape:
+            by_layer_shape[alike] = _places(model, shapes, prefix)
+        places = by_layer_shape[alike]
         if places is None:
             return None
         for other, place in places.items():
             if layer and "{}" not in other:
                 return None  # layers are numbered otherwise in files
-            found[other.replace("{}", layer)] = replace(place, owner=place.owner.replace("{}", layer))
-    return found
+            place_of[other.replace("{}", layer)] = replace(place, owner=place.owner.replace("{}", layer))
+    return place_of
 
 
 @torch.no_grad()
@@ -181,10 +181,10 @@ def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tupl
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape.
     """
-    given = names_in_memory(model, tensors)
+    converted = names_in_memory(model, tensors)
     targets = named_tensors(model)
     with torch.no_grad():
-        for name, tensor in given.items():
+        for name, tensor in converted.items():
             targets[name].copy_(tensor)
 
 
@@ -201,14 +201,14 @@ def names_in_memory(
     Raises:
         ModelError: a tensor is missing, unknown, or of another shape.
     """
-    given = dict(tensors)
+    weights = dict(tensors)
     targets = named_tensors(model)
     if lora.has_adapter(model):
-        return _adapter_in_memory(model, given, targets)
-    if not set(targets) <= set(given):
-        given = _converted(model, given)
-    _check(targets, given)
-    return {name: given[name] for name in targets}
+        return _adapter_in_memory(model, weights, targets)
+    if not set(targets) <= set(weights):
+        weights = _converted(model, weights)
+    _check(targets, weights)
+    return {name: weights[name] for name in targets}
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -217,40 +217,40 @@ def count_parameters(model: nn.Module) -> int:
     return in_4_bits + sum(parameter.numel() for parameter in model.parameters())
 
 
-def _converted(model: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``given`` under the names in memory: transformers converts while loading, so it loads a second model."""
-    absent = sorted({name for name, _ in export_weights(model)} - set(given))
+def _converted(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` under the names in memory: transformers converts while loading, which needs a second model."""
+    absent = sorted({name for name, _ in export_weights(model)} - set(state))
     if absent:
-        raise ModelError(f"{len(absent)} weights are missing, the first is {absent[0]}", fix=suggest(absent[0], given))
-    device = "meta" if all(tensor.is_meta for tensor in given.values()) else None
+        raise ModelError(f"{len(absent)} weights are missing, the first is {absent[0]}", fix=suggest(absent[0], state))
+    device = "meta" if all(tensor.is_meta for tensor in state.values()) else None
     with quiet_transformers():
         fresh = type(model).from_pretrained(
-            None, config=model.config, state_dict=given, dtype=model.dtype, device_map=device
+            None, config=model.config, state_dict=state, dtype=model.dtype, device_map=device
         )
     return {name: tensor.detach() for name, tensor in named_tensors(fresh).items()}
 
 
 def _adapter_in_memory(
-    model: Any, given: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+    model: Any, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     names = lora.adapter_names(model)
-    if not lora.is_adapter(given):
+    if not lora.is_adapter(tensors):
         raise ModelError(
             "a model with a LoRA adapter takes over adapters, and these are weights of a whole model",
             fix="Set lora_rank=0 to train all weights, or load the adapter's checkpoint.",
         )
-    _check({disk: targets[name] for name, disk in names.items()}, given)
-    return {name: given[disk] for name, disk in names.items()}
+    _check({disk: targets[name] for name, disk in names.items()}, tensors)
+    return {name: tensors[disk] for name, disk in names.items()}
 
 
-def _check(targets: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+def _check(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     for name, target in targets.items():
-        if name not in given:
-            raise ModelError(f"the weight {name} is missing", fix=suggest(name, given))
-        if given[name].shape != target.shape:
+        if name not in tensors:
+            raise ModelError(f"the weight {name} is missing", fix=suggest(name, tensors))
+        if tensors[name].shape != target.shape:
             raise ModelError(
-                f"the weight {name} has another shape", got=tuple(given[name].shape), allowed=str(tuple(target.shape))
+                f"the weight {name} has another shape", got=tuple(tensors[name].shape), allowed=str(tuple(target.shape))
             )
-    unknown = sorted(set(given) - set(targets) - {"lm_head.weight"})
+    unknown = sorted(set(tensors) - set(targets) - {"lm_head.weight"})
     if unknown:
         raise ModelError(f"this model has no weight {unknown[0]}", fix=suggest(unknown[0], targets))

@@ -32,7 +32,7 @@ from verl.checkpoint.state import StateSection, prefixed
 from verl.checkpoint.tensors import write_tensors
 from verl.distributed import Ranks
 from verl.distributed.boxes import written_once
-from verl.distributed.shards import own_box
+from verl.distributed.shards import local_box
 from verl.engines.saving import held, weights_to_write
 from verl.engines.sharding import unit_modules
 from verl.errors import CheckpointError
@@ -153,7 +153,7 @@ def fill(saved: StateSection, targets: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} has another shape", got=list(saved.shape(name)), allowed=str([*target.shape])
             )
     for name, target in tensors.items():
-        spec, local = own_box(target)
+        spec, local = local_box(target)
         local.copy_(saved.box(name, spec.bounds))
     return {name: type(value)(saved[name].item()) for name, value in targets.items() if name not in tensors}
 
@@ -175,10 +175,10 @@ class FSDPCheckpointManager:
         """Write weights, optimizer and schedule into a folder, every rank its part. Collective."""
         ranks, folder = _ranks(), Path(local_path)
         weights, optimizer = state_of(self.model, self.optimizer)
-        written = weights_to_write(held({name: own_box(t) for name, t in weights.items()}), ranks, dict)
+        written = weights_to_write(held({name: local_box(t) for name, t in weights.items()}), ranks, dict)
         tensors, shards = prefixed("model", written.tensors), {}
         entries = {name: torch.as_tensor(value) for name, value in _by_name(optimizer.get("state", {})).items()}
-        for name, (spec, tensor) in written_once(held({n: own_box(t) for n, t in entries.items()}), ranks).items():
+        for name, (spec, tensor) in written_once(held({n: local_box(t) for n, t in entries.items()}), ranks).items():
             tensors[f"optimizer/{name}"], shards[f"optimizer/{name}"] = tensor, spec
         scalars: dict[str, Any] = {"model": {}, "extra": {"step": global_step}}
         scalars["optimizer"] = {"param_groups": optimizer.get("param_groups", [])}

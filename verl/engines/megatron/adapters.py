@@ -59,7 +59,7 @@ class LayerAdapter(nn.Module):
         rows: rows that each Hugging Face weight has in it on this rank.
         factors: number of a Hugging Face weight -> its adapter; some may have none.
         groups: KV groups of this rank, where the form is ``qkv``.
-        complete: whether this rank has all of the layer, and tokens that nobody shares: an expert.
+        complete: whether this rank has all of the layer, and tokens that no peer shares: an expert.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Adapters:
         values = _by_expert(values, stacks, int(base.settings.get("num_moe_experts") or 0))
         self.layers = list(self._attach(blueprint, values, stacks, base, chunks))
         shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
-        self.table = base.beside(list(_templates(base, shapes, stacks)), shapes, chunks)
+        self.table = base.for_weights(list(_templates(base, shapes, stacks)), shapes, chunks)
         self.table.fill(lambda name, axis, low, high: values[name].narrow(axis, low, high - low))
         for stage in chunks:
             if getattr(stage, "pre_process", False):  # what is computed again needs an input with a gradient
@@ -254,10 +254,10 @@ def _stacks(blueprint: Any, ranks: int) -> dict[str, str]:
 def _by_expert(values: Mapping[str, Tensor], stacks: Mapping[str, str], count: int) -> dict[str, Tensor]:
     """The first values of factors, those of experts apart."""
     files = {lora.PREFIX + owner + factor for owner in stacks.values() for factor in _FACTORS}
-    apart = {name: value for name, value in values.items() if name not in files}
+    factors = {name: value for name, value in values.items() if name not in files}
     for name in files:
-        apart |= {part_name(name, n): part_of_stack(name, values[name], n, count) for n in range(count)}
-    return apart
+        factors |= {part_name(name, n): part_of_stack(name, values[name], n, count) for n in range(count)}
+    return factors
 
 
 def _put(layer: Any, adapter: LayerAdapter) -> LayerAdapter:

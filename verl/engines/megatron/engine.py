@@ -33,7 +33,7 @@ from verl.engines.megatron.routers import RouterLoss, StageRouters
 from verl.engines.megatron.weights import Read, WeightTable, check_given, model_templates
 from verl.engines.optimizer import move_optimizer_state
 from verl.engines.rank_work import RankWork
-from verl.engines.recorded_experts import own_experts
+from verl.engines.recorded_experts import local_experts
 from verl.engines.rows import MicroBatch
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import rows_of_peers
@@ -54,7 +54,7 @@ from verl.protocol.sharding import ShardSpec
 from verl.weight_sync.resharding import Layout, Resharder, make_plan
 
 Piece = Callable[[str], Tensor]
-"""Name of a whole tensor -> this rank's part of it."""
+"""Name of a full tensor -> this rank's part of it."""
 
 
 class Stages(nn.Module):
@@ -68,7 +68,7 @@ class Stages(nn.Module):
         self.generation_config = getattr(blueprint, "generation_config", None)
 
     def can_generate(self) -> bool:
-        """Whether the whole model is a language model."""
+        """Whether the full model is a language model."""
         return self._generates
 
 
@@ -219,15 +219,15 @@ class MegatronEngine(TorchEngine):
     # ---- passes ------------------------------------------------------------------------------------------------
 
     def infer(self, batch: DataProto, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        whole, mine = rows_of_peers(batch, self.peers)
+        pooled, mine = rows_of_peers(batch, self.peers)
         width = batch.tensors["responses"].shape[1]
-        results = super().infer(whole, *args, **kwargs)  # zeros but on the last stage, so the sum is what that found
-        chosen = results.pop(COLUMN, None)
-        own = {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
-        if chosen is not None:  # each rank knows its layers and its tokens, and has NO_RECORD for the others
-            every = self.peers.max(chosen.int()).to(chosen.dtype)
-            own[COLUMN] = own_experts(every, whole, batch, mine)
-        return own
+        results = super().infer(pooled, *args, **kwargs)  # zeros except on the last stage: the sum is its result
+        experts = results.pop(COLUMN, None)
+        local = {name: self.groups.pipeline.sum(values)[mine, :width] for name, values in results.items()}
+        if experts is not None:  # each rank knows its layers and its tokens, and has NO_RECORD for the others
+            every = self.peers.max(experts.int()).to(experts.dtype)
+            local[COLUMN] = local_experts(every, pooled, batch, mine)
+        return local
 
     def _passes(
         self, work: RankWork, outputs: Sequence[str], temperature: float
@@ -257,7 +257,7 @@ class MegatronEngine(TorchEngine):
 
     def _budget(self, *args: Any, **kwargs: Any) -> int | None:
         budget = super()._budget(*args, **kwargs)
-        return None if budget is None else budget * self.sizes.context  # a budget is what one rank computes
+        return None if budget is None else budget * self.sizes.context  # the token budget is per rank
 
     def _accumulate(
         self, work: RankWork, tensors: Any, loss_fn: LossFn, temperature: float, norm: LossNorm
@@ -270,8 +270,8 @@ class MegatronEngine(TorchEngine):
             if not len(micro.index):
                 return output.float().sum() * 0.0  # zero, with a graph
             outputs = self.forward.read(output, part, loss_fn.outputs, temperature)
-            loss, told = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
-            metrics.merge(told)
+            loss, values = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
+            metrics.merge(values)
             value = float(loss.detach())
             losses.append(value)
             if not math.isfinite(value):
@@ -288,7 +288,7 @@ class MegatronEngine(TorchEngine):
 
     def _micro_batches(self, work: RankWork) -> list[Part]:
         micro_batches = list(work.micro_batches(self.device))
-        if self.sizes.virtual:  # the interleaved schedule wants a multiple of the stages
+        if self.sizes.virtual:  # the interleaved schedule needs a multiple of the stages
             micro_batches += [MicroBatch.filler(self.device)] * (-len(micro_batches) % self.sizes.pipeline)
         return [self.forward.part(micro) for micro in micro_batches]
 
@@ -347,7 +347,7 @@ class MegatronEngine(TorchEngine):
         return self.adapters.off()
 
     def _weight(self, name: str) -> Tensor:
-        """This rank's part of a weight of the whole model."""
+        """This rank's part of a weight of the full model."""
         weight = self.table.piece(name, lambda parameter: parameter)
         return weight if self.adapters is None else self.adapters.merged(name, weight)
 
@@ -388,9 +388,9 @@ class MegatronEngine(TorchEngine):
             boxes[name] = table.box(name, piece(name).to(dtype))
         return boxes
 
-    def _fill(self, given: dict[str, Tensor]) -> None:
+    def _fill(self, weights: dict[str, Tensor]) -> None:
         def check() -> tuple[None, None]:
-            check_given(self.trainable.disk_shapes, given)
+            check_given(self.trainable.disk_shapes, weights)
             return None, None
 
         self.ranks.together(check)
@@ -398,8 +398,8 @@ class MegatronEngine(TorchEngine):
         parts: dict[str, dict[str, Tensor]] = {}
         self.onload(optimizer=False)
         for name in self.trainable.disk_shapes:
-            own = self.trainable.parts(name, self._whole(given[name]))
-            for part, values in ((part, values) for part, values in own.items() if part in bound):
+            local_parts = self.trainable.parts(name, self._whole(weights[name]))
+            for part, values in ((part, values) for part, values in local_parts.items() if part in bound):
                 b = bound[part]
                 have = parts.setdefault(b.slot.ours, {})
                 have[part] = values
@@ -410,8 +410,8 @@ class MegatronEngine(TorchEngine):
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """As `Engine.load_weights`; rank 0's weights count, the others may pass the same ones or none."""
         items = weights.items() if isinstance(weights, Mapping) else weights
-        kept = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
-        self._fill(distributed.shards.mirror(kept, self.ranks))
+        tensors = {name: tensor.cpu() if self.is_first else tensor.to("meta") for name, tensor in items}
+        self._fill(distributed.shards.mirror(tensors, self.ranks))
 
     def _take_saved(self, saved: StateSection) -> None:
         """Read this rank's parts of a checkpoint's weights."""

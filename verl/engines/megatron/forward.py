@@ -37,7 +37,7 @@ class Part:
 
     Args:
         micro: its tokens, positions and labels.
-        row: what Megatron-Core's layers are told of a packed row; None where rows are padded.
+        row: the packed row as Megatron-Core's layers receive it; None where rows are padded.
         real: (tokens of a packed row,) which are no padding.
     """
 
@@ -58,7 +58,7 @@ class StageForward:
 
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
-        masks: whether routers are told which tokens are padding.
+        masks: whether routers get a mask of the padding.
         routing: None: experts are neither recorded nor replayed.
         family: of models that see, which have no stages.
     """
@@ -105,7 +105,7 @@ class StageForward:
         if not self.passes.packed:
             return Part(micro)
         if micro.attention is None:  # a filler
-            alone = PackedPlan(Segments.apart([micro.input_ids.shape[1]], micro.input_ids.device))
+            alone = PackedPlan(Segments.separate([micro.input_ids.shape[1]], micro.input_ids.device))
             micro = padded(replace(micro, attention=alone), self.passes.multiple)
         rows = importlib.import_module("verl.engines.megatron.packed")
         num_real = micro.input_ids.shape[1] - micro.padding if len(micro.index) else 0
@@ -122,16 +122,16 @@ class StageForward:
         """Hidden states of a stage; of the last one what its head gives at the chosen positions, (1, N, v)."""
         micro = part.micro
         longer = micro if part.real is not None else micro.lengthened(self._shared_by)
-        ids, positions, chosen = longer.input_ids, longer.position_ids, longer.positions
+        ids, positions, flat_index = longer.input_ids, longer.position_ids, longer.positions
         if part.real is not None:
             real = part.real[:, None]
         else:
-            real = _read_tokens(chosen, ids.shape) & (len(micro.index) > 0)
-        self.real = (self._own(real) if stage.config.sequence_parallel else real).flatten()
+            real = _read_tokens(flat_index, ids.shape) & (len(micro.index) > 0)
+        self.real = (self._local(real) if stage.config.sequence_parallel else real).flatten()
         options: dict[str, Any] = {"padding_mask": self._padding(stage, real)} if self.masks else {}
         if part.row is not None:
             options["packed_seq_params"] = part.row
-        head = self._chosen(stage, chosen, tuple(ids.shape)) if stage.post_process else contextlib.nullcontext()
+        head = self._chosen(stage, flat_index, tuple(ids.shape)) if stage.post_process else contextlib.nullcontext()
         try:
             with head, self._replayed(stage, micro, ids.shape[1]):
                 return stage(ids, positions, None, **options)
@@ -148,11 +148,11 @@ class StageForward:
         experts = experts.view(*micro.input_ids.shape, *experts.shape[1:])
         missing = experts.new_full((len(experts), length - experts.shape[1], *experts.shape[2:]), NO_RECORD)
         experts = torch.cat((experts, missing), 1).transpose(0, 1)  # Megatron-Core's tokens come first
-        return self.routing.forward((self._own(experts) if stage.config.sequence_parallel else experts).flatten(0, 1))
+        return self.routing.forward((self._local(experts) if stage.config.sequence_parallel else experts).flatten(0, 1))
 
     def experts(self, stage: Any, part: Part) -> Tensor:
         """(b, l, layers, top_k) that a stage chose just now, `NO_RECORD` where other ranks have the layer or token."""
-        assert self.routing is not None, "experts are asked for only where they are recorded"
+        assert self.routing is not None, "experts are read only where they are recorded"
         micro = part.micro
         rows, length = micro.input_ids.shape
         length += -length % self._shared_by if part.row is None else 0
@@ -161,19 +161,19 @@ class StageForward:
         mine = self.routing.take(stage, number, micro.input_ids.device).unflatten(0, (-1, rows))
         if shared:
             every = mine.new_full((length, *mine.shape[1:]), NO_RECORD)
-            self._own(every).copy_(mine)
+            self._local(every).copy_(mine)
             mine = every
-        chosen = mine.transpose(0, 1)[:, : micro.input_ids.shape[1]]
-        return micro.experts_by_row(chosen.flatten(0, 1))
+        routed = mine.transpose(0, 1)[:, : micro.input_ids.shape[1]]
+        return micro.experts_by_row(routed.flatten(0, 1))
 
-    def _own(self, tokens: Tensor) -> Tensor:
+    def _local(self, tokens: Tensor) -> Tensor:
         """(l, b) -> the part of the l that this tensor-parallel rank has."""
         return tokens.chunk(self.sizes.tensor)[self.groups.tensor.rank]
 
     def _padding(self, stage: Any, real: Tensor) -> Tensor:
         """(b, l) for routers; a stage behind the first wants this rank's part of the l."""
         shared = stage.config.sequence_parallel and not stage.pre_process
-        return ~(self._own(real) if shared else real).T
+        return ~(self._local(real) if shared else real).T
 
     def read(self, output: Tensor, part: Part, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage.
@@ -191,13 +191,13 @@ class StageForward:
                 logits = logits / temperature
             statistics = statistics_from_parts(logits, micro.labels, self.first, self.groups.tensor.group)
             named = dict(zip(STATISTICS, statistics))
-        found = {name: micro.scatter(named[name]) for name in outputs}
+        scattered = {name: micro.scatter(named[name]) for name in outputs}
         if self.groups.context.size == 1:
-            return found
-        return {name: summed(values, self.groups.context) for name, values in found.items()}
+            return scattered
+        return {name: summed(values, self.groups.context) for name, values in scattered.items()}
 
     @contextlib.contextmanager
-    def _chosen(self, stage: Any, chosen: Tensor, shape: tuple[int, ...]) -> Iterator[None]:
+    def _chosen(self, stage: Any, flat_index: Tensor, shape: tuple[int, ...]) -> Iterator[None]:
         """Within the block the head sees (N, 1, H) instead of (l, b, H)."""
         mappings = import_megatron("tensor_parallel.mappings")
 
@@ -206,7 +206,7 @@ class StageForward:
             if stage.config.sequence_parallel:
                 # The head's own backward pass sums the gradient over ranks, so each takes its part of the tokens.
                 hidden = mappings.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-            rows = chosen % shape[1] * shape[0] + chosen // shape[1]  # (l, b) is the transpose of (b, l)
+            rows = flat_index % shape[1] * shape[0] + flat_index // shape[1]  # (l, b) is the transpose of (b, l)
             return (hidden.flatten(0, 1).index_select(0, rows).unsqueeze(1), *inputs[1:]), options
 
         handle = stage.output_layer.register_forward_pre_hook(keep, with_kwargs=True)
@@ -216,9 +216,9 @@ class StageForward:
             handle.remove()
 
 
-def _read_tokens(chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _read_tokens(flat_index: Tensor, shape: tuple[int, ...]) -> Tensor:
     """(l, b) True for each row up to its last chosen position, for its first token where it has none."""
     rows, length = shape
-    lengths = torch.ones(rows, dtype=torch.long, device=chosen.device)
-    lengths = lengths.scatter_reduce(0, chosen // length, chosen % length + 1, "amax")
-    return torch.arange(length, device=chosen.device)[:, None] < lengths
+    lengths = torch.ones(rows, dtype=torch.long, device=flat_index.device)
+    lengths = lengths.scatter_reduce(0, flat_index // length, flat_index % length + 1, "amax")
+    return torch.arange(length, device=flat_index.device)[:, None] < lengths

@@ -1,4 +1,4 @@
-"""Gradients of this rank's weights: summed over whoever holds a part of them, in float32, and their global norm."""
+"""Gradients of this rank's weights: summed over the ranks that hold a part of them, in float32, and their norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUCKET_BYTES = 64 << 20
 class Gradients:
     """What the optimizer sees.
 
-    Weights in bf16 have float32 gradients beside them, into which every micro-batch is added, and float32 copies that
+    Weights in bf16 have float32 gradients, which accumulate over micro-batches, and float32 master copies that
     the optimizer steps; float32 weights are their own.
 
     Attributes:
@@ -53,7 +53,7 @@ class Gradients:
         """Sum each gradient over the ranks that computed a part of it. Collective."""
         for bound in self.bound:
             master = self.masters[bound.parameter]
-            if master.grad is None:  # an expert that nobody asked; the others wait for this rank all the same
+            if master.grad is None:  # an expert without tokens; the others wait for it in the collective
                 master.grad = torch.zeros_like(master)
         parts = [b for b in self.bound if b.slot.partial or getattr(b.parameter, "sequence_parallel", False)]
         self._sum(parts, self.groups.tensor)
@@ -63,13 +63,13 @@ class Gradients:
         self._sum([b for b in self.bound if b.expert], self.groups.expert_data)
 
     def norm(self) -> Tensor:
-        """L2 norm over the whole model: a gradient that several ranks hold counts once."""
-        own = torch.zeros((), dtype=torch.float64)
+        """L2 norm over the full model: a gradient that several ranks hold counts once."""
+        local_sum = torch.zeros((), dtype=torch.float64)
         for bound in self.bound:
             grad = self.masters[bound.parameter].grad
             if grad is not None:
-                own += grad.double().square().sum().cpu() / self._copies(bound)
-        return self.ranks.sum(own).sqrt().float()
+                local_sum += grad.double().square().sum().cpu() / self._copies(bound)
+        return self.ranks.sum(local_sum).sqrt().float()
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -49,5 +49,5 @@ class CoreAttention(PackedAttention):
     """The local one, which takes the width of values from ``kv_channels``."""
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any):
-        super().__init__(*args, **kwargs)  # built twice: only the second time it is told the widths
+        super().__init__(*args, **kwargs)  # built twice: only the second call passes the widths
         assert v_channels in (0, self.hidden_size_per_attention_head), "kv_channels is the width of values"

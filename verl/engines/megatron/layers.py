@@ -175,9 +175,9 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
     Raises:
         ConfigError: an override that does not exist, is decided otherwise, or describes another model.
     """
-    known = import_megatron("transformer.transformer_config")
-    cls = known.MLATransformerConfig if settings.get("multi_latent_attention") else known.TransformerConfig
-    chosen = {
+    module = import_megatron("transformer.transformer_config")
+    cls = module.MLATransformerConfig if settings.get("multi_latent_attention") else module.TransformerConfig
+    fields = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
@@ -185,7 +185,7 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,
-        # The local layers see each rank's part of the tokens as they see a whole row.
+        # The local layers see each rank's part of the tokens as they see a full row.
         "context_parallel_size": sizes.context if has_transformer_engine() else 1,
         "virtual_pipeline_model_parallel_size": sizes.virtual,
         "expert_model_parallel_size": sizes.expert,
@@ -195,7 +195,7 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": True,
-        # Two stages send each other forward and backward tensors; in one batch they would be taken for each other.
+        # Two stages send each other activations and gradients; batched point-to-point calls would mix them up.
         "overlap_p2p_comm": sizes.virtual is not None,
         "batch_p2p_comm": sizes.virtual is None,
         "calculate_per_token_loss": True,  # the loss carries its own denominator: no schedule divides it again
@@ -219,14 +219,14 @@ def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, sectio
     if not fast:
         megatron_fields.refuse_low_precision(key, section)
     usual = {name: field.default for name, field in cls.__dataclass_fields__.items()}
-    chosen |= megatron_fields.handed_on(key, section, chosen, usual, fast)
-    if chosen.get("num_moe_experts") is not None and sizes.tensor > 1 and not sizes.sequence:
-        chosen["sequence_parallel"] = True
+    fields |= megatron_fields.handed_on(key, section, fields, usual, fast)
+    if fields.get("num_moe_experts") is not None and sizes.tensor > 1 and not sizes.sequence:
+        fields["sequence_parallel"] = True
         notice(
             f"{SECTION}.sequence_parallel",
             "is switched on: Megatron-Core needs it for experts beside tensor parallelism",
         )
-    return cls(**chosen)
+    return cls(**fields)
 
 
 def _attention(backend: str) -> dict[str, Any]:

@@ -32,13 +32,13 @@ def build_muon(
         masters: parameter -> what is optimised for it.
     """
     of = {masters[b.parameter]: b for b in bound}
-    apart = (EMBEDDING.ours, OUTPUT.ours)  # a value head has the name of the output layer
-    matrices = [p for p, b in of.items() if p.dim() == 2 and not b.expert and b.slot.ours not in apart]
+    excluded = (EMBEDDING.ours, OUTPUT.ours)  # a value head has the name of the output layer
+    matrices = [p for p, b in of.items() if p.dim() == 2 and not b.expert and b.slot.ours not in excluded]
     # A rank that owns no weight still has learning rates and a state to report.
     parameters = list(of) or [nn.Parameter(torch.zeros(0))]
-    given = dict(optim.override_optimizer_config or {})
+    arguments = dict(optim.override_optimizer_config or {})
     spread = Matrices(table, of)
-    return Muon(parameters, matrices, optim.lr, optim.weight_decay, tuple(optim.betas), **given, spread=spread)
+    return Muon(parameters, matrices, optim.lr, optim.weight_decay, tuple(optim.betas), **arguments, spread=spread)
 
 
 class Matrices:
@@ -68,10 +68,10 @@ class Matrices:
             directions = iter(_in_turn(parts, scaled, ranks))
             for p in some:
                 slot = self.of[p].slot
-                own = [next(directions) for _ in slot.theirs]
+                updates = [next(directions) for _ in slot.theirs]
                 if slot.form == HALVES:
-                    own = [part.flatten(0, 1) for part in own]
-                yield p, fused(slot.form, own, self.table.groups_here), 1.0
+                    updates = [part.flatten(0, 1) for part in updates]
+                yield p, fused(slot.form, updates, self.table.groups_here), 1.0
 
     def _parts(self, p: nn.Parameter, update: Tensor) -> Iterator[tuple[Weight, Tensor]]:
         """This rank's piece of each Hugging Face matrix in a weight."""
@@ -94,16 +94,16 @@ def _in_turn(parts: list[tuple[Weight, Tensor]], scaled: Direct, ranks: Ranks) -
         dist.gather(piece.contiguous(), pieces, group=ranks.group, group_dst=owner)
         if pieces is not None:
             complete[number] = torch.cat(pieces, axis)
-    directions = {n: scaled(whole.flatten(0, -2)).view(whole.shape) for n, whole in complete.items()}
+    directions = {n: scaled(matrix.flatten(0, -2)).view(matrix.shape) for n, matrix in complete.items()}
     answers = []
     for number, (axis, (_, piece)) in enumerate(zip(cut, parts)):
         if axis is None:
             answers.append(directions[number])
             continue
-        owner, own = number % ranks.size, torch.empty_like(piece, memory_format=torch.contiguous_format)
+        owner, local = number % ranks.size, torch.empty_like(piece, memory_format=torch.contiguous_format)
         pieces = None
         if ranks.rank == owner:
             pieces = [part.contiguous() for part in directions[number].chunk(ranks.size, axis)]
-        dist.scatter(own, pieces, group=ranks.group, group_src=owner)
-        answers.append(own)
+        dist.scatter(local, pieces, group=ranks.group, group_src=owner)
+        answers.append(local)
     return answers

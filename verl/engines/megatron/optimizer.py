@@ -1,6 +1,6 @@
 """The optimizer over this rank's weights; distributed, each data-parallel rank keeps a part of its state.
 
-Whole weights are assigned to ranks (largest first, to the rank with the least), stepped there and broadcast. So only
+Full weights are assigned to ranks (largest first, to the rank with the least), stepped there and broadcast. So only
 one rank holds the moments of a weight, and the numbers are those of every rank stepping everything.
 """
 
@@ -128,7 +128,7 @@ class ShardedState:
 
 
 class _Anonymous(dict):  # type: ignore[type-arg]
-    """Names that nobody reads: only the rest of the state is asked for."""
+    """Names that nobody reads: only the rest of the state is used."""
 
     def __missing__(self, key: Any) -> str:
         return ""

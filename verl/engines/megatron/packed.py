@@ -25,7 +25,7 @@ from verl.models.attention.varlen import cumulative
 
 @dataclass
 class PackedRow(PackedSeqParams):  # type: ignore[misc]
-    """What the local layers are told of a packed row.
+    """A packed row as Megatron-Core's local layers receive it.
 
     Megatron-Core takes this rank's tokens for one sequence, whose rotary positions `RowPositions` chooses.
 
@@ -134,7 +134,7 @@ def fast_part(micro: MicroBatch, context: Ranks, tensor: int) -> tuple[MicroBatc
 
 
 def places_here(token_of: Tensor, place: Tensor) -> Tensor:
-    """Where each token of the rows lies among this rank's, -1 where it is another rank's or no token.
+    """The index of each token of the rows among this rank's, -1 where it is another rank's or no token.
 
     Args:
         token_of: (b, l) as in `MicroBatch`.

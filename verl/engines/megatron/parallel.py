@@ -1,4 +1,4 @@
-"""Sizes of Megatron-Core's parallelism, its process groups, and who holds the same rows as this rank."""
+"""Sizes of Megatron-Core's parallelism, its process groups, and the ranks with the same rows as this one."""
 
 from __future__ import annotations
 
@@ -195,21 +195,21 @@ def _sharing_rows(sizes: MegatronSizes, ranks: Ranks) -> tuple[Ranks, Ranks]:
         copy = int(places.replica[rank]) // sizes.context
         lines.setdefault((int(places.stage[rank]), copy, int(places.tensor[rank])), []).append(rank)
         copies.setdefault(copy, []).append(rank)
-    return _own_group(list(lines.values()), ranks), _own_group(list(copies.values()), ranks)
+    return _local_group(list(lines.values()), ranks), _local_group(list(copies.values()), ranks)
 
 
-def _own_group(members: list[list[int]], ranks: Ranks) -> Ranks:
+def _local_group(members: list[list[int]], ranks: Ranks) -> Ranks:
     """Every rank makes every group, in one order; this is the one that it is in."""
-    own = Ranks()
+    local = Ranks()
     for group in members:
         made = torch.distributed.new_group(group) if len(group) > 1 else None
         if ranks.rank in group and made is not None:
-            own = Ranks(group.index(ranks.rank), len(group), made)
-    return own
+            local = Ranks(group.index(ranks.rank), len(group), made)
+    return local
 
 
 def leave() -> None:
-    """Forget the groups; for whoever starts another run in this process."""
+    """Forget the groups, before another run starts in this process."""
     state = import_megatron("parallel_state")
     if state.model_parallel_is_initialized():
         state.destroy_model_parallel()
@@ -229,7 +229,7 @@ def import_megatron(module: str = "") -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it misses (Apex, Transformer Engine) is said by us where it matters
+            warnings.simplefilter("ignore")  # Apex and Transformer Engine are optional; errors name them where needed
             return importlib.import_module(f"megatron.core{'.' + module if module else ''}")
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):

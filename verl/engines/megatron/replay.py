@@ -41,17 +41,17 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Megatron-Core's call: (tokens, E) scores -> the chosen ones and their experts, (tokens, top_k) each."""
         assert default_compute_topk is not None, "Megatron-Core says how it would choose"
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        values, top = default_compute_topk(scores, topk, num_groups, group_topk)
         recorded, is_again = self._recorded()
         if recorded is None:
-            self.chosen = own
-            return values, own
-        if len(recorded) != len(own):
-            message = f"a router was called with {len(own)} tokens, and experts of {len(recorded)} are to be replayed"
+            self.chosen = top
+            return values, top
+        if len(recorded) != len(top):
+            message = f"a router was called with {len(top)} tokens, and experts of {len(recorded)} are to be replayed"
             raise EngineError(message)
         if self.router.training and not is_again:
-            self.replay.differing.add(recorded, own)
-        self.chosen = torch.where(recorded == NO_RECORD, own, recorded)
+            self.replay.differing.add(recorded, top)
+        self.chosen = torch.where(recorded == NO_RECORD, top, recorded)
         return scores.gather(1, self.chosen), self.chosen
 
     def _recorded(self) -> tuple[Tensor | None, bool]:
@@ -137,8 +137,8 @@ class StageReplay:
 
     def take(self, chunk: nn.Module, tokens: int, device: Any) -> Tensor:
         """(tokens, layers of the model, top_k) int16 that a stage chose last, `NO_RECORD` for layers of others."""
-        chosen = torch.full((tokens, len(self.facts), self.facts[0][1]), NO_RECORD, dtype=torch.int16, device=device)
+        experts = torch.full((tokens, len(self.facts), self.facts[0][1]), NO_RECORD, dtype=torch.int16, device=device)
         for layer in self._layers[chunk]:
             assert layer.chosen is not None, "a pass goes through every router of the stage"
-            chosen[:, layer.number] = layer.chosen.to(torch.int16)
-        return chosen
+            experts[:, layer.number] = layer.chosen.to(torch.int16)
+        return experts

@@ -90,7 +90,7 @@ class RouterLoss:
         """
         if not self.coefficient:
             return
-        # Every data-parallel rank needs the count of all, for its tokens weigh the same as another's.
+        # Every data-parallel rank needs the count of all, because all tokens weigh the same.
         every = float(ranks.sum(torch.tensor(float(tokens)))) / peers
         # Megatron-Core divides by the ranks that it knows to share the tokens, and multiplies by their number.
         sharing = self._sizes.tensor * self._config.context_parallel_size

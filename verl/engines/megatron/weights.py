@@ -107,7 +107,7 @@ class WeightTable:
                 fix="Use strategy=fsdp2, which trains any transformers model.",
             )
 
-    def beside(
+    def for_weights(
         self, templates: list[Template], shapes: Mapping[str, tuple[int, ...]], chunks: Iterable[nn.Module]
     ) -> WeightTable:
         """A table of other weights of the same stages."""
@@ -216,8 +216,8 @@ class WeightTable:
         if part is None:
             return part_of(saved, name, axis, low, high)
         stack, expert = part
-        whole = saved.box(stack, [(0, length) for length in saved.shape(stack)])
-        return part_of_stack(stack, whole, expert, self._experts).narrow(axis, low, high - low)
+        stacked = saved.box(stack, [(0, length) for length in saved.shape(stack)])
+        return part_of_stack(stack, stacked, expert, self._experts).narrow(axis, low, high - low)
 
     @property
     def _experts(self) -> int:
@@ -292,7 +292,7 @@ class WeightTable:
             )
 
     def _named_parameters(self, chunks: Iterable[nn.Module]) -> dict[str, Any]:
-        """Parameters under names with the layer's and the expert's number in the whole model."""
+        """Parameters under names with the layer's and the expert's number in the full model."""
         experts = int(self.settings.get("num_moe_experts") or 0) // self.sizes.expert
         first_expert = int(self._places().expert[0]) * experts
         fixed = tuple(slot.ours.rpartition("}")[2] for slot, _, _ in self.templates if slot.fixed)
@@ -341,18 +341,18 @@ def part_of_halves(saved: StateSection, name: str, axis: int, low: int, high: in
     rows, rest = shape[1], [(0, length) for length in shape[2:]]
     if high - low > rows:
         return saved.box(name, [(0, 2), (0, rows), *rest]).flatten(0, 1)
-    half, first = divmod(low, rows)
-    return saved.box(name, [(half, half + 1), (first, first + high - low), *rest])[0]
+    block, first = divmod(low, rows)
+    return saved.box(name, [(block, block + 1), (first, first + high - low), *rest])[0]
 
 
-def check_given(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tensor]) -> None:
+def check_given(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     """Raise `ModelError` where a weight is missing, unknown or of another shape."""
     for name, shape in shapes.items():
-        if name not in given:
-            raise ModelError(f"the weight {name} is missing", fix=suggest(name, given))
-        if tuple(given[name].shape) != tuple(shape):
-            raise ModelError(f"the weight {name} has another shape", got=tuple(given[name].shape), allowed=str(shape))
-    unknown = sorted(set(given) - set(shapes) - {"lm_head.weight"})
+        if name not in tensors:
+            raise ModelError(f"the weight {name} is missing", fix=suggest(name, tensors))
+        if tuple(tensors[name].shape) != tuple(shape):
+            raise ModelError(f"the weight {name} has another shape", got=tuple(tensors[name].shape), allowed=str(shape))
+    unknown = sorted(set(tensors) - set(shapes) - {"lm_head.weight"})
     if unknown:
         raise ModelError(f"this model has no weight {unknown[0]}", fix=suggest(unknown[0], shapes))
 

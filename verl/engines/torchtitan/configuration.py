@@ -48,7 +48,7 @@ def titan_config(config: Any, rotary: Any, device: str) -> Any:
         rotary: the model's own rotary embedding, whose frequencies are taken over.
     """
     family = family_of(config)
-    package, own = import_torchtitan(f"models.{family}", device), parts(device)
+    package, modules = import_torchtitan(f"models.{family}", device), parts(device)
     common = import_torchtitan("models.common", device)
     helpers = import_torchtitan("models.common.config_utils", device)
     norms = import_torchtitan("models.common.nn_modules", device).RMSNorm
@@ -58,7 +58,7 @@ def titan_config(config: Any, rotary: Any, device: str) -> Any:
     def norm(width: int) -> Any:
         return norms.Config(normalized_shape=width, eps=config.rms_norm_eps, param_init=undrawn)
 
-    rope = own.rope.Config(
+    rope = modules.rope.Config(
         dim=head_dim,
         max_seq_len=config.max_position_embeddings,
         frequencies=tuple(rotary.inv_freq.float().tolist()),
@@ -76,7 +76,7 @@ def titan_config(config: Any, rotary: Any, device: str) -> Any:
                 head_dim=head_dim,
                 wqkv_param_init=undrawn,
                 wo_param_init=undrawn,
-                inner_attention=own.attention.Config(),
+                inner_attention=modules.attention.Config(),
                 rope=rope,
                 qk_norm=norm(head_dim) if family == "qwen3" else None,
             ),
@@ -155,12 +155,12 @@ def say_how_to_share(config: Any, family: str, sizes: TitanSizes, device: str) -
         module.set_llama3_sharding_config(config, enable_sp=True)
         return
     module.set_qwen3_sharding_config(config, enable_sp=True, enable_ep=sizes.expert > 1)
-    whole_experts = import_torchtitan("models.common.moe_sharding", device).expert_param_placement_sparse
+    expert_placement = import_torchtitan("models.common.moe_sharding", device).expert_param_placement_sparse
     placed = import_torchtitan("protocols.sharding", device).ShardingConfig
     for layer in config.layers:
         if layer.moe is not None:  # under the names of our stacked experts
             names = ("gate_up_proj", "down_proj")
-            shared = placed(state_shardings={name: whole_experts() for name in names})
+            shared = placed(state_shardings={name: expert_placement() for name in names})
             layer.moe.routed_experts.inner_experts.sharding_config = shared
 
 
@@ -175,11 +175,11 @@ def names_in_titan(config: Any, theirs: Any, device: str) -> dict[str, str]:
     adapters = import_torchtitan(f"models.{family}.state_dict_adapter", device)
     adapter = adapters.Qwen3StateDictAdapter if family == "qwen3" else adapters.Llama3StateDictAdapter
     names = {}
-    for other, own in adapter(config, None).from_hf_map.items():
-        if own is None or other.count("{}") == 2:  # experts of a mixture have two numbers there, and are stacked here
+    for other, ours in adapter(config, None).from_hf_map.items():
+        if ours is None or other.count("{}") == 2:  # experts of a mixture have two numbers there, and are stacked here
             continue
-        for number in range(len(config.layers)) if "{}" in own else (0,):
-            names[own.format(number)] = other.format(number)
+        for number in range(len(config.layers)) if "{}" in ours else (0,):
+            names[ours.format(number)] = other.format(number)
     for number in range(len(config.layers)):
         for name in ("gate_up_proj", "down_proj"):
             names[f"layers.{number}.{_EXPERTS}.{name}"] = f"model.layers.{number}.mlp.experts.{name}"

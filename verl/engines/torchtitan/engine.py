@@ -25,7 +25,7 @@ from verl.config.node import key_of
 from verl.config.torchtitan import features_not_built
 from verl.distributed import Ranks
 from verl.distributed.metrics import merged
-from verl.distributed.shards import gather, own_box
+from verl.distributed.shards import gather, local_box
 from verl.engines import memory, sharding
 from verl.engines.base import DataRank, Engine
 from verl.engines.forward import TokenForward
@@ -101,7 +101,7 @@ class TorchTitanEngine(FSDP2Engine):
         family_of(config)
         self.sizes.check(config, self.engine_section)
         self.cuts = {}
-        rotary = type(model.model.rotary_emb)(config)  # with values, which the model on meta has not
+        rotary = type(model.model.rotary_emb)(config)  # with values, unlike the model on meta
         built = build(
             model,
             rotary,
@@ -128,8 +128,8 @@ class TorchTitanEngine(FSDP2Engine):
 
     def _held(self) -> str:
         pieces = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-        own = sum(p.to_local().nbytes for p in pieces)
-        return f"{own} of {sum(p.nbytes for p in self.blueprint.parameters())} bytes of weights"
+        local_bytes = sum(p.to_local().nbytes for p in pieces)
+        return f"{local_bytes} of {sum(p.nbytes for p in self.blueprint.parameters())} bytes of weights"
 
     # ---- passes ------------------------------------------------------------------------------------------------
 
@@ -194,8 +194,8 @@ class TorchTitanEngine(FSDP2Engine):
 
     def _total_norm(self, grads: list[Tensor]) -> Tensor:
         """Every rank sums its pieces; a piece that several ranks have alike counts once."""
-        own = sum((_piece(g).double().square().sum() / _copies(g) for g in grads), torch.zeros((), dtype=torch.float64))
-        return self.ranks.sum(own).sqrt().float().to(self.device)
+        local = sum((_piece(g).double().square().sum() / _copies(g) for g in grads), torch.zeros(()).double())
+        return self.ranks.sum(local).sqrt().float().to(self.device)
 
     def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
         """The numbers of the ranks that computed a loss: one per data-parallel rank."""
@@ -205,42 +205,42 @@ class TorchTitanEngine(FSDP2Engine):
 
     def _units(self, only: Container[str] | None = None) -> Iterator[dict[str, Tensor]]:
         names = [name for name in named_tensors(self.blueprint) if only is None or name in only]
-        own = named_tensors(self.model)
+        tensors = named_tensors(self.model)
         for _, group in itertools.groupby(names, key=partial(sharding.unit_of, prefixes=self.unit_names)):
-            yield {name: self._everywhere(own.get(name), name) for name in group}
+            yield {name: self._everywhere(tensors.get(name), name) for name in group}
 
     def _everywhere(self, tensor: Tensor | None, name: str) -> Tensor:
-        """A whole weight, or what is laid out like it, on every stage. Collective.
+        """A full weight, or what is laid out like it, on every stage. Collective.
 
         Args:
             tensor: this rank's piece; None on the stages that do not have it.
         """
         if tensor is not None:
-            whole = gather(tensor)
+            full = gather(tensor)
         else:
             blank = named_tensors(self.blueprint)[name]
-            whole = torch.empty(blank.shape, dtype=blank.dtype, device=self.device)
+            full = torch.empty(blank.shape, dtype=blank.dtype, device=self.device)
         if self.stages.size > 1:
-            whole = whole.contiguous()
-            dist.broadcast(whole, group=self.stages.group, group_src=self.stage_of[name])
-        return whole
+            full = full.contiguous()
+            dist.broadcast(full, group=self.stages.group, group_src=self.stage_of[name])
+        return full
 
     def _box(self, tensor: Tensor, name: str) -> tuple[ShardSpec, Tensor]:
-        return own_box(tensor)
+        return local_box(tensor)
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         """Rank 0's values go to every rank, one weight at a time, and each keeps its box, if it has one."""
-        own = named_tensors(self.model)
-        for name, whole in values.items():
-            on_device = whole.to(self.device) if self.is_first else torch.empty_like(whole, device=self.device)
+        targets = named_tensors(self.model)
+        for name, full in values.items():
+            on_device = full.to(self.device) if self.is_first else torch.empty_like(full, device=self.device)
             on_device = self.ranks.broadcast(on_device)
-            if name in own:
-                spec, local = own_box(own[name])
+            if name in targets:
+                spec, local = local_box(targets[name])
                 with torch.no_grad():
                     local.copy_(on_device[spec.slices])
 
-    def _pieces_beside(self, source: Engine) -> list[tuple[Tensor, Tensor]] | None:
-        return super()._pieces_beside(source) if isinstance(source, TorchTitanEngine) else None
+    def _paired_pieces(self, source: Engine) -> list[tuple[Tensor, Tensor]] | None:
+        return super()._paired_pieces(source) if isinstance(source, TorchTitanEngine) else None
 
     def _optimizer_boxes(self) -> tuple[dict[str, tuple[ShardSpec, Tensor]], dict[str, Any]]:
         boxes, scalars = super()._optimizer_boxes()
@@ -252,11 +252,11 @@ class TorchTitanEngine(FSDP2Engine):
         """Each stage takes what belongs to its weights."""
         for full in saved:
             known(self.stage_of, full.rpartition("/")[0])
-        own = set(self._parameter_names().values())
+        local = set(self._parameter_names().values())
         here = {name: values for name, values in scalars["values"].items() if known(self.stage_of, name) >= 0}
         super()._load_optimizer_state(
-            saved.only(full for full in saved if full.rpartition("/")[0] in own),
-            {**scalars, "values": {name: values for name, values in here.items() if name in own}},
+            saved.only(full for full in saved if full.rpartition("/")[0] in local),
+            {**scalars, "values": {name: values for name, values in here.items() if name in local}},
         )
 
 

@@ -27,7 +27,7 @@ class TitanForward(SequenceForward):
     def _possible(self, passes: PassSettings) -> PassSettings:
         if passes.router_replay:
             raise NotBuiltError("replaying experts is not built yet on TorchTitan's models", key="router_replay")
-        # Attention is ours (`modules`). Ranks that share the tokens of a row get as many each.
+        # Attention is ours (`modules`). Ranks that share the tokens of a row get equal numbers of them.
         sizes = self.model.sizes
         return replace(passes, multiple=sizes.tensor * sizes.context if passes.packed else 1)
 

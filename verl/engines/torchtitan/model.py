@@ -47,8 +47,8 @@ class TitanModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Under the names and in the order of transformers."""
-        own = {self._names[name]: tensor for name, tensor in self.decoder.state_dict(*args, **kwargs).items()}
-        return {name: own[name] for name in self._order if name in own}
+        tensors = {self._names[name]: tensor for name, tensor in self.decoder.state_dict(*args, **kwargs).items()}
+        return {name: tensors[name] for name in self._order if name in tensors}
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_plan: Any = None, hidden: Tensor | None = None
@@ -58,8 +58,8 @@ class TitanModel(nn.Module):
         Args:
             hidden: (b, l, D) of the stage before; of these and those it returns tensor-parallel ranks have parts of l.
         """
-        given = input_ids if hidden is None else self._shared(hidden)
-        out = self.decoder(given, positions=position_ids, attention_masks=attention_plan)
+        inputs = input_ids if hidden is None else self._shared(hidden)
+        out = self.decoder(inputs, positions=position_ids, attention_masks=attention_plan)
         if self.decoder.lm_head is None and isinstance(out, DTensor):
             out = out.to_local()
         return SimpleNamespace(logits=out)
@@ -125,9 +125,9 @@ def build(
 
 def _keep_stage(decoder: Any, stage: int, sizes: TitanSizes) -> None:
     """Leave the layers of a stage, with the embedding on the first one and the head on the last."""
-    kept = sizes.layers_here(stage, len(decoder.layers))
+    layers = sizes.layers_here(stage, len(decoder.layers))
     for name in list(decoder.layers):
-        if int(name) not in kept:
+        if int(name) not in layers:
             del decoder.layers[name]
     if stage > 0:
         decoder.tok_embeddings = None
@@ -157,10 +157,10 @@ def selected(head: nn.Module, flat_index: Tensor) -> Iterator[None]:
     def keep(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = inputs[0]
         local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-        chosen = local.flatten(0, -2).index_select(0, flat_index).unsqueeze(0)
+        rows = local.flatten(0, -2).index_select(0, flat_index).unsqueeze(0)
         if isinstance(hidden, DTensor):
-            chosen = DTensor.from_local(chosen, hidden.device_mesh, hidden.placements, run_check=False)
-        return (chosen, *inputs[1:])
+            rows = DTensor.from_local(rows, hidden.device_mesh, hidden.placements, run_check=False)
+        return (rows, *inputs[1:])
 
     handle = head.register_forward_pre_hook(keep)
     try:

@@ -1,6 +1,6 @@
 """Parts of TorchTitan's models that are this library's own: rotary embedding, attention of packed rows, experts.
 
-They follow transformers, so that a weight lies in memory as it lies there, and rows may be packed as everywhere else.
+They follow transformers: weights have the same layout in memory, and rows may be packed as everywhere else.
 They are made per device because TorchTitan's classes exist only once it is imported.
 """
 
@@ -48,8 +48,8 @@ def parts(device: str) -> Parts:
         def _reshape_cache(self, query: Tensor, positions: Tensor | None = None) -> Tensor:
             assert positions is not None, "a pass always gives positions"
             frequencies = self.cache.to_local() if isinstance(self.cache, DTensor) else self.cache
-            half = positions.float()[:, :, None, None] * frequencies
-            angles = torch.cat([half, half], dim=-1)
+            angles_of_half = positions.float()[:, :, None, None] * frequencies
+            angles = torch.cat([angles_of_half, angles_of_half], dim=-1)
             turned = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.attention_scaling
             if not isinstance(query, DTensor):
                 return turned
@@ -121,7 +121,7 @@ def experts_of_rows(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor)
         return torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
     sizes = counts.tolist()
     *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
-    # Also an expert without rows computes: its weights get a gradient of zeros, which FSDP2 sums over ranks.
+    # An expert without rows computes, too: its weights need a gradient of zeros for FSDP2's reduce-scatter.
     done = []
     for number, part in enumerate(parts):
         gate, up = F.linear(part, gate_up[number]).chunk(2, dim=-1)

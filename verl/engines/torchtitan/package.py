@@ -1,4 +1,4 @@
-"""TorchTitan's modules, imported only where an engine asks for them, and what a CPU needs before that."""
+"""TorchTitan's modules, imported only where an engine needs them, and what a CPU needs before that."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _for_cpu(utils: Any) -> None:
     compiler, which looks whether Triton is there.)
     """
     utils.device_type, utils.device_module = "cpu", torch.cpu
-    # Routers ask for float32 under autocast, which a CPU does not have and which they compute in anyway.
+    # Routers request float32 under autocast, which a CPU does not have; they compute in float32 anyway.
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     if _KERNELS not in sys.modules and importlib.util.find_spec("triton") is None:
         kernels = types.ModuleType(_KERNELS)

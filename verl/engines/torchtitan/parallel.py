@@ -117,9 +117,9 @@ class TitanSizes:
 
     def stages(self, ranks: Ranks) -> tuple[Ranks, Ranks]:
         """This rank's pipeline, as two groups of the same ranks. Collective."""
-        apart = ranks.size // self.pipeline
-        pipelines = [list(range(first, ranks.size, apart)) for first in range(apart)]
-        return own_group(ranks, pipelines), own_group(ranks, pipelines)
+        stride = ranks.size // self.pipeline
+        pipelines = [list(range(first, ranks.size, stride)) for first in range(stride)]
+        return local_group(ranks, pipelines), local_group(ranks, pipelines)
 
     def sequence(self, ranks: Ranks) -> Ranks:
         """The ranks that share the tokens of this rank's rows. Collective."""
@@ -129,23 +129,23 @@ class TitanSizes:
             for first in range(0, ranks.size, block)
             for number in range(self.tensor)
         ]
-        return own_group(ranks, parts)
+        return local_group(ranks, parts)
 
     def peers(self, ranks: Ranks) -> Ranks:
         """The ranks that are handed the same rows as this one, in the order of their numbers. Collective."""
-        apart, block = ranks.size // self.pipeline, self.context * self.tensor
-        return own_group(
+        stride, block = ranks.size // self.pipeline, self.context * self.tensor
+        return local_group(
             ranks,
             [
-                [stage * apart + first + number for stage in range(self.pipeline) for number in range(block)]
-                for first in range(0, apart, block)
+                [stage * stride + first + number for stage in range(self.pipeline) for number in range(block)]
+                for first in range(0, stride, block)
             ],
         )
 
     def speakers(self, ranks: Ranks) -> list[int]:
         """Of each data-parallel rank the first process that has its losses: on the last stage."""
-        apart = ranks.size // self.pipeline
-        return list(range(ranks.size - apart, ranks.size, self.context * self.tensor))
+        stride = ranks.size // self.pipeline
+        return list(range(ranks.size - stride, ranks.size, self.context * self.tensor))
 
     def check(self, config: Any, section: Any) -> None:
         """Raise `ConfigError` where heads or experts of a model do not divide, or the sizes do not fit a mixture."""
@@ -157,13 +157,13 @@ class TitanSizes:
                     got=self.tensor,
                     allowed=[n for n in range(1, count + 1) if count % n == 0],
                 )
-        own = config.num_attention_heads // self.tensor
-        if own % self.context:
+        heads = config.num_attention_heads // self.tensor
+        if heads % self.context:
             raise ConfigError(
-                f"the {own} attention heads of a tensor-parallel rank cannot be exchanged for tokens evenly",
+                f"the {heads} attention heads of a tensor-parallel rank cannot be exchanged for tokens evenly",
                 key=key_of(section, "context_parallel_size"),
                 got=self.context,
-                allowed=[n for n in range(1, own + 1) if own % n == 0],
+                allowed=[n for n in range(1, heads + 1) if heads % n == 0],
             )
         if self.pipeline > config.num_hidden_layers:
             raise ConfigError(
@@ -213,7 +213,7 @@ class TitanSizes:
         return range(max(0, first - 1), min(layers, last - 1))
 
 
-def own_group(ranks: Ranks, parts: list[list[int]]) -> Ranks:
+def local_group(ranks: Ranks, parts: list[list[int]]) -> Ranks:
     """The part that this rank belongs to, as a group; of parts of one rank there are none. Collective."""
     if len(parts[0]) == 1:
         return Ranks()

@@ -1,4 +1,4 @@
-"""A model in stages, one per rank: who computes what when (1F1B), and what travels between neighbours.
+"""A model in stages, one per rank: the 1F1B schedule, and what neighbours send each other.
 
 torch's own schedules want equally long micro-batches, because a stage learns the shapes of its input once. Here every
 stage has the same rows, so it knows the shape of each micro-batch, and none is padded for another.
@@ -77,23 +77,23 @@ class Pipeline:
         opened: deque[tuple[Tensor | None, Tensor]] = deque()
         for what, number in one_forward_one_backward(self.stages.rank, self.stages.size, len(shapes)):
             if what == FORWARD:
-                given = self._received(shapes[number])
-                if given is not None:
-                    given.requires_grad_()
-                out = forward(number, given)
+                inputs = self._received(shapes[number])
+                if inputs is not None:
+                    inputs.requires_grad_()
+                out = forward(number, inputs)
                 if not self.is_last:
                     self._send(self.stages, out.detach(), self.stages.rank + 1)
-                opened.append((given, out))
+                opened.append((inputs, out))
                 continue
-            given, out = opened.popleft()
+            inputs, out = opened.popleft()
             gradient = None
             if not self.is_last:
                 gradient = torch.empty_like(out)
                 self._receive(self._back, gradient, self.stages.rank + 1)
             torch.autograd.backward(out, gradient)
-            if given is not None:
-                assert given.grad is not None, "every stage computes with what it is given"
-                self._send(self._back, given.grad, self.stages.rank - 1)
+            if inputs is not None:
+                assert inputs.grad is not None, "every stage computes with what it is given"
+                self._send(self._back, inputs.grad, self.stages.rank - 1)
         self._wait()
 
     def _received(self, shape: tuple[int, int]) -> Tensor | None:
@@ -109,7 +109,7 @@ class Pipeline:
         self._on_the_way.append((dist.isend(values, group=ranks.group, group_dst=to), values))
 
     def _receive(self, ranks: Ranks, values: Tensor, sender: int) -> None:
-        # Waits for a neighbour, which sends without waiting for this stage: nobody waits in a circle.
+        # Waits for a neighbour, which sends without waiting for this stage: no deadlock.
         dist.recv(values, group=ranks.group, group_src=sender)
 
     def _wait(self) -> None:

@@ -39,8 +39,8 @@ class TitanRouters(RouterStatistics):
         if not module.training:
             return
         # A rank's own tokens: they are cut where experts are shared, and alike on tensor-parallel ranks elsewhere.
-        chosen, probabilities = (x.to_local() if isinstance(x, DTensor) else x for x in out[1:])
+        top_experts, probabilities = (x.to_local() if isinstance(x, DTensor) else x for x in out[1:])
         experts = module.num_experts
-        choices = torch.bincount(chosen.flatten(), minlength=experts).float()
+        choices = torch.bincount(top_experts.flatten(), minlength=experts).float()
         counted = torch.stack((choices, probabilities.flatten(0, -2).float().sum(0)))
         self._seen[layer] = self._seen[layer] + counted.cpu()

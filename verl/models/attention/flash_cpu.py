@@ -28,16 +28,16 @@ class FlashOnCPU(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
         out = torch.empty(query.shape, dtype=_accumulator(query, segments), device=query.device)
         lse = torch.empty(query.shape[:2], dtype=_at_least_float32(query), device=query.device)
-        for grid in segments.own:
-            found, found_lse = _forward(grid, grid, query, key, value, True, scale)
-            grid.put(out, found)
-            grid.put(lse, found_lse)
+        for grid in segments.grids:
+            part, part_lse = _forward(grid, grid, query, key, value, True, scale)
+            grid.put(out, part)
+            grid.put(lse, part_lse)
         for queries, keys in segments.to_prefix:
-            found, found_lse = _forward(queries, keys, query, key, value, False, scale)
+            part, part_lse = _forward(queries, keys, query, key, value, False, scale)
             merged, own_lse = queries.take(out), queries.take(lse)
-            share = torch.sigmoid(found_lse - own_lse)  # of the prefix in the probabilities
-            queries.put(out, merged.lerp_(found.to(merged.dtype), share[..., None].to(merged.dtype)))
-            queries.put(lse, torch.logaddexp(own_lse, found_lse))
+            share = torch.sigmoid(part_lse - own_lse)  # of the prefix in the probabilities
+            queries.put(out, merged.lerp_(part.to(merged.dtype), share[..., None].to(merged.dtype)))
+            queries.put(lse, torch.logaddexp(own_lse, part_lse))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.segments, ctx.scale = segments, scale
@@ -49,7 +49,7 @@ class FlashOnCPU(torch.autograd.Function):
         query, key, value, out, lse, grad = (x.to(_at_least_float32(x)) for x in (*ctx.saved_tensors, grads[0]))
         segments: Segments = ctx.segments
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        for grid in segments.own:
+        for grid in segments.grids:
             parts = _backward(grid, grid, grad, query, key, value, out, lse, True, ctx.scale)
             for target, part in zip(gradients, parts):
                 grid.put(target, part)
@@ -73,7 +73,7 @@ def _forward(
     queries: Grid, keys: Grid, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(B, L, H, d) and its log-sum-exp (B, L, H)."""
-    fill = _fill(keys.columns) if causal else 0  # behind the last query, so that nobody looks at it
+    fill = _fill(keys.columns) if causal else 0  # behind the last query: no query attends to it
     arguments = (_cells(grid, x, fill) for grid, x in ((queries, query), (keys, key), (keys, value)))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, 0.0, causal, scale=scale)
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)

@@ -186,8 +186,8 @@ def _packs(model: Any, device: torch.device | str) -> bool:
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, vocabulary, (1, n), generator=generator).to(device) for n in PROBE_LENGTHS]
-    rows[1][0, 0] = rows[2][0, 0] = rows[0][0, 0]  # the second and third go on from the first token of the first
-    apart = [model(input_ids=row, attention_mask=None, use_cache=False).logits[0] for row in rows]
+    rows[1][0, 0] = rows[2][0, 0] = rows[0][0, 0]  # the second and third share the prefix of one token with the first
+    row_logits = [model(input_ids=row, attention_mask=None, use_cache=False).logits[0] for row in rows]
     segments = Segments((1, *(n - 1 for n in PROBE_LENGTHS)), (NO_PREFIX, 0, 0, 0), device)
     packed = model(
         input_ids=torch.cat([rows[0][:, :1], *(row[:, 1:] for row in rows)], 1),
@@ -196,7 +196,7 @@ def _packs(model: Any, device: torch.device | str) -> bool:
         use_cache=False,
         attention_plan=PackedPlan(segments),
     ).logits[0]
-    expected = torch.cat([apart[0][:1], *(logits[1:] for logits in apart)])
+    expected = torch.cat([row_logits[0][:1], *(logits[1:] for logits in row_logits)])
     scale = expected.abs().max().clamp(min=1e-3)
     tolerance = TOLERANCE.get(packed.dtype, LOW_PRECISION_TOLERANCE)
     return bool(((packed - expected).abs().max() / scale).float() <= tolerance)

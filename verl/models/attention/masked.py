@@ -1,4 +1,4 @@
-"""Attention of a packed row sequence by sequence, with whatever a family adds to it: windows, soft-capping, dropout.
+"""Attention of a packed row sequence by sequence, with a family's additions: windows, soft-capping, dropout.
 
 The path of families and devices that no faster one serves, and what the faster ones are tested against.
 """
@@ -36,12 +36,12 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     """(T, H, d) queries, (T, h, d) keys, (T, h, d_v) values -> (T, H, d_v)."""
     parts = []
     for start, length, before in zip(segments.starts, segments.lengths, segments.prefix):
-        own = slice(start, start + length)
-        k, v = key[own], value[own]
+        tokens = slice(start, start + length)
+        k, v = key[tokens], value[tokens]
         if before != NO_PREFIX:
             prefix = slice(segments.starts[before], segments.starts[before] + segments.lengths[before])
             k, v = torch.cat((key[prefix], k)), torch.cat((value[prefix], v))
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[own], k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[tokens], k, v))
         parts.append(causal_attention(q, k, v, how)[0].transpose(0, 1))
     return torch.cat(parts)
 

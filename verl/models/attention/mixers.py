@@ -1,8 +1,8 @@
 """Token mixers other than attention in a packed row: state-space models, linear attention, short convolutions.
 
 A mixer carries a state from each token to the next, and through a packed row it would carry it from one sequence into
-another. So it gets the sequences as the rows of a batch: every state starts at zero, and what fills up a row lies
-behind its tokens, where nothing reads it. A prompt that several responses share is computed by the mixers once for each
+another. So it gets the sequences as the rows of a batch: every state starts at zero, and a row is padded behind its
+tokens, where nothing reads it. A prompt that several responses share is computed by the mixers once for each
 of them, because each continues its state; everything else computes it once.
 """
 
@@ -24,22 +24,22 @@ class MixerForward:
     """What stands in for the forward pass of a mixer.
 
     Args:
-        own: the mixer's own forward pass, (B, L, H) -> (B, L, H).
+        original: the mixer's own forward pass, (B, L, H) -> (B, L, H).
 
     Attributes:
         segments: of the packed row that its layer computes now; None where rows are padded.
     """
 
-    def __init__(self, own: Any):
-        self.own = own
+    def __init__(self, original: Any):
+        self.original = original
         self.segments: Segments | None = None
 
     @torch.compiler.disable  # as many calls as there are lengths: compiled layers end in front of them
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.segments is None:
-            return self.own(hidden_states, *args, **kwargs)
+            return self.original(hidden_states, *args, **kwargs)
         tokens, (batches, cells) = hidden_states[0], self.segments.as_batches
-        parts = [self.own(tokens[batch], *args, **kwargs) for batch in batches]
+        parts = [self.original(tokens[batch], *args, **kwargs) for batch in batches]
         if not all(isinstance(part, Tensor) for part in parts):
             raise ModelError("a mixer that returns more than its tokens cannot compute packed rows")
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, cells)[None]
@@ -71,7 +71,7 @@ def give_back(mixers: list[nn.Module], hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
     for mixer in mixers:
-        mixer.forward = mixer.forward.own  # type: ignore[union-attr, attr-defined]
+        mixer.forward = mixer.forward.original  # type: ignore[union-attr, attr-defined]
 
 
 def _note_segments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,5 +85,5 @@ def _takes_tokens(module: nn.Module) -> bool:
     """A mixer whose parts are sharded one by one is none: processes would gather them at different times."""
     if any(isinstance(part, FSDPModule) for part in module.modules() if part is not module):
         return False
-    forward = module.forward.own if isinstance(module.forward, MixerForward) else module.forward
+    forward = module.forward.original if isinstance(module.forward, MixerForward) else module.forward
     return next(iter(inspect.signature(forward).parameters), "") == "hidden_states"

@@ -1,4 +1,4 @@
-"""Sequences laid one behind the other in a single row of tokens, and the attention calls that they need.
+"""Sequences packed into a single row of tokens, and the attention calls that they need.
 
 A packed row has no padding: T tokens, each of exactly one segment. A segment may follow another one (the responses to a
 prompt follow it), so that a prompt is in the row once however many responses it has.
@@ -90,7 +90,7 @@ class Segments:
     device: torch.device | str = "cpu"
 
     @classmethod
-    def apart(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Segments:
+    def separate(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Segments:
         """Sequences that share nothing."""
         return cls(tuple(lengths), (NO_PREFIX,) * len(lengths), device)
 
@@ -130,7 +130,7 @@ class Segments:
         return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
 
     @cached_property
-    def own(self) -> list[Grid]:
+    def grids(self) -> list[Grid]:
         """The calls in which every segment attends to itself, causally."""
         even = [run for run in self._runs if len(run) > 1 and len(run) * self.lengths[run[0]] >= WORTH_A_CALL]
         others = set(range(len(self.lengths))).difference(*even)
@@ -147,7 +147,7 @@ class Segments:
 
         Returns:
             (B, L) tokens of each batch, rows of about one length; what fills up a row repeats its first token. And (T,)
-            where each token lies among the cells of all batches; one of a prefix in the first row that begins with it.
+            the cell of each token in all batches; a prefix token's is in the first row that begins with the prefix.
         """
         ranges = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths)]
         ends = [i for i in range(len(ranges)) if i not in self.followers]
@@ -183,7 +183,7 @@ class Segments:
 
     def _grid(self, numbers: list[int]) -> Grid:
         if len({self.lengths[i] for i in numbers}) == 1:
-            numbers = sorted(numbers)  # side by side they need no index
+            numbers = sorted(numbers)  # adjacent sequences need no index
         return Grid([self.starts[i] for i in numbers], [self.lengths[i] for i in numbers], self.device)
 
 

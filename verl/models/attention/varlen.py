@@ -96,12 +96,12 @@ class VarlenCall:
 
 def calls(segments: Segments) -> tuple[VarlenCall, VarlenCall | None]:
     """All segments on themselves; all followers on their prefixes, which must lie in front of every follower."""
-    own = list(zip(segments.starts, segments.lengths))
+    spans = list(zip(segments.starts, segments.lengths))
     prefixes = list(segments.followers)
     if not prefixes:
-        return VarlenCall(own, own, True, segments.device), None
-    queries, keys = list(segments.followers.values()), [own[p] for p in prefixes]
-    return VarlenCall(own, own, True, segments.device), VarlenCall(queries, keys, False, segments.device)
+        return VarlenCall(spans, spans, True, segments.device), None
+    queries, keys = list(segments.followers.values()), [spans[p] for p in prefixes]
+    return VarlenCall(spans, spans, True, segments.device), VarlenCall(queries, keys, False, segments.device)
 
 
 class FlashVarlen(torch.autograd.Function):
@@ -109,26 +109,26 @@ class FlashVarlen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-        own, to_prefix = calls(segments)
-        out, lse, rng = own.forward(query, key, value, scale)
+        causal, to_prefix = calls(segments)
+        out, lse, rng = causal.forward(query, key, value, scale)
         rngs = [rng]
         if to_prefix is not None:
-            found, found_lse, rng = to_prefix.forward(query, key, value, scale)
+            prefix, prefix_lse, rng = to_prefix.forward(query, key, value, scale)
             rngs.append(rng)
             own_lse, own_out = lse[to_prefix.q], out[to_prefix.q]
-            both = torch.logaddexp(own_lse, found_lse)
-            merged = own_out * torch.exp(own_lse - both)[..., None] + found * torch.exp(found_lse - both)[..., None]
+            both = torch.logaddexp(own_lse, prefix_lse)
+            merged = own_out * torch.exp(own_lse - both)[..., None] + prefix * torch.exp(prefix_lse - both)[..., None]
             out, lse = out.clone(), lse.clone()
             out[to_prefix.q], lse[to_prefix.q] = merged.to(out.dtype), both
         ctx.save_for_backward(query, key, value, out, lse, *(state for pair in rngs for state in pair))
-        ctx.calls, ctx.scale = (own, to_prefix), scale
+        ctx.calls, ctx.scale = (causal, to_prefix), scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *states = ctx.saved_tensors
-        own, to_prefix = ctx.calls
-        dq, dk, dv = own.backward(grads[0], query, key, value, out, lse, tuple(states[:2]), ctx.scale)
+        causal, to_prefix = ctx.calls
+        dq, dk, dv = causal.backward(grads[0], query, key, value, out, lse, tuple(states[:2]), ctx.scale)
         if to_prefix is not None:
             pq, pk, pv = to_prefix.backward(grads[0], query, key, value, out, lse, tuple(states[2:]), ctx.scale)
             for target, where, part in ((dq, to_prefix.q, pq), (dk, to_prefix.k, pk), (dv, to_prefix.k, pv)):
@@ -139,8 +139,8 @@ class FlashVarlen(torch.autograd.Function):
 def fits(query: Tensor, value: Tensor) -> bool:
     """Whether the kernel inside torch takes these tensors."""
     dim = query.shape[-1]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and value.shape[-1] == dim and dim % 8 == 0 and dim <= MAX_HEAD_DIM
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and is_half and value.shape[-1] == dim and dim % 8 == 0 and dim <= MAX_HEAD_DIM
 
 
 def _hull(ranges: list[tuple[int, int]]) -> slice:

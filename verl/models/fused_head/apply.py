@@ -1,6 +1,6 @@
 """The fused head in the place of a model's own: inside the model's forward pass, so that sharded weights are at hand.
 
-While a `FusedHead` is open, the model's head computes what is wanted of its logits and returns next to nothing in
+While a `FusedHead` is open, the model's head computes statistics of its logits and returns next to nothing in
 their place. What a family does behind its head (a factor, soft-capping) happens in the tiles instead.
 """
 
@@ -63,20 +63,20 @@ class FusedHead:
         """
         computed: dict[str, Tensor] = {}
         shape = replace(self.shape, temperature=temperature)
-        wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
+        extras = ("entropy" in outputs, "sum_pi_squared" in outputs)
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            chosen = hidden.flatten(0, -2).index_select(0, positions)
+            selected = hidden.flatten(0, -2).index_select(0, positions)
             weight, bias = head_weight(head)
-            dtype = _compute_dtype(chosen)
-            if outputs == ("log_probs",) and self._sweeps(chosen, weight, bias, slopes):
-                expected = chosen.new_ones(len(labels), dtype=torch.float32) if slopes is None else slopes
-                statistics: tuple[Any, ...] = (sweep(chosen.to(dtype), weight, bias, labels, expected, shape),)
+            dtype = _compute_dtype(selected)
+            if outputs == ("log_probs",) and self._sweeps(selected, weight, bias, slopes):
+                expected = selected.new_ones(len(labels), dtype=torch.float32) if slopes is None else slopes
+                statistics: tuple[Any, ...] = (sweep(selected.to(dtype), weight, bias, labels, expected, shape),)
             else:
-                statistics = self.statistics(chosen.to(dtype), weight, bias, labels, shape, wanted)
+                statistics = self.statistics(selected.to(dtype), weight, bias, labels, shape, extras)
             computed.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
             # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
-            return chosen[:, :1].unsqueeze(0) * 0.0
+            return selected[:, :1].unsqueeze(0) * 0.0
 
         head.forward = forward  # type: ignore[method-assign]
         try:
@@ -98,10 +98,10 @@ class FusedHead:
         bias: Tensor | None,
         labels: Tensor,
         shape: Shape,
-        wanted: tuple[bool, bool],
+        extras: tuple[bool, bool],
     ) -> tuple[Tensor | None, ...]:
-        """`OUTPUTS` of (N, H) hidden states; of those that are not wanted anything."""
-        return self.function.apply(hidden, weight, bias, labels, shape, wanted)
+        """`OUTPUTS` of (N, H) hidden states; those that ``extras`` leaves out have any values."""
+        return self.function.apply(hidden, weight, bias, labels, shape, extras)
 
 
 def sweep(*arguments: Any) -> Tensor:

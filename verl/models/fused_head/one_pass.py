@@ -1,7 +1,7 @@
 """Log-probabilities whose gradient is computed in the forward pass, with each logit computed once.
 
-The tiles of `tiled` compute every logit twice, because a gradient needs the normaliser of the whole vocabulary. Here
-the logits of a few tokens over the whole vocabulary are held at once, so that their gradient follows on the spot (as
+The tiles of `tiled` compute every logit twice, because a gradient needs the normaliser of the full vocabulary. Here
+the logits of a few tokens over the full vocabulary are held at once, so that their gradient follows on the spot (as
 in Hsu et al. 2024, arXiv 2410.10989): three matrix products as with whole logits, where tiles take four. The gradient
 of the hidden states is exact whatever the loss turns out to be, since each token's is scaled by its own slope later;
 that of the weight is a sum over tokens and needs the slopes beforehand. If the guess was wrong it is computed again,
@@ -42,8 +42,8 @@ class OnePassHead(torch.autograd.Function):
         log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
         rows = max(1, (shape.tile or NUMBERS) // len(weight))
-        kept = weight.dtype if rows >= len(labels) else torch.float32
-        to_weight = torch.zeros(weight.shape, dtype=kept, device=weight.device) if needs[1] else None
+        dtype = weight.dtype if rows >= len(labels) else torch.float32
+        to_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
         to_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs[2] else None
         tile, everything = Tile(hidden, weight, bias, shape), slice(0, len(weight))
         for first in range(0, len(labels), rows):
@@ -89,9 +89,9 @@ def _to_gradient(z: Tensor, labels: Tensor, log_probs: Tensor) -> None:
     for first in range(0, len(z), step):
         rows, here = z[first : first + step], labels[first : first + step, None]
         highest = rows.amax(1, keepdim=True)
-        chosen = rows.gather(1, here) - highest
+        label_logit = rows.gather(1, here) - highest
         total = rows.sub_(highest).exp_().sum(1, keepdim=True)
-        log_probs[first : first + step] = (chosen - total.log())[:, 0]
+        log_probs[first : first + step] = (label_logit - total.log())[:, 0]
         rows.div_(-total).scatter_add_(1, here, torch.ones_like(total))
 
 

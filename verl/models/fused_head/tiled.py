@@ -1,7 +1,7 @@
 """Log-probabilities and entropies straight from hidden states, one tile of logits at a time.
 
-The (tokens x vocabulary) logits of a batch are the largest tensor of training by far, and only a few numbers per token
-are wanted of them. Tiles over the vocabulary with a running log-sum-exp need memory for one tile; the backward pass
+The (tokens x vocabulary) logits of a batch are the largest tensor of training by far, and a loss needs only a few
+numbers per token. Tiles over the vocabulary with a running log-sum-exp need memory for one tile; the backward pass
 computes each tile again (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989). Tiles cut the
 vocabulary and not the tokens, so that every row of the weight and of its gradient is read and written once.
 
@@ -106,25 +106,25 @@ class Tile:
         capped = torch.tanh(z.mul_(shape.scale / shape.softcap), out=self.scratch(2, *z.shape))
         return torch.mul(capped, shape.softcap / shape.temperature, out=z), capped
 
-    def absorb(self, running: Tensor, tokens: slice, words: slice, labels: Tensor, wanted: tuple[bool, bool]) -> None:
-        """Take one tile into the running statistics, (5, N) float32: highest, total, weighted, squares, chosen."""
+    def absorb(self, running: Tensor, tokens: slice, words: slice, labels: Tensor, extras: tuple[bool, bool]) -> None:
+        """Take one tile into the running statistics, (5, N) float32: highest, total, weighted, squares, label_logit."""
         z, _ = self.logits(tokens, words)
-        highest, total, weighted, squares, chosen = running[:, tokens]
+        highest, total, weighted, squares, label_logit = running[:, tokens]
         place = labels[tokens] - words.start
         inside = (place >= 0) & (place < z.shape[1])
         here = z.gather(1, place.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-        chosen.copy_(torch.where(inside, here, chosen))
+        label_logit.copy_(torch.where(inside, here, label_logit))
         now = torch.maximum(highest, z.amax(1))
         step = highest - now
         shrink = torch.exp(step)
         z.sub_(now[:, None])
         p = torch.exp(z, out=self.scratch(1, *z.shape))
-        if wanted[0]:  # sum of p * (z - highest), moved to the new highest
+        if extras[0]:  # sum of p * (z - highest), moved to the new highest
             weighted.add_(total * step).mul_(shrink)
         total.mul_(shrink).add_(p.sum(1))
-        if wanted[1]:
+        if extras[1]:
             squares.mul_(shrink.square()).add_(torch.linalg.vector_norm(p, dim=1).square())
-        if wanted[0]:
+        if extras[0]:
             weighted.add_(p.mul_(z).sum(1))
         highest.copy_(now)
 
@@ -165,7 +165,7 @@ class Tile:
 class TokenStatistics(torch.autograd.Function):
     """hidden (N, H), weight (V, H), bias (V,) or None, labels (N,) -> log_probs, entropy, sum_pi_squared, each (N,).
 
-    float32 whatever the inputs are. ``wanted`` says which of the last two are computed; the others are zeros.
+    float32 whatever the inputs are. ``extras`` says which of the last two are computed; the others are zeros.
     """
 
     @staticmethod
@@ -176,9 +176,9 @@ class TokenStatistics(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         shape: Shape,
-        wanted: tuple[bool, bool],
+        extras: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward_of(Tile, ctx, hidden, weight, bias, labels, shape, wanted)
+        return forward_of(Tile, ctx, hidden, weight, bias, labels, shape, extras)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,27 +193,27 @@ def forward_of(
     bias: Tensor | None,
     labels: Tensor,
     shape: Shape,
-    wanted: tuple[bool, bool],
+    extras: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward pass of `TokenStatistics` with the tiles of one backend."""
     tile = kind(hidden, weight, bias, shape)
     running = torch.zeros(5, len(labels), device=hidden.device)
     running[0] = LOWEST
     for tokens, words in shape.tiles(len(labels), len(weight), hidden.device):
-        tile.absorb(running, tokens, words, labels, wanted)
-    highest, total, weighted, squares, chosen = running
+        tile.absorb(running, tokens, words, labels, extras)
+    highest, total, weighted, squares, label_logit = running
     log_total = total.log()
-    entropy = log_total - weighted / total if wanted[0] else torch.zeros_like(total)
-    squared = squares / total.square() if wanted[1] else torch.zeros_like(total)
+    entropy = log_total - weighted / total if extras[0] else torch.zeros_like(total)
+    squared = squares / total.square() if extras[1] else torch.zeros_like(total)
     ctx.save_for_backward(hidden, weight, bias, labels, highest, log_total, entropy, squared)
-    ctx.shape, ctx.wanted = shape, wanted
-    return chosen - highest - log_total, entropy, squared
+    ctx.shape, ctx.extras = shape, extras
+    return label_logit - highest - log_total, entropy, squared
 
 
 def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """The backward pass of `TokenStatistics` with the tiles of one backend."""
     hidden, weight, bias, labels, highest, log_total, entropy, squared = ctx.saved_tensors
-    statistics = Statistics(highest, log_total, entropy if ctx.wanted[0] else None, squared if ctx.wanted[1] else None)
+    statistics = Statistics(highest, log_total, entropy if ctx.extras[0] else None, squared if ctx.extras[1] else None)
     grads_of_inputs = gradients(
         kind(hidden, weight, bias, ctx.shape), labels, statistics, grads, ctx.needs_input_grad[:3]
     )
@@ -233,8 +233,8 @@ def gradients(
         factor = tile.shape.scale / tile.shape.temperature
     to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     blocks = -(-len(hidden) // MAX_TOKENS)
-    kept = weight.dtype if blocks == 1 else torch.float32
-    to_weight = torch.zeros(weight.shape, dtype=kept, device=weight.device) if needs[1] else None
+    dtype = weight.dtype if blocks == 1 else torch.float32
+    to_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
     to_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs[2] else None
     for tokens, words in tile.shape.tiles(len(hidden), len(weight), hidden.device):
         dz = tile.gradient(tokens, words, labels, statistics, grads)

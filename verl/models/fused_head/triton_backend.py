@@ -42,13 +42,13 @@ def _absorb(
     total = tl.load(running + num_tokens + row)
     weighted = tl.load(running + 2 * num_tokens + row)
     squares = tl.load(running + 3 * num_tokens + row)
-    chosen = tl.load(running + 4 * num_tokens + row)
+    label_logit = tl.load(running + 4 * num_tokens + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
         raw = tl.load(tile + row * stride + column, mask=inside, other=0.0)
         z, _ = _logit(raw, scale, softcap, temperature, CAPPED)
-        chosen += tl.sum(tl.where(column == place, z, 0.0), 0)
+        label_logit += tl.sum(tl.where(column == place, z, 0.0), 0)
         z = tl.where(inside, z, float("-inf"))
         now = tl.maximum(highest, tl.max(z, 0))
         shrink = tl.exp(highest - now)
@@ -63,7 +63,7 @@ def _absorb(
     tl.store(running + num_tokens + row, total)
     tl.store(running + 2 * num_tokens + row, weighted)
     tl.store(running + 3 * num_tokens + row, squares)
-    tl.store(running + 4 * num_tokens + row, chosen)
+    tl.store(running + 4 * num_tokens + row, label_logit)
 
 
 @triton.jit
@@ -109,11 +109,11 @@ class TritonTile(Tile):
         torch.mm(hidden, weight.t(), out=out)
         return out if self.bias is None else out.add_(self.bias[words])
 
-    def absorb(self, running: Tensor, tokens: slice, words: slice, labels: Tensor, wanted: tuple[bool, bool]) -> None:
+    def absorb(self, running: Tensor, tokens: slice, words: slice, labels: Tensor, extras: tuple[bool, bool]) -> None:
         z = self.product(tokens, words)
         _absorb[(len(z),)](
             z, z.stride(0), labels[tokens], running[:, tokens.start :], running.shape[1], z.shape[1], words.start,
-            *self._constants(), ENTROPY=wanted[0], SQUARED=wanted[1], BLOCK=BLOCK, num_warps=WARPS,
+            *self._constants(), ENTROPY=extras[0], SQUARED=extras[1], BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
     def gradient(
@@ -151,9 +151,9 @@ class TritonStatistics(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         shape: Shape,
-        wanted: tuple[bool, bool],
+        extras: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward_of(TritonTile, ctx, hidden, weight, bias, labels, shape, wanted)
+        return forward_of(TritonTile, ctx, hidden, weight, bias, labels, shape, extras)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Models that see: what the processor made of a row's images and videos, as a packed or padded forward pass wants it.
+"""Models that see: what the processor made of a row's images and videos, for a packed or padded forward pass.
 
 A family says how many tokens an image takes, where these lie on the axes of the rotary embedding, and what its tower is
 called with. Engines and samplers know no family.

@@ -1,4 +1,4 @@
-"""What differs between families of models that see, and what does not."""
+"""The interface of a family of models that see, and what all families share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Picture:
     Args:
         kind: which tokens stand for it.
         tensors: what the tower is called with, for this one alone.
-        runs: how many tokens it takes; several numbers where text lies between the frames of a video.
+        runs: how many tokens it takes; several numbers where text stands between the frames of a video.
         grid: frames, height and width of one run, in tokens; their product is its number of tokens.
         interval: positions between two frames of a run.
     """
@@ -136,7 +136,7 @@ class VisionFamily(ABC):
             for name, like in self.smallest(picture.kind).tensors.items():
                 tensor = picture.tensors[name]
                 if tensor.shape[1:] != like.shape[1:] or tensor.is_floating_point() != like.is_floating_point():
-                    got, allowed = (f"{one.dtype} of shape (..., {[*one.shape[1:]]})" for one in (tensor, like))
+                    got, allowed = (f"{x.dtype} of shape (..., {[*x.shape[1:]]})" for x in (tensor, like))
                     key = f"multi_modal_inputs.{name}"
                     raise DataError("not what the tower takes of a picture", key=key, got=got, allowed=allowed)
         return made
@@ -174,7 +174,7 @@ class VisionFamily(ABC):
                     spans[0] = (start + count, length - count)
                     runs.append((start, count))
                 placed.append(PlacedPicture(picture, tuple(runs)))
-        return sorted(placed, key=lambda one: one.start)
+        return sorted(placed, key=lambda p: p.start)
 
     def _too_few(self, ids: np.ndarray, kind: Kind, pictures: Sequence[Picture]) -> DataError:
         expected, present = sum(sum(p.runs) for p in pictures), int((ids == self.token_id(kind)).sum())
@@ -186,7 +186,7 @@ class VisionFamily(ABC):
         )
 
     def positions(self, length: int, placed: Sequence[PlacedPicture]) -> Tensor:
-        """(axes, length) int64: where each token lies on the axes of the rotary embedding.
+        """(axes, length) int64: the position of each token on the axes of the rotary embedding.
 
         Text advances by one on all axes. A picture starts there and spreads over frames, rows and columns; the
         text behind it continues after the longer edge (Qwen2-VL, arXiv 2409.12191, section 2.1).
@@ -194,7 +194,7 @@ class VisionFamily(ABC):
         made = torch.empty(self.axes, length, dtype=torch.long)
         at = current = 0
         if self.axes > 1:
-            for (start, count), picture in sorted((run, one.picture) for one in placed for run in one.runs):
+            for (start, count), picture in sorted((run, p.picture) for p in placed for run in p.runs):
                 made[:, at:start] = torch.arange(current, current + start - at)
                 current += start - at
                 made[:, start : start + count] = current + _spread(picture)

@@ -44,11 +44,11 @@ class VisionInputs:
             return None
         places: dict[Kind, Tensor] = {}
         for kind in KINDS:
-            numbers = [n for one, offset in placed if one.picture.kind == kind for n in one.places(offset)]
+            numbers = [n for p, offset in placed if p.picture.kind == kind for n in p.places(offset)]
             if numbers:
                 assert numbers == sorted(numbers), "features would go to other tokens than their own"
                 places[kind] = torch.tensor(numbers, device=device)
-        tensors = family.prepare([one.picture for one, _ in placed])
+        tensors = family.prepare([p.picture for p, _ in placed])
         return cls({name: tensor.to(device) for name, tensor in tensors.items()}, places)
 
     def part(self, first: int, length: int) -> VisionInputs:
@@ -140,7 +140,7 @@ class FeatureCut:
         made.pooler_output = joined if isinstance(made.pooler_output, Tensor) else [joined]
         if getattr(made, "deepstack_features", None) is not None:
             made.deepstack_features = [
-                one[rows] if isinstance(one, Tensor) else [_joined_rows(one, rows)] for one in made.deepstack_features
+                x[rows] if isinstance(x, Tensor) else [_joined_rows(x, rows)] for x in made.deepstack_features
             ]
         return made
 
