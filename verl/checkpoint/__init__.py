@@ -1,4 +1,4 @@
-"""Step folders that are complete or absent: written beside, checked by a manifest, published by one rename.
+"""Step folders that are complete or absent: staged, checked by a manifest, published by one rename.
 
 Layout of ``<root>/global_step_N/``: per role a folder with ``huggingface/`` (configuration, weights, tokenizer: loads
 with ``from_pretrained``), ``optimizer.safetensors`` (of several ranks ``optimizer-00001-of-00004.safetensors``, each

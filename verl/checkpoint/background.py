@@ -1,4 +1,4 @@
-"""Writing a role's files while training goes on: copy first, write the copy from a thread."""
+"""Writing a role's files during training: copy first, write the copy from a thread."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class BackgroundPart:
 
     def _snapshot(self, state: EngineState, contents: Sequence[str]) -> EngineState:
         """Copies in memory that is reused: fresh memory is several times slower than the copy itself."""
-        wanted = {*contents, *(("model",) if "hf_model" in contents else ())}
-        chosen = state.only(wanted)
+        sections = {*contents, *(("model",) if "hf_model" in contents else ())}
+        selected = state.only(sections)
         copies: dict[str, Tensor] = {}
-        for name, tensor in chosen.tensors.items():
-            if name in chosen.fresh:  # nobody else has this memory: it is a copy
+        for name, tensor in selected.tensors.items():
+            if name in selected.fresh:  # nothing else refers to this memory: it is a copy
                 copies[name] = tensor
                 continue
             buffer = self._buffers.get(name)
@@ -94,4 +94,4 @@ class BackgroundPart:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[name] = buffer
             copies[name] = buffer.copy_(tensor.detach())
-        return chosen.having(copies, dict(chosen.scalars))
+        return selected.having(copies, dict(selected.scalars))

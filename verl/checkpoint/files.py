@@ -32,20 +32,20 @@ class FileRecord:
         return cls(size, f"{crc:08x}")
 
 
-def records_of(folder: Path, known: Mapping[str, FileRecord], besides: Container[str] = ()) -> dict[str, FileRecord]:
-    """Records of every file below ``folder``; those that are not in ``known`` are synced and read for their sums.
+def records_of(folder: Path, written: Mapping[str, FileRecord], besides: Container[str] = ()) -> dict[str, FileRecord]:
+    """Records of every file below ``folder``; those that are not in ``written`` are synced and read for their sums.
 
     Args:
-        besides: names of files that somebody else may be writing, of which nothing is said.
+        besides: names of files that another writer may have open, which get no record.
     """
     records: dict[str, FileRecord] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
         if name in besides:
             continue
-        if name not in known:
+        if name not in written:
             sync_file(path)
-        records[name] = known.get(name) or FileRecord.of(path)
+        records[name] = written.get(name) or FileRecord.of(path)
     return records
 
 
@@ -59,12 +59,12 @@ def write_synced(path: Path, text: str, mode: int = 0o666) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a text file in one step: a reader sees the old text or the new one, never a part."""
-    write_synced(beside(path), text)
-    os.replace(beside(path), path)
+    write_synced(staging_file(path), text)
+    os.replace(staging_file(path), path)
     sync_folder(path.parent)
 
 
-def beside(path: Path) -> Path:
+def staging_file(path: Path) -> Path:
     """Where `replace_text` writes; a kill may leave it there."""
     return path.with_name(f".{path.name}.new")
 

@@ -22,7 +22,7 @@ class RunLock:
     """An exclusive lock on a run folder, held from construction to `release`.
 
     The file says who holds it. It may stay behind after a crash: the lock is what the kernel knows, not the file, and
-    a name that a dead run left in it, on whatever host, is told and written over.
+    a name that a dead run left in it, on whatever host, is reported and overwritten.
 
     Raises:
         CheckpointError: another live run holds it, or the file is none.
@@ -78,7 +78,7 @@ class RunLock:
         """Let go; a second call does nothing."""
         if self._descriptor is not None:
             _held.discard(self.path)
-            with suppress(OSError):  # a disk that is gone keeps the name; the kernel lets go all the same
+            with suppress(OSError):  # a lost disk keeps the name; the kernel releases the lock anyway
                 os.truncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None

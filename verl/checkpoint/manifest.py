@@ -48,10 +48,10 @@ class Manifest:
 
     @classmethod
     def of(
-        cls, folder: Path, step: int, sequence: int, parts: Iterable[str], known: Mapping[str, FileRecord]
+        cls, folder: Path, step: int, sequence: int, parts: Iterable[str], written: Mapping[str, FileRecord]
     ) -> Manifest:
-        """List and sync every file below ``folder``; those in ``known`` were synced and summed when written."""
-        return cls(step, sequence, tuple(parts), records_of(folder, known))
+        """List and sync every file below ``folder``; those in ``written`` were synced and summed when written."""
+        return cls(step, sequence, tuple(parts), records_of(folder, written))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -106,9 +106,9 @@ class Manifest:
 
         Hidden files, which file systems and desktops leave (``.nfs*``, ``.DS_Store``), are read by nothing and pass.
         """
-        known = {MANIFEST, *self.files}
+        listed = {MANIFEST, *self.files}
         names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-        return sorted(name for name in names if name not in known and not name.rpartition("/")[2].startswith("."))
+        return sorted(name for name in names if name not in listed and not name.rpartition("/")[2].startswith("."))
 
 
 def _refuse_strange(content: Mapping[str, Any]) -> None:

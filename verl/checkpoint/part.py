@@ -61,7 +61,7 @@ def write_part(
 
     Args:
         contents: of model, optimizer, extra, hf_model (``actor.checkpoint.save_contents``).
-        point: told where the work stands.
+        point: called with the progress of the write.
 
     Returns:
         Records of this rank's files, by name relative to ``folder``; the disk has them.
@@ -69,12 +69,12 @@ def write_part(
     check_contents(contents)
     folder.mkdir(parents=True, exist_ok=True)
     with_weights = "model" in contents or "hf_model" in contents
-    wanted = [s for s in SECTIONS if s in contents or (s == "model" and with_weights)]
+    sections = [s for s in SECTIONS if s in contents or (s == "model" and with_weights)]
     records: dict[str, FileRecord] = {}
     if hf is not None:
-        known = write_hf(folder / HUGGINGFACE, state, hf, point, with_weights)
-        records |= {f"{HUGGINGFACE}/{name}": record for name, record in known.items()}
-    for section in wanted:
+        written = write_hf(folder / HUGGINGFACE, state, hf, point, with_weights)
+        records |= {f"{HUGGINGFACE}/{name}": record for name, record in written.items()}
+    for section in sections:
         tensors = state.section(section)
         sharded = section == "optimizer" and state.num_ranks > 1 and section in state.scalars
         if (tensors or sharded) and not (section == "model" and hf is not None):
@@ -85,7 +85,7 @@ def write_part(
             point(name)
     if state.rank:
         return records
-    scalars = {section: state.scalars[section] for section in wanted if section in state.scalars}
+    scalars = {section: state.scalars[section] for section in sections if section in state.scalars}
     write_synced(folder / SCALARS, to_json(scalars, f"{folder.name}/{SCALARS}"))
     return records_of(folder, records, besides=_files_of_others(state))
 
@@ -106,14 +106,14 @@ def write_hf(
     together, weights = state.files if with_weights else None, state.section("model")
     if together is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        own: dict[str, dict[str, Tensor]] = {}
+        by_file: dict[str, dict[str, Tensor]] = {}
         for name in weights:
-            own.setdefault(together.names[name], {})[name] = weights[name]
-        for file, tensors in own.items():
+            by_file.setdefault(together.names[name], {})[name] = weights[name]
+        for file, tensors in by_file.items():
             records[file] = write_tensors(folder / file, tensors, partial(_tell, point, file))
     if state.rank == 0:
-        known = hf(folder, weights.items() if with_weights and together is None else None)
-        records |= known or {}
+        written = hf(folder, weights.items() if with_weights and together is None else None)
+        records |= written or {}
         if together is not None and len(set(together.names.values())) > 1:
             write_synced(folder / INDEX, together.index())
         point(HUGGINGFACE)
@@ -129,7 +129,7 @@ def _files_of_others(state: EngineState) -> set[str]:
 
 
 def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> EngineState:
-    """Open a role's state, only the sections in ``contents``; values are read when they are asked for.
+    """Open a role's state, only the sections in ``contents``; values are read on access.
 
     Raises:
         CheckpointError: a section was not saved, or a file is missing or damaged.
@@ -141,9 +141,9 @@ def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> Engin
         scalars = read_json((folder / SCALARS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"this file cannot be read: {error}", got=str(folder / SCALARS)) from error
-    wanted = [s for s in SECTIONS if s in contents or (s == "model" and "hf_model" in contents)]
+    sections = [s for s in SECTIONS if s in contents or (s == "model" and "hf_model" in contents)]
     tensors = StoredTensors()
-    for section in wanted:
+    for section in sections:
         if section not in scalars:
             raise CheckpointError(
                 f"the checkpoint holds no {section!r} of {folder.name!r}",
@@ -157,7 +157,7 @@ def read_part(folder: Path, contents: Sequence[str] = DEFAULT_CONTENTS) -> Engin
             tensors.add_whole(section, _weights(folder / HUGGINGFACE))
         else:
             tensors.add(section, files)
-    return EngineState(tensors, {section: scalars[section] for section in wanted})
+    return EngineState(tensors, {section: scalars[section] for section in sections})
 
 
 def check_contents(contents: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 The remote folder has the layout of the run's own. An object store renames nothing in one step, so the manifest goes
 last: it names every file with size and checksum and has a checksum of itself, and a remote step folder without a sound
-one is no checkpoint. A copy that was interrupted is begun anew.
+one is no checkpoint. A copy that was interrupted starts from scratch.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ class RemoteCheckpoints:
             CheckpointError: it is not there, a file is not what its manifest says, or it would replace another one.
             VerlError: the place does not answer.
         """
-        name, beside = f"global_step_{step}", root / f"{WRITING}global_step_{step}"
+        name, staging = f"global_step_{step}", root / f"{WRITING}global_step_{step}"
         text = self.place.read(f"{name}/{MANIFEST}")
         if text is None:
             raise CheckpointError("there is no complete checkpoint", key=self.key, got=f"{self.place.url}/{name}")
-        manifest, own = manifest_of(text, f"{self.place.url}/{name}"), _sound(step_folder(root, step))
-        if own == manifest:
+        manifest, local = manifest_of(text, f"{self.place.url}/{name}"), _sound(step_folder(root, step))
+        if local == manifest:
             return step_folder(root, step)
-        if own is not None and not replaces:
+        if local is not None and not replaces:
             raise CheckpointError(
                 "this run's folder has another checkpoint of that step, which would be replaced",
                 key=self.key,
@@ -156,22 +156,22 @@ class RemoteCheckpoints:
                 fix=f"Choose another trainer.default_local_dir, or move {step_folder(root, step)} away.",
             )
         notice(f"checkpoint {step_folder(root, step)}", f"it is copied from {self.place.url}/{name}")
-        remove_tree(beside)
-        beside.mkdir(parents=True)
+        remove_tree(staging)
+        staging.mkdir(parents=True)
         try:
             for file in manifest.files:
-                self.place.get(f"{name}/{file}", beside / file)
+                self.place.get(f"{name}/{file}", staging / file)
                 if "/" not in file and file != TRAINER:
-                    (beside / file).chmod(0o600)  # the run's configuration is for its user alone, as where it was saved
-                sync_file(beside / file)
-            write_synced(beside / MANIFEST, text)
-            sync_tree_folders(beside)
-            problem = manifest.problem(beside)
+                    (staging / file).chmod(0o600)  # the run's configuration is for its user only, as in the run folder
+                sync_file(staging / file)
+            write_synced(staging / MANIFEST, text)
+            sync_tree_folders(staging)
+            problem = manifest.problem(staging)
             if problem:
                 raise CheckpointError(f"the copy is damaged: {problem}", key=self.key, got=f"{self.place.url}/{name}")
-            return put_in_place(root, step, beside)
+            return put_in_place(root, step, staging)
         finally:
-            remove_tree(beside)
+            remove_tree(staging)
 
     def _failure(self, what: str, error: VerlError) -> CheckpointError:
         fix = error.fix or "Check the URL, the access rights of this process and the network, or leave the setting out."
@@ -285,10 +285,10 @@ class BackgroundCopies:
     def _attempt(self, folder: Path) -> VerlError | None:
         try:
             self.remote.copy(folder)
-        except Exception as error:  # boundary: whatever it is, training goes on and the copy is tried again
-            known = error if isinstance(error, VerlError) else CheckpointError(f"{type(error).__name__}: {error}")
-            notice(f"copy of {folder}", f"it failed and is tried again after the next save: {known}")
-            return known
+        except Exception as error:  # boundary: whatever it is, training continues and the copy is retried
+            failure = error if isinstance(error, VerlError) else CheckpointError(f"{type(error).__name__}: {error}")
+            notice(f"copy of {folder}", f"it failed and is tried again after the next save: {failure}")
+            return failure
         return None
 
 
@@ -298,8 +298,7 @@ def find_or_fetch(
     """As `find_checkpoint`; with ``auto`` a newer complete checkpoint at the remote folder is fetched first.
 
     ``resume_path`` may be a URL, whose checkpoint is fetched, too; it never replaces one that the run has saved itself.
-    Which of two is newer is said by the number of the save (``sequence``), which a run that was fetched goes on
-    counting.
+    The number of the save (``sequence``) says which of two is newer; a run that was fetched continues the count.
     """
     folder = Path(root)
     if mode == "resume_path" and path and "://" in str(path):

@@ -33,8 +33,8 @@ def prune(
 
     A role is crossed out of the manifest before its files go, and a whole folder is renamed before it is deleted, so a
     kill in between leaves nothing that looks complete. What ``keep`` does not name (samples carried over, say) goes
-    with the last role that it names. Damaged folders are neither counted nor deleted. A deletion that fails is told
-    once and tried again after the next save; so is that of a folder that is still ``needed``.
+    with the last role that it names. Damaged folders are neither counted nor deleted. A deletion that fails is reported
+    once and retried after the next save; so is that of a folder that is still ``needed``.
     """
     seen: dict[str, int] = {}
     doomed: list[tuple[Checkpoint, set[str]]] = []

@@ -1,4 +1,4 @@
-"""The files in which several ranks keep one section of a state, each its own boxes, read as complete tensors.
+"""Sharded files of one section of a state: every rank writes its boxes, and readers see complete tensors.
 
 A file says in its header which number it has of how many, and of which tensors it holds which boxes. So a set of files
 in which one is missing, or stands in the place of another, is noticed before a value is used.
@@ -53,11 +53,11 @@ def shard_files(folder: Path, section: str) -> list[Path]:
     if len(counts) > 1 or alone.is_file():
         raise CheckpointError(f"files of {section} of different numbers of ranks lie side by side", got=str(folder))
     count = int(counts.pop())
-    wanted = [folder / shard_name(section, rank, count) for rank in range(count)]
-    missing = next((file.name for file in wanted if file not in files), None)
+    expected = [folder / shard_name(section, rank, count) for rank in range(count)]
+    missing = next((file.name for file in expected if file not in files), None)
     if missing is not None:
         raise CheckpointError(f"{missing} is missing: each rank of the run that saved has written one", got=str(folder))
-    return wanted
+    return expected
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""What an engine gives to be saved, and what it is given to go on: tensors by name and JSON, in three sections.
+"""The state that an engine saves and resumes from: tensors by name and JSON, in three sections.
 
 Tensor names start with their section: ``model/<hugging face name>``, ``optimizer/<parameter>/<key>``, ``extra/<name>``
 (random number generators). ``scalars`` has one JSON object per section. A checkpoint may hold any of the sections, and
-whoever loads one takes what is there.
+a loader takes what is there.
 
 A state that is saved is one rank's: the tensors, or boxes of them, that this rank writes. A state that is loaded is
 complete on every rank, and each reads of it what it needs: `StateSection.box`.
@@ -59,9 +59,9 @@ class WeightFiles:
             weights: of every rank, name and bytes of each, in the order in which it writes them.
         """
         files: list[list[str]] = []
-        for own in weights:
+        for shard in weights:
             room = 0
-            for name, size in own:
+            for name, size in shard:
                 if not room or size > room:
                     files.append([])
                     room = max_bytes
@@ -72,7 +72,7 @@ class WeightFiles:
         if count == 1:
             titles = ["model.safetensors"]
         names = {name: title for title, held in zip(titles, files) for name in held}
-        return cls(names, sum(size for own in weights for _, size in own))
+        return cls(names, sum(size for shard in weights for _, size in shard))
 
     def index(self) -> str:
         """The text by which transformers finds a weight's file."""
@@ -122,7 +122,7 @@ class EngineState:
 
 
 class StateSection(Mapping[str, Tensor]):
-    """See `EngineState.section`; of a state that lies in files nothing is read before it is looked up."""
+    """See `EngineState.section`; a state in files is read on lookup only."""
 
     def __init__(self, state: EngineState, section: str):
         self._tensors, self._prefix = state.tensors, f"{section}/"

@@ -1,4 +1,4 @@
-"""Large files to disk at the disk's speed, with little work for the processor and none for the page cache.
+"""Large files to disk at the disk's speed, with direct writes that bypass the page cache.
 
 Bytes are gathered in a few aligned buffers, summed there, and written past the page cache (O_DIRECT) by threads of
 their own. A checkpoint is not read again soon: kept in the cache it would push out what is, and on a virtual machine
@@ -113,7 +113,7 @@ class FileStream:
     def _send(self) -> None:
         """Hand the buffer to the writers, its sum taken."""
         assert self._buffer is not None, "there is nothing to send"
-        with memoryview(self._buffer) as whole, whole[: self._used] as view:
+        with memoryview(self._buffer) as memory, memory[: self._used] as view:
             self._crc = zlib.crc32(view, self._crc)
         self._full.put((self._buffer, self._used, self._size))
         self._size += self._used
@@ -124,7 +124,7 @@ class FileStream:
             buffer, count, offset = work
             try:
                 if self._error is None:
-                    with memoryview(buffer) as whole, whole[: -(-count // BLOCK) * BLOCK] as view:
+                    with memoryview(buffer) as memory, memory[: -(-count // BLOCK) * BLOCK] as view:
                         _write_all(self._descriptor, view, offset)
             except OSError as error:
                 self._error = error  # `write` and the end of the block raise it

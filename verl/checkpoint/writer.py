@@ -1,6 +1,6 @@
 """Writing checkpoints so that a kill at any moment leaves the newest complete one usable.
 
-Order of a save: all files in a hidden folder beside, synced; the manifest; one rename to ``global_step_N``; the tracker
+Order of a save: all files in a hidden staging folder, synced; the manifest; one rename to ``global_step_N``; tracker
 file; deletion of old ones. Before the rename the new checkpoint does not exist, after it it is complete.
 """
 
@@ -41,12 +41,12 @@ WRITING = ".writing-"
 PartWriter = Callable[[Path], "Mapping[str, FileRecord] | PartInWork | None"]
 """Writes a role's files into a folder (in a worker, say, by `write_part`); may return what `write_part` returns.
 
-One that goes on writing after it returns gives back what can be asked for the records later.
+One that writes in the background returns a `PartInWork`, which has the records later.
 """
 
 
 class Copies(Protocol):
-    """Copies of checkpoints elsewhere, made while training goes on."""
+    """Copies of checkpoints elsewhere, made during training."""
 
     sequence: int
     """Number of the save that was copied last when the run began; 0 where there was none."""
@@ -72,7 +72,7 @@ class _Save:
     """A save that is not in place yet."""
 
     step: int
-    beside: Path
+    staging: Path
     parts: tuple[str, ...]
     records: dict[str, FileRecord] = field(default_factory=dict)
     waiting: dict[str, PartInWork] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class CheckpointWriter:
         copies: gets every checkpoint once it is in place; what it still needs is neither deleted nor replaced.
         background: `save` copies the engine states and returns; threads write them. The checkpoint is put in place by
             a later `advance`, `wait`, `save` or `close`, which also raises the error of a write that failed.
-        point: told the name of every point of a save that has been reached, for tests that kill there.
+        point: called with the name of every point that a save reaches, for tests that kill there.
 
     Example:
         >>> with CheckpointWriter(root, keep={"actor": 2}) as writer:
@@ -112,7 +112,7 @@ class CheckpointWriter:
         check_keep(self.keep)
         self.copies = copies
         self.published: list[Path] = []
-        """Checkpoints that were put in place, the newest last; whoever looks at them takes them out."""
+        """Checkpoints that were put in place, the newest last; the caller takes them out."""
         self._save: _Save | None = None
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -155,11 +155,11 @@ class CheckpointWriter:
         contents, hf = contents or {}, hf or {}
         for names in contents.values():
             check_contents(names)
-        beside = self.begin(step, tuple(parts), trainer_state, texts)
+        staging = self.begin(step, tuple(parts), trainer_state, texts)
         with self.guarded():
             for part, source in parts.items():
-                wanted = contents.get(part, DEFAULT_CONTENTS)
-                self._take(part, self._write(part, source, beside / part, wanted, hf.get(part)))
+                sections = contents.get(part, DEFAULT_CONTENTS)
+                self._take(part, self._write(part, source, staging / part, sections, hf.get(part)))
         assert self._save is not None, "it has just begun"
         self._save.released = not hold
         if not self.background:
@@ -180,16 +180,16 @@ class CheckpointWriter:
         """
         self.wait()
         self.lock.check()
-        beside = self.root / f"{WRITING}global_step_{step}"
-        self._save = _Save(step, beside, parts)
+        staging = self.root / f"{WRITING}global_step_{step}"
+        self._save = _Save(step, staging, parts)
         with self.guarded():
-            remove_tree(beside)
-            beside.mkdir(parents=True)
+            remove_tree(staging)
+            staging.mkdir(parents=True)
             self.point("begin")
-            write_synced(beside / TRAINER, to_json(trainer_state or {}, TRAINER))
+            write_synced(staging / TRAINER, to_json(trainer_state or {}, TRAINER))
             for name, text in (texts or {}).items():
-                write_synced(beside / name, text, 0o600)
-        return beside
+                write_synced(staging / name, text, 0o600)
+        return staging
 
     def complete(self, records: Mapping[str, Mapping[str, FileRecord]]) -> None:
         """Put in place what was written since `begin`: role -> records of the files that all processes wrote."""
@@ -270,21 +270,21 @@ class CheckpointWriter:
     ) -> Mapping[str, FileRecord] | PartInWork | None:
         if not isinstance(source, EngineState):
             return source(folder)
-        told = partial(self._part_point, part)
+        point = partial(self._part_point, part)
         if not self.background:
-            return write_part(folder, source, contents, hf, told)
+            return write_part(folder, source, contents, hf, point)
         work = self._background_parts.setdefault(part, BackgroundPart())
-        work.start(folder, source, contents, hf, told)
+        work.start(folder, source, contents, hf, point)
         return work
 
-    def _take(self, part: str, given: Mapping[str, FileRecord] | PartInWork | None) -> None:
+    def _take(self, part: str, outcome: Mapping[str, FileRecord] | PartInWork | None) -> None:
         """Note the records of a role, or that they are still to come."""
         assert self._save is not None, "no save is in work"
-        if given is None or isinstance(given, Mapping):
+        if outcome is None or isinstance(outcome, Mapping):
             self._save.waiting.pop(part, None)
-            self._save.records |= {f"{part}/{name}": record for name, record in (given or {}).items()}
+            self._save.records |= {f"{part}/{name}": record for name, record in (outcome or {}).items()}
         else:
-            self._save.waiting[part] = given
+            self._save.waiting[part] = outcome
 
     def _finish_or_start_it(self, save: _Save) -> None:
         if self.background:
@@ -318,14 +318,14 @@ class CheckpointWriter:
         elsewhere = 0 if self.copies is None else self.copies.sequence
         sequence = 1 + max((c.manifest.sequence for c in list_checkpoints(self.root)), default=0)
         sequence = max(sequence, 1 + elsewhere)
-        manifest = Manifest.of(save.beside, save.step, sequence, save.parts, save.records)
+        manifest = Manifest.of(save.staging, save.step, sequence, save.parts, save.records)
         self.point("files")
-        sync_tree_folders(save.beside)
-        manifest.write(save.beside)
+        sync_tree_folders(save.staging)
+        manifest.write(save.staging)
         self.point("manifest")
         if self.copies is not None:
             self.copies.finish(step_folder(self.root, save.step))
-        put_in_place(self.root, save.step, save.beside, self.point)
+        put_in_place(self.root, save.step, save.staging, self.point)
         self.published.append(step_folder(self.root, save.step))
         if self.copies is not None:
             self.copies.add(step_folder(self.root, save.step))
@@ -333,7 +333,7 @@ class CheckpointWriter:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """An error within the block ends the save; an error of the disk is told in our own words."""
+        """An error within the block ends the save; an error of the disk becomes a `CheckpointError`."""
         try:
             yield
         except BaseException as error:
@@ -344,7 +344,7 @@ class CheckpointWriter:
         self.point(f"{part}/{name}")
 
     def _after(self, step: int) -> None:
-        """The checkpoint stands; what fails from here on is told and does not undo it."""
+        """The checkpoint is published; what fails from here on is a notice and does not undo it."""
         try:
             replace_text(self.root / TRACKER, f"{step}\n")
             self.point("tracker")
@@ -362,12 +362,12 @@ class CheckpointWriter:
         if save is None:
             return
         for work in save.waiting.values():
-            with suppress(Exception):  # boundary: the first error is the one that is told
+            with suppress(Exception):  # boundary: the first error is the one that is reported
                 work.wait()
         try:
-            remove_tree(save.beside)
+            remove_tree(save.staging)
         except OSError as second:
-            notice(f"checkpoint {save.step}", f"{save.beside} could not be removed: {second}")
+            notice(f"checkpoint {save.step}", f"{save.staging} could not be removed: {second}")
         if isinstance(error, OSError | WorkerError):
             intact = list_checkpoints(self.root)
             raise CheckpointError(
@@ -380,7 +380,7 @@ class CheckpointWriter:
             ) from error
 
 
-def put_in_place(root: Path, step: int, beside: Path, point: Callable[[str], None] = lambda name: None) -> Path:
+def put_in_place(root: Path, step: int, staging: Path, point: Callable[[str], None] = lambda name: None) -> Path:
     """Rename a finished folder to the step's. An older save of the same step steps aside first, and is found there
     until then.
     """
@@ -390,7 +390,7 @@ def put_in_place(root: Path, step: int, beside: Path, point: Callable[[str], Non
         remove_tree(aside)
         os.rename(target, aside)
         point("replaced")
-    os.rename(beside, target)
+    os.rename(staging, target)
     point("published")
     sync_folder(root)
     remove_tree(aside)
