@@ -1,4 +1,4 @@
-"""The configuration: every default once, typed, with its meaning beside it."""
+"""The configuration: every default once, typed, with its meaning."""
 
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig

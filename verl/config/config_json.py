@@ -29,7 +29,7 @@ def config_json(path: str | None) -> dict[str, Any]:
     file = Path(env.expand(path or "")) / "config.json"
     try:
         if path and not file.parent.exists():
-            from huggingface_hub import try_to_load_from_cache  # here, since few settings need it
+            from huggingface_hub import try_to_load_from_cache  # imported here: few settings need it
 
             file = Path(str(try_to_load_from_cache(path, file.name)))
         facts = read_json(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Settings of the training engines that hold a whole model per data-parallel group."""
+"""Settings of the training engines that hold a full model per data-parallel group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the KL over the whole vocabulary (``full``) can be computed: two models' logits meet on one worker.
+"""Where the KL over the full vocabulary (``full``) can be computed: two models' logits meet on one worker.
 
-The reference runs inside the actor's passes, so it must live beside the actor, and neither may cut its vocabulary or
+The reference runs inside the actor's passes: it must be colocated with the actor, and neither may cut its vocabulary or
 its rows over ranks.
 """
 

@@ -34,7 +34,7 @@ def implied(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterato
     """
     mode = str(settings.get(_MODE, usual(_MODE)))
     if mode == "separate_async":
-        yield from _apart(settings, usual)
+        yield from _separate(settings, usual)
     if mode == "fully_async":
         yield from _streamed(settings, usual)
     elif mode not in QUEUES:
@@ -51,7 +51,7 @@ def _sampled(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterat
         yield Implied(_TRAIN, size, _GEN, why)
 
 
-def _apart(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+def _separate(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
     """separate_async: nodes of the samplers are a pool of their own; other schedules also need the switch."""
     nodes = str(settings.get(_NODES, usual(_NODES)))
     if nodes.isdigit() and int(nodes) > 0 and not _is_off(settings.get(_HYBRID, usual(_HYBRID))):

@@ -29,17 +29,17 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
 
 
-def _of(chosen: list[MegatronRole], device: str | None) -> Problems:
+def _of(megatron_roles: list[MegatronRole], device: str | None) -> Problems:
     from verl import device as devices  # torch is loaded only once there is something to validate
 
-    on_megatron = [role for role in chosen if role.is_megatron]
+    on_megatron = [role for role in megatron_roles if role.is_megatron]
     problems = missing_or_other(f"{on_megatron[0].key}.strategy") if on_megatron else []
-    on_titan = [role for role in chosen if validate_torchtitan.is_chosen(role)]
+    on_titan = [role for role in megatron_roles if validate_torchtitan.is_chosen(role)]
     problems += validate_torchtitan.missing_or_other(f"{on_titan[0].key}.strategy") if on_titan else []
     if caught(devices.resolve_device, device):
-        return problems  # said already
+        return problems  # another rule reports it
     kind = devices.resolve_device(device)
-    for role in chosen:
+    for role in megatron_roles:
         problems += _attention(role, kind) + _adapter(role) + _fp8(role)
         problems += [] if role.has_own_sizes else _on_gpu(role, kind)
     return list({problem.key: problem for problem in problems}.values())  # the reference has the actor's model

@@ -76,7 +76,7 @@ def read_config(name: str, command: CommandLine | list[str], defaults: Iterable[
     return _merged(program, lambda known: _layers(known, engine, command, recipe))
 
 
-def config_from(name: str, given: Any) -> ConfigNode:
+def config_from(name: str, values: Any) -> ConfigNode:
     """The configuration of a program from a mapping of OmegaConf or dictionaries, as `load_config` makes it.
 
     What a mapping says as the default says it counts as not said: whole configurations come out of Hydra. Where it has a
@@ -84,11 +84,11 @@ def config_from(name: str, given: Any) -> ConfigNode:
     """
     program, _ = program_of(name)
 
-    def layers(known: Program) -> list[Layer]:
-        schema = schema_of(known.root)
-        reader = Reader(known, lambda key: schema.split(key) is not None)
-        entries = reader.entries(plain(given), "the given configuration")
-        composed = {entry.key for entry in entries if entry.value == COMPOSED_ENGINE} & {*known.strategies}
+    def layers(target: Program) -> list[Layer]:
+        schema = schema_of(target.root)
+        reader = Reader(target, lambda key: schema.split(key) is not None)
+        entries = reader.entries(plain(values), "the given configuration")
+        composed = {entry.key for entry in entries if entry.value == COMPOSED_ENGINE} & {*target.strategies}
         unsaid = {key for key in composed if schema.leaves[key].follows in {None, *composed}}
         entries = [entry for entry in entries if _says_more(schema, entry) and entry.key not in unsaid]
         newer = [entry for entry in entries if schema.split(entry.key) is not None]
@@ -179,7 +179,7 @@ def write_private(file: Path, text: str) -> None:
 
 
 def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
-    from verl.config import validate  # here, since the rules look at devices and so load torch
+    from verl.config import validate  # imported here: the rules look at devices, which loads torch
 
     if program.name == "ppo_trainer":
         validate.validate(config, served)  # type: ignore[arg-type]

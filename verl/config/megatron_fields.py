@@ -244,11 +244,11 @@ def _problems(
         for name, (why, agrees) in decided.items()
         if name in fields and not agrees(section, fields[name])
     ]
-    known = {*decided, *no_effect, *((OF_THE_MODEL | HANDED_ON | KERNELS) if decided is DECIDED else ())}
+    valid = {*decided, *no_effect, *((OF_THE_MODEL | HANDED_ON | KERNELS) if decided is DECIDED else ())}
     wrong += [
-        ConfigError("Megatron-Core has no such field", key=f"{key}.{name}", got=fields[name], fix=suggest(name, known))
+        ConfigError("Megatron-Core has no such field", key=f"{key}.{name}", got=fields[name], fix=suggest(name, valid))
         for name in fields
-        if name not in known
+        if name not in valid
     ]
     idle: dict[str, list[str]] = {}
     for name in fields:
@@ -270,14 +270,12 @@ def refuse_low_precision(key: str, section: Any) -> None:
             raise ConfigError(message, key=f"{key}.{name}", got=value, fix=fix)
 
 
-def handed_on(
-    key: str, section: Any, chosen: Mapping[str, Any], usual: Mapping[str, Any], fast: bool
-) -> dict[str, Any]:
+def handed_on(key: str, section: Any, fixed: Mapping[str, Any], usual: Mapping[str, Any], fast: bool) -> dict[str, Any]:
     """The fields that Megatron-Core gets; a notice for those that are left to Transformer Engine.
 
     Args:
         key: of the mapping, for messages.
-        chosen: fields that the engine and the family give.
+        fixed: fields that the engine and the family give.
         usual: Megatron-Core's defaults of all fields that this model's configuration has.
         fast: whether Transformer Engine is installed.
 
@@ -287,12 +285,12 @@ def handed_on(
     fields = section.override_mcore_model_config
     overrides, slow = {}, []
     for name, value in fields.items():
-        if name in OF_THE_MODEL and value != chosen.get(name, usual.get(name)):
+        if name in OF_THE_MODEL and value != fixed.get(name, usual.get(name)):
             raise ConfigError(
                 f"{_MODEL}, and it says otherwise",
                 key=f"{key}.{name}",
                 got=value,
-                allowed=[chosen.get(name, usual.get(name))],
+                allowed=[fixed.get(name, usual.get(name))],
                 fix="Leave it out; what every engine and sampler shall read goes into override_config of the model.",
             )
         if name in HANDED_ON:

@@ -76,8 +76,8 @@ def _carry(schema: Schema, model: str, values: dict[str, Any], typed: set[str]) 
     problems, meant = _meant(keys, values)
     for name, value in meant.items():
         key, spelled = f"{model}.{_BECOMES[name]}", keys[name]
-        theirs_said = key in typed and values[key] != schema.leaves[key].default
-        if not theirs_said:
+        is_typed = key in typed and values[key] != schema.leaves[key].default
+        if not is_typed:
             continue
         if spelled in typed and not _alike(values[key], value):
             message = f"two values for one setting: {spelled}={values[spelled]} and {key}={values[key]}"
@@ -131,11 +131,11 @@ def _no_module(key: str, module: str) -> ConfigError:
     return ConfigError(message, key=key, got=module, allowed=list(MODULES), fix=suggest(module, MODULES))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    one, other = (
-        set(ALL if names == "all-linear" else names) if _are_names(names) else names for names in (one, other)
+def _alike(first: Any, other: Any) -> bool:
+    first, other = (
+        set(ALL if names == "all-linear" else names) if _are_names(names) else names for names in (first, other)
     )
-    return bool(one == other)
+    return bool(first == other)
 
 
 def _are_names(value: Any) -> bool:

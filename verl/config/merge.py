@@ -102,8 +102,8 @@ class Merge:
 
     def _is_choice(self, entry: DefaultsEntry) -> bool:
         is_group = entry.key == self.program.engine_group or is_role(self.program, entry.key)
-        known = is_group or self.schema.is_section(entry.key)
-        return known and isinstance(entry.value, str) and not entry.delete
+        is_section = is_group or self.schema.is_section(entry.key)
+        return is_section and isinstance(entry.value, str) and not entry.delete
 
     def _choose(self, entry: DefaultsEntry) -> None:
         settings = choose(self.program, entry.key, entry.value)
@@ -196,8 +196,8 @@ class Merge:
         if inside or (holds_mapping(leaf.type) and isinstance(value, dict)):
             for name in reversed(inside.split(".") if inside else []):
                 value = {name: value}
-            known = self.values.get(leaf.key, leaf.default)
-            value = _deep(known, value) if isinstance(known, dict) else value
+            current = self.values.get(leaf.key, leaf.default)
+            value = _deep(current, value) if isinstance(current, dict) else value
         self.values[leaf.key] = value
 
     def _agree(self, key: str, a: Any, b: Any) -> bool:
@@ -264,8 +264,8 @@ def _references(layers: list[Layer]) -> set[str]:
     return set(re.findall(r"\$\{([\w.]+)\}", text))
 
 
-def _deep(known: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(known)
+def _deep(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(current)
     for name, value in changes.items():
         old = merged.get(name)
         merged[name] = _deep(old, value) if isinstance(old, dict) and isinstance(value, dict) else value

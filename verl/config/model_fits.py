@@ -1,4 +1,4 @@
-"""What a model has, heads, layers and experts, against the processes that share it; said before anything is loaded.
+"""What a model has, heads, layers and experts, against the processes that share it; checked before anything is loaded.
 
 Of the backends that shard by FSDP, and of samplers; those of other backends are in
 `validate_megatron` and `validate_torchtitan`. The engines check again

@@ -42,8 +42,8 @@ def _of_one_role(key: str, same_name: list[str]) -> list[str]:
     return [k for k in ordered if k.split(".")[:2] == role] or ordered
 
 
-def _alike(parts: list[str], known: list[str]) -> bool:
+def _alike(parts: list[str], candidates: list[str]) -> bool:
     """Every part is the other's, or nearly."""
-    return len(parts) == len(known) and all(
-        a == b or difflib.SequenceMatcher(None, a, b).ratio() >= _NEAR for a, b in zip(parts, known)
+    return len(parts) == len(candidates) and all(
+        a == b or difflib.SequenceMatcher(None, a, b).ratio() >= _NEAR for a, b in zip(parts, candidates)
     )

@@ -1,4 +1,4 @@
-"""Rules about optimizers by name: which exist, and which train nothing here or only whole weights."""
+"""Rules about optimizers by name: which exist, and which train nothing here or only full weights."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _quoted(text: str) -> str | None:
     match = re.match(r"([^=\s]+)=(.+)$", text, re.DOTALL)
     if match is None or match[2][0] in "{'\"":
         return None
-    if match[2][0] == "[":  # a list with ~/paths in it
+    if match[2][0] == "[":  # a list with ~/paths
         return re.sub(r"([\[,]\s*)(~[^,\]]*)", r"\1'\2'", text)
     value = match[2].replace("'", "\\'")
     return f"{match[1]}='{value}'"

@@ -43,7 +43,7 @@ class PoolSpec:
 class Pools:
     """Every pool that the configuration describes, and the roles that it names for one.
 
-    A description that `problems` refuses is left out, so that other rules can go on.
+    A description that `problems` refuses is left out: other rules can still run.
     """
 
     by_name: Mapping[str, PoolSpec]
@@ -80,7 +80,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
             seen[role] = name
         if problems:
             return problems
-    return _reserved(cfg) or _own_pool_of_samplers(cfg, named="rollout" in seen)
+    return _reserved(cfg) or _pool_of_samplers(cfg, named="rollout" in seen)
 
 
 def _wrong(key: str, pool: Any) -> Problems:
@@ -111,7 +111,7 @@ def _reserved(cfg: PPOTrainerConfig) -> Problems:
     ]
 
 
-def _own_pool_of_samplers(cfg: PPOTrainerConfig, named: bool) -> Problems:
+def _pool_of_samplers(cfg: PPOTrainerConfig, named: bool) -> Problems:
     """``hybrid_engine`` and ``rollout.nnodes`` say the same twice; so does a pool that names the role ``rollout``."""
     rollout, split, key = cfg.actor_rollout_ref.rollout, not cfg.actor_rollout_ref.hybrid_engine, f"{_R}.nnodes"
     nodes, per_node = rollout.nnodes, rollout.n_gpus_per_node

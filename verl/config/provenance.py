@@ -108,8 +108,8 @@ class Provenance:
         for key in named:
             for module in _imported(raw.get(key)):
                 content[f"{key}: {os.path.relpath(module, Path(raw[key]).parent)}"] = _digest_of_all(str(module))
-        known = {key: digest for key, digest in content.items() if digest}
-        return cls(json.loads(json.dumps(settings)), known, yaml=to_yaml(config))
+        digests = {key: digest for key, digest in content.items() if digest}
+        return cls(json.loads(json.dumps(settings)), digests, yaml=to_yaml(config))
 
     @classmethod
     def read(cls, folder: Path) -> Provenance | None:
@@ -192,16 +192,16 @@ def check_replay(now: Provenance, recorded: Provenance, place: Path, more: Mappi
     changes = [change for change in now.changes(recorded) if not (change.harmless and keeps_bits(change.key))]
     differs = [*map(str, changes), *(f"{name}: was {was!r}, is {it!r}" for name, (was, it) in more.items())]
     if differs:
-        listed = "".join(f"\n  - {one}" for one in differs)
+        listed = "".join(f"\n  - {difference}" for difference in differs)
         raise ConfigError(f"the run recorded in {place} differs from this one in what decides its bits:{listed}",
             key="trainer.replay_from", fix="Give the settings of before.")  # fmt: skip
 
 
-def _flat(value: Any, whole: Container[str], key: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: Any, opaque: Container[str], key: str = "") -> Iterator[tuple[str, Any]]:
     """Settings by their dotted keys; a mapping of the user's own is one setting, so that a new key in it is a change."""
-    if isinstance(value, Mapping) and value and key not in whole:
+    if isinstance(value, Mapping) and value and key not in opaque:
         for name, inner in value.items():
-            yield from _flat(inner, whole, f"{key}.{name}".removeprefix("."))
+            yield from _flat(inner, opaque, f"{key}.{name}".removeprefix("."))
     else:
         yield key, value
 
@@ -252,15 +252,15 @@ def _imported(path: Any) -> list[Path]:
     if not isinstance(path, str) or not path.endswith(".py"):
         return []
     file, files = Path(path), [Path(path)]
-    for one in files:  # grows
+    for importer in files:  # the loop extends it
         try:
-            nodes = list(ast.walk(ast.parse(one.read_bytes())))
+            nodes = list(ast.walk(ast.parse(importer.read_bytes())))
         except (OSError, SyntaxError, ValueError):
             continue  # loading the file reports it
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 level, inside = getattr(node, "level", 0), getattr(node, "module", None) or ""
-                base = [file.parent, *one.parents][: level + 1][-1] if level else file.parent
+                base = [file.parent, *importer.parents][: level + 1][-1] if level else file.parent
                 names = [f"{inside}.{alias.name}".lstrip(".") for alias in node.names]
                 files += [module for name in names for module in _files_of(base, name) if module not in files]
     return files[1:]

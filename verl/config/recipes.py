@@ -85,7 +85,7 @@ def with_recipes(program: Program, recipes: Iterable[Recipe]) -> Program:
     return dataclasses.replace(program, root=root, aliases=Aliases(**merged))
 
 
-@cache  # so that a section that travelled is of the class that it left
+@cache  # a section sent to another process keeps its class
 def _made(cls: Hashable, additions: Additions) -> Any:
     return _extension(cls, additions)
 

@@ -1,4 +1,4 @@
-"""Router replay: where experts are recorded, where they are replayed, and what cannot do either; said before loading."""
+"""Router replay: where experts are recorded, where they are replayed, and what supports neither; checked before loading."""
 
 from __future__ import annotations
 

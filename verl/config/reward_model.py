@@ -61,8 +61,8 @@ def _engine(cfg: PPOTrainerConfig) -> Problems:
     if not rollout.server.url:
         problems.append(ConfigError("needs the address of a server", key=_URL, fix=f"Set {_URL}=http://host:port."))
     manager = cfg.reward.reward_manager
-    own_manager = manager.source == "importlib" or manager.name not in registry.REWARD_MANAGERS.builtin_targets()
-    if cfg.reward.custom_reward_function.path is None and not own_manager:
+    custom_manager = manager.source == "importlib" or manager.name not in registry.REWARD_MANAGERS.builtin_targets()
+    if cfg.reward.custom_reward_function.path is None and not custom_manager:
         message = "a generative reward model needs a function that asks it and reads its answer"
         fix = "It gets reward_router_address; docs/howto/rewards.md has one."
         problems.append(ConfigError(message, key="reward.custom_reward_function.path", fix=fix))

@@ -95,7 +95,7 @@ def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True
     if needed == 1 or rollout.name not in OWN_PROCESSES or starts_no_engine(rollout):
         return []
     if caught(devices.resolve_device, device):
-        return []  # said already
+        return []  # another rule reports it
     kind = devices.resolve_device(device)
     there = 1 if not is_local else devices.device_count(kind)
     if kind == "cpu" or needed <= there:  # on a CPU the engine's own processes share it

@@ -90,7 +90,7 @@ class SFTDataConfig(ImageDataConfig):
 
 @dataclass(frozen=True)
 class SFTEngineConfig(FSDPEngineConfig):
-    """The training backend, with the settings of the engines that hold a whole model per data-parallel group.
+    """The training backend, with the settings of the engines that hold a full model per data-parallel group.
 
     Those of Megatron-Core stand below ``megatron``; upstream writes them without it.
     """

@@ -61,7 +61,7 @@ class Rejection:
 
     @property
     def level(self) -> str:
-        """``token`` drops tokens, ``seq_sum``, ``seq_mean`` and ``seq_max`` drop whole sequences."""
+        """``token`` drops tokens, ``seq_sum``, ``seq_mean`` and ``seq_max`` drop full sequences."""
         return self.option.rpartition("_")[0]
 
     @property
@@ -121,7 +121,7 @@ def ratio_bounds(upper: Any, lower: Any, key: str, lower_key: str | None = None)
 def weight_bounds(threshold: float | str) -> tuple[Bounds, bool]:
     """``rollout_correction.rollout_is_threshold``: a number caps (TIS), a text ``low_high`` zeroes outside (IcePop).
 
-    A cap has 1 / cap beside it as a lower bound for the metrics; a cap of 1 or less has none.
+    With a cap, 1 / cap is the lower bound of the metrics; a cap of 1 or less has none.
 
     Returns:
         The bounds, and whether weights outside them are zeroed.
@@ -161,8 +161,8 @@ def rejections(options: str | Sequence[str], thresholds: Any) -> tuple[Rejection
         raise ConfigError(message, key=limit, got=thresholds)
     made: dict[str, Rejection] = {}
     for name, value in zip(names, values):
-        one = _rejection(name, value, limit)
-        if made.setdefault(name, one) != one:
+        rejection = _rejection(name, value, limit)
+        if made.setdefault(name, rejection) != rejection:
             raise ConfigError(f"two thresholds for {name}", key=limit, got=thresholds, fix="Keep the narrower one.")
     return tuple(made.values())
 

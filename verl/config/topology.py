@@ -1,4 +1,4 @@
-"""Who lives where: the processes of a run, its roles with their parallel sizes, and its sampling replicas.
+"""Placement: the processes of a run, its roles with their parallel sizes, and its sampling replicas.
 
 A value made from the configuration, before anything is allocated. The trainer builds pools, worker groups and samplers
 by it; `str` is the table that a run prints when it starts.
@@ -233,14 +233,14 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
     pools = Pools.of(cfg)
     if any(pool.size < 1 for pool in pools.by_name.values()):
         return []  # numbers below 1 are refused for themselves
-    return _own_pool_problems(cfg, pools) + _local_processes(cfg, pools) + _shares(cfg, pools)
+    return _sampler_pool_problems(cfg, pools) + _local_processes(cfg, pools) + _shares(cfg, pools)
 
 
 def added_roles(cfg: PPOTrainerConfig) -> list[Any]:
     """The models that the run's schedule, which a recipe may bring, adds to the library's roles; built-in ones add none."""
     named = cfg.trainer.v1.trainer_mode
-    known = registry.SCHEDULES.builtin_targets()
-    return [] if named in known else list(schedule_of(cfg).models(cfg))
+    builtin = registry.SCHEDULES.builtin_targets()
+    return [] if named in builtin else list(schedule_of(cfg).models(cfg))
 
 
 def schedule_of(cfg: PPOTrainerConfig) -> Any:
@@ -356,7 +356,7 @@ def processes_of(rollout: Any, processes: int) -> int:
 # ---- what cannot be ------------------------------------------------------------------------------------------------
 
 
-def _own_pool_problems(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
+def _sampler_pool_problems(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
     """Engines that cannot live in a pool of their own, or not with the transport that is set."""
     rollout, key = cfg.actor_rollout_ref.rollout, f"{_R}.name"
     if "rollout" not in pools.named:

@@ -50,7 +50,7 @@ def setting(
         choices: the closed set of values, if there is one.
         planned: the feature that does not exist yet; any value but the default is refused by that name.
         no_effect: why the setting changes nothing in this version; setting it gives one notice with this text.
-        engines: rollout engines that follow the setting all the same: with them neither of the two holds.
+        engines: rollout engines that follow the setting nevertheless: with them neither of the two holds.
         follows: dotted key whose value is taken while this one is not set.
         path: a file or folder: ``~`` and variables are expanded.
     """

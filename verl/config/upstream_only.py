@@ -1,4 +1,4 @@
-"""Settings of upstream's tree that nothing here follows: ``upstream_only.yaml`` beside this file, read once.
+"""Settings of upstream's tree that nothing here follows: ``upstream_only.yaml`` in this folder, read once.
 
 They are data and no declarations, since no code reads them: a script that carries them with their defaults runs, and any
 other value is refused by the name of the feature that is missing, or has no effect, with a notice.

@@ -134,14 +134,14 @@ def _adapter(key: str, model: HFModelConfig) -> str | None:
     return next((f"{key}.{name}" for name in ("lora_rank", "lora_adapter_path") if model[name]), None)
 
 
-def refuse_without_cuda(chosen: Iterable[MegatronRole], device: str, external_lib: str | None) -> None:
+def refuse_without_cuda(on_megatron: Iterable[MegatronRole], device: str, external_lib: str | None) -> None:
     """Raise `ConfigError` for a role on Megatron-Core where nothing answers its CUDA calls.
 
     Args:
         device: of the workers.
         external_lib: a module of the person's own, which may answer them.
     """
-    for role in chosen:
+    for role in on_megatron:
         if role.is_megatron and device != "cuda" and not external_lib:
             raise ConfigError(
                 f"Megatron-Core calls CUDA, and this run is on {device}",
@@ -288,11 +288,11 @@ def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 
 
-def _one_set_of_groups(chosen: list[MegatronRole]) -> Problems:
+def _one_set_of_groups(on_megatron: list[MegatronRole]) -> Problems:
     """Roles in the same processes have the same sizes: Megatron-Core has one set of groups per process."""
     first: dict[str, MegatronRole] = {}
     problems: Problems = []
-    for role in chosen:
+    for role in on_megatron:
         other = first.setdefault(role.pool, role)
         for name in _SIZES:
             mine, theirs = role.sizes[name], other.sizes[name]

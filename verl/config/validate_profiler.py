@@ -1,4 +1,4 @@
-"""Rules about profiling: what would record nothing is said before the run, not after it."""
+"""Rules about profiling: a profile that would stay empty is an error or a notice before the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models with an encoder are built, by what and how they are trained: said before one is loaded."""
+"""Which models with an encoder are built, by what and how they are trained: checked before loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM refuses when it is started, said before: steps too small for their responses, contexts, ranks of adapters.
+"""What vLLM refuses at its start, checked before: steps too small for their responses, contexts, ranks of adapters.
 
 Its own limits, as of 0.32 (``SchedulerConfig``, ``ModelConfig``, ``LoRAConfig``).
 """
@@ -44,12 +44,12 @@ def _context(rollout: Any, model: Any) -> Problems:
     facts, length = facts_of(model.path), rollout.max_model_len
     if facts is None or length is None or model.override_config or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         return []
-    known = facts.get("max_position_embeddings")
-    if not isinstance(known, int) or length <= known or _scales_positions(facts):
+    positions = facts.get("max_position_embeddings")
+    if not isinstance(positions, int) or length <= positions or _scales_positions(facts):
         return []
-    message = f"the model knows {known} positions (max_position_embeddings in its config.json)"
+    message = f"the model knows {positions} positions (max_position_embeddings in its config.json)"
     fix = "Leave it out, or give the model longer positions: model.override_config.rope_scaling."
-    return [ConfigError(message, key=f"{_R}.max_model_len", got=length, allowed=f"at most {known}", fix=fix)]
+    return [ConfigError(message, key=f"{_R}.max_model_len", got=length, allowed=f"at most {positions}", fix=fix)]
 
 
 def _scales_positions(facts: Mapping[str, Any]) -> bool:

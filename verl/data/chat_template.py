@@ -203,14 +203,14 @@ class ChatTemplate:
 
     def _structure(self) -> frozenset[str]:
         """The special tokens that the template writes around turns, and those that begin, end and pad a text."""
-        known = special_tokens(self.tokenizer)
+        every = special_tokens(self.tokenizer)
         turns = [("user", "x"), (ASSISTANT, "x"), ("user", "x")]
         try:
             text = self._write([{"role": role, "content": content} for role, content in turns], {})
         except (DataError, *REFUSALS):
-            return known  # it needs more than this
+            return every  # it needs more than this
         special = {self.tokenizer.eos_token, self.tokenizer.bos_token, self.tokenizer.pad_token}
-        return frozenset(token for token in known if token in text or token in special)
+        return frozenset(token for token in every if token in text or token in special)
 
     def check_generation(self) -> None:
         """Whether the template writes a generation prompt.
@@ -229,7 +229,7 @@ class ChatTemplate:
             key = "custom_chat_template"
             raise ModelError(failure.message, key=key, got=self.tokenizer.name_or_path) from failure
         except DataError:
-            return  # a template that needs more than this speaks for itself when it meets a row
+            return  # a template that needs more than this fails at its first row
         header = answered[len(bare) : answered.find(MARK)] if answered.startswith(bare) and MARK in answered else ""
         if prompt == bare and header.strip():
             raise ModelError(

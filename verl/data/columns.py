@@ -176,13 +176,13 @@ class ConversationColumns:
             return pair[0], pair[1]
         if self.messages_key in columns:
             return None
-        for known in PAIRS:
-            if set(known) <= set(columns):
+        for usual in PAIRS:
+            if set(usual) <= set(columns):
                 message = (
-                    f"there is none named {self.messages_key!r}: {known[0]!r} is asked and {known[1]!r} is learned"
+                    f"there is none named {self.messages_key!r}: {usual[0]!r} is asked and {usual[1]!r} is learned"
                 )
                 notice("data.messages_key", message)
-                return known
+                return usual
         near = nearest_column(self.messages_key, columns)
         raise DataError(
             f"no column {self.messages_key!r}; the file has: {', '.join(columns)}",

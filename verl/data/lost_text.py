@@ -1,4 +1,4 @@
-"""Text that a tokenizer cannot represent: without a byte fallback it vanishes, and nobody says so.
+"""Text that a tokenizer cannot represent: without a byte fallback it vanishes silently.
 
 The first rows are encoded and decoded again, and their characters compared. What tokenizers change on purpose (case,
 accents, compatible forms, spaces, quotes) is no loss.
@@ -63,8 +63,8 @@ def check_kept(
 
 def lost_characters(text: str, ids: Sequence[int], tokenizer: Any) -> str:
     """The characters of a text that its ids do not hold, each as often as it is lost."""
-    known = [number for number in ids if number != tokenizer.unk_token_id]
-    decoded = tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    encoded = [number for number in ids if number != tokenizer.unk_token_id]
+    decoded = tokenizer.decode(encoded, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return "".join((Counter(_characters(text)) - Counter(_characters(decoded))).elements())
 
 

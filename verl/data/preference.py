@@ -79,7 +79,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
     def _conversation(self, row: dict[str, Any], item: int, side: str) -> list[Message]:
         return self._placed(self._pairs_of.conversation(row, self.describe(item), side), row, item)
 
-    def _said(self, item: int) -> list[Message]:
+    def _messages(self, item: int) -> list[Message]:
         sides = [self._conversation(self.dataframe[item], item, side) for side in SIDES]
         return [message for messages in sides for message in messages]
 
@@ -111,7 +111,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
             fix = "Set data.filter_invalid=true to leave such rows out."
             raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
         self._pairs_of.margin(self.dataframe[row], self.describe(row))
-        if length == 0:  # the template refuses it, in its own words
+        if length == 0:  # the template refuses it with its error
             for side in SIDES:
                 self._encode_side(self.dataframe[row], row, side)
         if length > self.max_length and self.truncation == "error":

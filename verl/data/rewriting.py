@@ -15,9 +15,9 @@ from verl.errors import DataError
 from verl.protocol import DataProto
 
 
-def same_encoding(one: Any, other: Any) -> bool:
+def same_encoding(tokenizer: Any, other: Any) -> bool:
     """Whether two tokenizers write every conversation with the same ids: vocabulary and chat template are equal."""
-    return one.get_vocab() == other.get_vocab() and one.chat_template == other.chat_template
+    return tokenizer.get_vocab() == other.get_vocab() and tokenizer.chat_template == other.chat_template
 
 
 @dataclass(frozen=True)

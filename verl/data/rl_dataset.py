@@ -25,7 +25,7 @@ from verl.data.messages import Message, as_messages, prune
 from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
-from verl.data.vision.media import RowMedia, SeenRow, kept_places, refuse_images
+from verl.data.vision.media import RowMedia, SeenRow, refuse_images, retained_places
 from verl.data.vision.parts import text_of
 from verl.errors import DataError
 from verl.metrics import log, notice
@@ -97,7 +97,7 @@ class RLHFDataset(Dataset):
         self._load()
         self._filter()
         if self.prompt_key in self.dataframe.column_names:  # else the prompts are up to the user's class
-            check_kept(self._template, len(self), self._said, self.describe)
+            check_kept(self._template, len(self), self._messages, self.describe)
         self._settle_lengths()
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class RLHFDataset(Dataset):
         self.dataframe, self._rows = self.dataframe.select(retained), self._rows[retained]
         log.info("%d prompts from %s", len(self), ", ".join(self._origin.files))
 
-    def _said(self, item: int) -> list[Message]:
+    def _messages(self, item: int) -> list[Message]:
         return self.build_messages(dict(self.dataframe[item]), item)
 
     def _empty(self, item: int, more: str = "") -> DataError:
@@ -247,7 +247,7 @@ class RLHFDataset(Dataset):
         processor = self._media.processor
         try:
             ids = processor.expand(self._template.encode(text), seen.pieces)
-            places = kept_places(ids, limit, how, processor.image_token_ids)
+            places = retained_places(ids, limit, how, processor.image_token_ids)
         except DataError as failure:
             raise DataError(failure.message, key=self.describe(item), fix=failure.fix) from failure
         return [ids[place] for place in places]

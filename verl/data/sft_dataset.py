@@ -25,7 +25,7 @@ from verl.data.messages import Message, as_tools
 from verl.data.overlong import MANY, PART, check_truncation, count_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.turns import TurnFinder
-from verl.data.vision.media import RowMedia, kept_places, refuse_images
+from verl.data.vision.media import RowMedia, refuse_images, retained_places
 from verl.data.vision.parts import text_of
 from verl.data.vision.processor import Inputs
 from verl.errors import ConfigError, DataError
@@ -103,7 +103,7 @@ class MultiTurnSFTDataset(Dataset):
             self._leave_out_invalid()
         elif self.truncation == "error":
             self._refuse_overlong()
-        check_kept(self._template, len(self.dataframe), self._said, self.describe)
+        check_kept(self._template, len(self.dataframe), self._messages, self.describe)
         self[0]  # a template whose turns are ambiguous fails here and not in the first step
 
     def __len__(self) -> int:
@@ -148,9 +148,9 @@ class MultiTurnSFTDataset(Dataset):
         mask = trained(mask)
         if len(ids) > self.max_length:
             if self.truncation == "error":
-                raise self._too_long(item, len(ids))  # turn by turn, a row may have more tokens than as a whole
+                raise self._too_long(item, len(ids))  # turn by turn, a row may have more tokens than in one piece
             image_ids = frozenset() if self._media is None else self._media.processor.image_token_ids
-            places = kept_places(ids, self.max_length, self.truncation, image_ids)
+            places = retained_places(ids, self.max_length, self.truncation, image_ids)
             ids, mask = [ids[place] for place in places], [mask[place] for place in places]
         return EncodedRow(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool), inputs)
 
@@ -162,7 +162,7 @@ class MultiTurnSFTDataset(Dataset):
         """The conversation of a row, as plain message dicts; override it to make conversations from other columns."""
         return self._placed(self._columns.messages(row, self.describe(item)), row, item)
 
-    def _said(self, item: int) -> list[Message]:
+    def _messages(self, item: int) -> list[Message]:
         return self.build_messages(self.dataframe[item], item)
 
     def _placed(self, messages: list[Message], row: dict[str, Any], item: int) -> list[Message]:

@@ -126,7 +126,7 @@ class _Tokens:
 
     def _text(self, text: str) -> str:
         if not text.isascii():
-            text = text.encode("utf-8", "replace").decode("utf-8")  # half a letter has no tokens
+            text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no tokens
         if self._pattern.search(text):
             notice(
                 "data",

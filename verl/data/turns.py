@@ -64,7 +64,7 @@ class TurnFinder:
     Args:
         template: renders and tokenises.
         keep_produced: take every turn as it was produced when it was the last one, tokenised by itself, where that
-            differs from the whole conversation, instead of refusing the conversation if a part of a turn gets lost.
+            differs from the full conversation, instead of refusing the conversation if a part of a turn gets lost.
         learns: a conversation is refused where the template leaves out what would be trained on; else that is noticed.
     """
 
@@ -175,7 +175,7 @@ class TurnFinder:
             return None
 
     def _marked(self, messages: Sequence[Message], number: int, arguments: dict[str, Any]) -> str:
-        """The whole text with a mark in place of what message ``number`` says."""
+        """The full text with a mark in place of what message ``number`` says."""
         marked = [*messages[:number], {"role": ASSISTANT, "content": MARK}, *messages[number + 1 :]]
         text = self.template.render(marked, **arguments)
         if MARK in text:
@@ -183,7 +183,7 @@ class TurnFinder:
         raise self._unclear(number)
 
     def _end(self, marked: str, conversation: str, number: int, closing: Closing) -> int:
-        """Where a turn ends in the whole text: what follows the mark follows the turn too."""
+        """Where a turn ends in the full text: what follows the mark follows the turn too."""
         after = marked[marked.index(MARK) + len(MARK) :]
         if not conversation.endswith(after):
             raise self._unclear(number)
@@ -213,7 +213,7 @@ class TurnFinder:
             notice("the chat template", message)
 
     def _text_of(self, turn: Turn, conversation: str, decoration: str) -> str:
-        """What of a turn is trained on: its text in the whole conversation, or as it was produced."""
+        """What of a turn is trained on: its text in the full conversation, or as it was produced."""
         standing = conversation[turn.start : turn.end]
         if standing == turn.produced or self.keep_produced:
             return turn.produced

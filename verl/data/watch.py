@@ -1,4 +1,4 @@
-"""Ends work that takes more than it may: a chat template that loops on a word of the data, or fills the memory.
+"""A watchdog for work over its limits: a chat template that loops on a word of the data, or fills the memory.
 
 One thread per process looks at all such work. It raises an exception in the working thread, which arrives at that
 thread's next Python instruction; work that hangs inside a C function is not ended by it.

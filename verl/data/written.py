@@ -170,7 +170,7 @@ def missing(text: str, marks: Mapping[str, MarkedPart]) -> list[MarkedPart]:
 
 def _marked_message(message: Message, number: int, mark: Callable[..., str]) -> Message:
     role, changed = str(message.get("role")), type(message)(message)
-    thoughts: dict[str, str] = {}  # two names of one thought: a template needs to write one of them
+    thoughts: dict[str, str] = {}  # two names of the reasoning: a template needs to write one of them
     for name, value in message.items():
         of_field = partial(mark, number, role, name)
         if name in CALLS:

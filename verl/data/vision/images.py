@@ -158,11 +158,11 @@ def thumbnails(images: Sequence[Image.Image], edge: int = 128, most: int = 8) ->
     for image in images[:most]:
         small.append(image.convert("RGB"))
         small[-1].thumbnail((edge, edge))  # a copy was made of an image that is RGB, too
-    strip = Image.new("RGB", (sum(one.width for one in small), max(one.height for one in small)), "white")
+    strip = Image.new("RGB", (sum(im.width for im in small), max(im.height for im in small)), "white")
     at = 0
-    for one in small:
-        strip.paste(one, (at, 0))
-        at += one.width
+    for im in small:
+        strip.paste(im, (at, 0))
+        at += im.width
     file = io.BytesIO()
     strip.save(file, "PNG")
     return file.getvalue()

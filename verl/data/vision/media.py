@@ -112,7 +112,7 @@ def refuse_images(messages: Sequence[Message], where: Where) -> None:
         )
 
 
-def kept_places(ids: Sequence[int], limit: int, how: str, image_ids: frozenset[int]) -> list[int]:
+def retained_places(ids: Sequence[int], limit: int, how: str, image_ids: frozenset[int]) -> list[int]:
     """The places of ``ids`` that `truncate` keeps.
 
     Args:

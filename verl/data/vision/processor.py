@@ -1,7 +1,7 @@
-"""A model's processor: pixels to tensors, and one placeholder of the prompt to as many tokens as the image takes.
+"""A model's processor: pixels to tensors, and one placeholder of the prompt to the image's number of tokens.
 
-transformers builds processors of vision models with their video half, which needs torchvision; without it
-`AutoProcessor` returns the tokenizer alone, and says nothing. So the image half is built here from its parts.
+transformers builds processors of vision models with their video processor, which needs torchvision; without it
+`AutoProcessor` returns only the tokenizer, without an error. The image processor is therefore built here.
 
 Prompts are tokenised with one placeholder per image, by the code that keeps special tokens of the data text, and
 expanded as ids: what `AutoProcessor` would do in text, with the same tokens.
@@ -66,7 +66,7 @@ class VisionProcessor:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "wrapped":
-            raise AttributeError(name)  # a copy in the making has no processor yet
+            raise AttributeError(name)  # a copy under construction has no processor yet
         return getattr(self.wrapped, name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -305,14 +305,14 @@ def _read_facts(folder: Path, name: str) -> dict[str, Any]:
 
 def _checked_arguments(hf: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call without those that are applied before it; names that it does not take are refused."""
-    known = sorted(_argument_names(hf.image_processor))
+    allowed = sorted(_argument_names(hf.image_processor))
     for name in call:
         if name in ("videos_kwargs", "fps"):
             raise NotBuiltError(VIDEOS, key="data.mm_processor_kwargs", got=name)
-        if name not in known and name not in OWN_SIZES:
-            fix = suggest(name, known)
+        if name not in allowed and name not in OWN_SIZES:
+            fix = suggest(name, allowed)
             key = "data.mm_processor_kwargs"
-            raise ConfigError("the image processor takes no such argument", key=key, got=name, allowed=known, fix=fix)
+            raise ConfigError("the image processor takes no such argument", key=key, got=name, allowed=allowed, fix=fix)
     return {name: value for name, value in call.items() if name not in OWN_SIZES}
 
 
