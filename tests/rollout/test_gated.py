@@ -120,7 +120,7 @@ async def test_a_sleeping_sampler_samples_nothing_and_after_level_2_wants_weight
     [
         (Sampled((4,), (-0.1,), "because"), "finish reason"),
         (Sampled((), (), "stop"), "no tokens"),
-        (Sampled((4, 4, 4, 4), (-0.1,) * 4, "length"), "4 tokens where at most 3"),
+        (Sampled((4, 4, 4, 4), (-0.1,) * 4, "length"), "4 tokens where max_tokens leaves room for 3"),
         (Sampled((10,), (-0.1,), "stop"), "outside 0 to 9"),
         (Sampled((4, 5), (-0.1,), "stop"), "1 log-probs for 2 tokens"),
         (Sampled((4,), (math.nan,), "stop"), "a log-prob of nan"),

@@ -28,7 +28,7 @@ def separate_adapter(rollout: Any, model: Any) -> LoraSettings | None:
     elif rollout.checkpoint_engine.backend.startswith("delta"):
         reason = "differences are those of whole weights"
     elif rollout.name != "hf" and _on_experts(model, settings):
-        reason = "it lies on experts, and the sampler applies adapters to linear layers alone"
+        reason = "it adapts experts, and the sampler applies adapters to linear layers alone"
     else:
         reason = SAMPLERS.get(rollout.name).why_adapter_is_merged(rollout)
     if reason:

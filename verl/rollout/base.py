@@ -20,8 +20,8 @@ from verl.weight_sync.chunks import WeightChunk
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 AtUpdate = Literal["wait", "pause", "abort"]
-"""What new weights do to running requests: wait for their end, pause them (the engine goes on with them by itself), or
-abort them (whoever sent them goes on from the prefix, perhaps elsewhere)."""
+"""What new weights do to running requests: wait for their end, pause them (the engine resumes them by itself), or
+abort them (the caller resumes from the prefix, perhaps at another replica)."""
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy: dividing by it would only amplify rounding."""
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
@@ -157,7 +157,7 @@ class Completion:
 
 
 Moved = tuple[str, int, int]
-"""A request that goes on at another replica: its uid, its sample index, and the tokens of its response so far."""
+"""A request that resumes at another replica: its uid, its sample index, and the tokens of its response so far."""
 
 
 class Sampler(ABC):
@@ -207,15 +207,15 @@ class Sampler(ABC):
         """Take new weights once no request runs; waiting ones start with the new version.
 
         With ``at_update="wait"`` running requests end first, so that no completion mixes versions. Otherwise they stop
-        between two forward passes, each with at least one token more than after the previous update. What they go on
-        with computes their tokens so far anew: no pass reads a cache that other weights filled.
+        between two forward passes, each with at least one token more than after the previous update. What they
+        resume with prefills their tokens so far again: no pass reads a KV cache that other weights filled.
         """
 
     def interrupt_pass(self) -> None:  # noqa: B027 -- most samplers compute elsewhere than in their loop
         """From any thread: an update will be in the event loop at once, and may interrupt the forward pass in work."""
 
     async def confirm(self, version: int) -> int:
-        """The version in use, asked for after ``version`` was sent, perhaps by another process."""
+        """The version in use, queried after ``version`` was sent, perhaps by another process."""
         return self.version
 
     async def drawn(self, known: Mapping[str, int]) -> dict[str, Completion]:

@@ -128,8 +128,8 @@ class GatedSampler(Sampler):
                     request = continued(request, parts[-1])
                 parts.append(await self._attempt(request))
         finally:
-            for kept in (self._in_flight, self._interrupted, self._given_up):
-                kept.discard(request.id)
+            for ids in (self._in_flight, self._interrupted, self._given_up):
+                ids.discard(request.id)
             if not (parts and parts[-1].is_interrupted):
                 self._spared.discard(request.id)
         self._counts["requests"] += not parts[-1].is_interrupted
@@ -180,10 +180,10 @@ class GatedSampler(Sampler):
         await self._abort_begun(self._interrupted)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = self._in_flight if request_ids is None else self._in_flight.intersection(request_ids)
-        at_gate = wanted - self._inside
-        self._given_up |= wanted
-        return len(at_gate) + await self._abort(wanted & self._inside)
+        aborted = self._in_flight if request_ids is None else self._in_flight.intersection(request_ids)
+        at_gate = aborted - self._inside
+        self._given_up |= aborted
+        return len(at_gate) + await self._abort(aborted & self._inside)
 
     async def sleep(self, level: int = 1) -> None:
         check_level(level)
@@ -255,7 +255,7 @@ def invalid_reason(request: Request, sampled: Sampled, vocab_size: int) -> str:
     if not ids and sampled.finish_reason != "abort":
         return "no tokens"
     if len(ids) > budget:
-        return f"{len(ids)} tokens where at most {budget} were asked for"
+        return f"{len(ids)} tokens where max_tokens leaves room for {budget}"
     if any(not 0 <= token < vocab_size for token in ids):
         return f"a token id outside 0 to {vocab_size - 1}"
     if logs is None:

@@ -39,7 +39,7 @@ def servers_of(rollout: Any) -> list[str]:
 
 
 def server_sampler(url: str, rollout: Any, model: Any, is_alone: bool) -> ServerSampler:
-    """The sampler over one server; with several servers it is asked once, because another one answers sooner."""
+    """The sampler over one server; with several it does not retry, because another server answers sooner."""
     api = "sglang" if rollout.name == "sglang" else None
     return ServerSampler.one_of(rollout, model, url, api=api, max_attempts=None if is_alone else 1)
 

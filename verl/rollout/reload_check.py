@@ -51,8 +51,8 @@ def check_uniform(log_probs: Sequence[float], vocab_size: int, fix: str = FIX) -
     shift = max((abs(value + math.log(vocab_size)) for value in log_probs), default=math.nan)
     if not shift <= TOLERANCE:
         raise RolloutError(
-            "this engine cannot take new weights for this model: its head, which is tied to the embeddings, goes on "
-            f"with the old ones (log-probs are {shift:.1e} away from what they must be)",
+            "this engine cannot take new weights for this model: its head, which is tied to the embeddings, still "
+            f"uses the old ones (log-probs are {shift:.1e} away from what they must be)",
             fix=fix,
         )
 

@@ -1,4 +1,4 @@
-"""What replicas have drawn of requests in work, as they report it: a request whose replica is lost goes on from there.
+"""What replicas have drawn of requests in work, as they report it: a request whose replica is lost resumes from there.
 
 Consumes: nothing but answers of the replica to `Sampler.drawn`. Waits for: that answer, in a task of its own, which
 holds no lock and no slot; nobody waits for it. Unblocked by: the answer, or the replica's loss.
@@ -65,7 +65,7 @@ class AttemptReport:
 
 
 class DrawnReports:
-    """Asks a replica as long as it has requests.
+    """Polls a replica as long as it has requests in flight.
 
     Args:
         name: of the replica.
@@ -78,7 +78,7 @@ class DrawnReports:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, report: AttemptReport, seconds: float) -> None:
-        """From here on the report gets what is drawn, once in so many seconds."""
+        """From here on the report gets what is drawn, every ``seconds``."""
         self._attempts[report.request.id] = report
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._ask(seconds))
@@ -95,16 +95,16 @@ class DrawnReports:
     async def _ask(self, seconds: float) -> None:
         while self._attempts:
             await asyncio.sleep(seconds)
-            asked = dict(self._attempts)
+            attempts = dict(self._attempts)
             try:
-                news = await self._sampler.drawn({name: report.count for name, report in asked.items()})
+                news = await self._sampler.drawn({name: report.count for name, report in attempts.items()})
             except LOSSES:
                 return  # its requests hear of it themselves
             except VerlError as error:
                 return notice(
                     f"rollout, {self._name}, reports",
-                    f"it does not report what it draws, so a request that it loses begins anew: {error}",
+                    f"it does not report what it draws, so a request that it loses starts from its prompt: {error}",
                 )
             for name, part in news.items():
-                if self._attempts.get(name) is asked[name]:
-                    asked[name].add(part)
+                if self._attempts.get(name) is attempts[name]:
+                    attempts[name].add(part)

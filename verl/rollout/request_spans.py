@@ -86,7 +86,7 @@ class RequestSpans:
             work = asyncio.ensure_future(self._follow(request, self._spans.pop(request.id), serve))
             self._work[request.id] = work
         # Where the process of its loop was lost, the request comes again, when its weights may be gone: it gets the
-        # answer to the first one, which goes on whatever becomes of those that wait for it.
+        # answer to the first one, which continues even if its waiters are cancelled.
         return await asyncio.shield(work)
 
     async def _follow(self, request: Request, spans: Draws, serve: Serve) -> Completion:
@@ -133,7 +133,7 @@ class RequestSpans:
             notes.finish = done.finish_reason
 
     def restart(self, request: Request) -> None:
-        """A request that comes again is of a conversation that begins anew, as the process of its loop was lost."""
+        """A request that comes again restarts its conversation: the process of its agent loop was lost."""
         noted = self._noted.get(_conversation(request.id), {})
         if request.id in noted:
             for name in [name for name in noted if _turn(name) >= _turn(request.id)]:
@@ -170,7 +170,7 @@ def _taken(request: Request, spans: Draws) -> Completion:
 
 
 def _at_most(request: Request, count: int) -> Request:
-    """The request with room for so many further tokens."""
+    """The request with room for ``count`` further tokens."""
     room = len(request.generated_prefix) + count
     shortest = min(request.sampling.min_tokens, room)
     return replace(request, sampling=replace(request.sampling, max_tokens=room, min_tokens=shortest))

@@ -1,6 +1,6 @@
-"""Going on with an interrupted response: its tokens so far become the prefix of the next attempt.
+"""Resuming an interrupted response: its tokens so far become the prefix of the next attempt.
 
-Log-probs and versions stay with the tokens that they belong to, and whoever waits for the response sees one completion.
+Log-probs and versions stay with the tokens that they belong to, and the caller sees one completion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def continued(request: Request, done: Completion) -> Request:
 
 
 def after(done: Completion, count: int) -> Completion:
-    """What a completion has after so many tokens."""
+    """What a completion has after its first ``count`` tokens."""
     return replace(
         done,
         token_ids=done.token_ids[count:],
@@ -69,7 +69,7 @@ def _experts(parts: Sequence[Completion]) -> Any:
 
 
 def extended(known: np.ndarray | None, later: np.ndarray) -> np.ndarray:
-    """The experts of a sequence that goes on: those of its first tokens, and what a later request has behind them.
+    """The experts of a resumed sequence: those of its prefix, then those that a later request adds.
 
     Args:
         known: (tokens, layers, top_k) so far; None: nothing.

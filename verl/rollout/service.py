@@ -87,15 +87,15 @@ class Router:
         least = min(replica.load for replica in may)
         prompt = self._prompts.get(request.uid)
         if request.uid and prompt in may and prompt.load <= least + SLACK:  # type: ignore[union-attr]
-            chosen = prompt
+            replica = prompt
         else:
             self._turn += 1
             free = [replica for replica in may if replica.load == least]
-            chosen = free[self._turn % len(free)]
-        assert chosen is not None
-        self._remember(self._sessions, request.session, chosen)
-        self._remember(self._prompts, request.uid, chosen)
-        return chosen
+            replica = free[self._turn % len(free)]
+        assert replica is not None
+        self._remember(self._sessions, request.session, replica)
+        self._remember(self._prompts, request.uid, replica)
+        return replica
 
     def of_session(self, request: Request) -> Replica | None:
         """The replica that has the cache of the request's conversation."""
@@ -123,9 +123,9 @@ class Router:
 class SamplerService(Sampler):
     """Several samplers as one.
 
-    A request whose replica is lost is sent to another one. One that new weights interrupted goes on from its prefix,
-    at whichever replica is chosen; however often that happens, the caller sees one completion. A lost replica gets no
-    more requests: before the first weights were published it is retried after a while; later it returns with the next
+    A request whose replica is lost is sent to another one. One that new weights interrupted resumes from its prefix
+    at any replica; however often that happens, the caller sees one completion. A lost replica gets no more
+    requests: before the first weights were published it is retried after a while; later it returns with the next
     version that it has, since its weights are unknown until then. A service of one replica adds nothing: its errors
     reach the caller.
 
@@ -139,8 +139,8 @@ class SamplerService(Sampler):
             turns of a conversation do not wait.
         retry_seconds: after which a lost replica is tried again.
         lost_seconds: that a lost replica may take to free its memory.
-        report_seconds: between two reports of what a request has drawn, with which it goes on elsewhere if its replica
-            is lost; None: it starts anew there, so that under ``rollout.full_determinism`` no bit depends on a loss.
+        report_seconds: between two reports of what a request has drawn, from which another replica resumes it if its
+            own is lost; None: it starts from the prompt, so with ``rollout.full_determinism`` no bit depends on a loss.
         is_elastic: somebody replaces lost replicas (`add`, `discard`); there may be none at first.
 
     Example:
@@ -203,8 +203,8 @@ class SamplerService(Sampler):
                 self._router.leave(request)
                 request = continued(request, parts[-1])
         finally:
-            for kept in (self._in_flight, self._at_gate, self._given_up):
-                kept.discard(request.id)
+            for ids in (self._in_flight, self._at_gate, self._given_up):
+                ids.discard(request.id)
 
     async def _route(self, request: Request) -> Completion:
         if request.id in self._given_up:  # it was aborted at the gate
@@ -301,9 +301,9 @@ class SamplerService(Sampler):
         """
         replicas = list(self.replicas)
         failed = {name: error for name, error in (failed or {}).items() if name in self._names()}  # others have left
-        asked = [replica for replica in replicas if replica.name not in failed]
-        answers = await asyncio.gather(*(r.sampler.confirm(version) for r in asked), return_exceptions=True)
-        for replica, answer in zip(asked, answers):
+        receivers = [replica for replica in replicas if replica.name not in failed]
+        answers = await asyncio.gather(*(r.sampler.confirm(version) for r in receivers), return_exceptions=True)
+        for replica, answer in zip(receivers, answers):
             if isinstance(answer, BaseException) and not isinstance(answer, Exception):
                 raise answer
             if isinstance(answer, Exception):
@@ -370,13 +370,13 @@ class SamplerService(Sampler):
         return ServiceState(states, tuple(moved))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = None if request_ids is None else set(request_ids)
-        self._given_up |= self._in_flight if wanted is None else self._in_flight & wanted
-        num_waiting = len(self._at_gate if wanted is None else self._at_gate & wanted)
-        num_waiting += self._queue.abort(wanted)  # first: a slot that becomes free now must not go to one of them
+        aborted = None if request_ids is None else set(request_ids)
+        self._given_up |= self._in_flight if aborted is None else self._in_flight & aborted
+        num_waiting = len(self._at_gate if aborted is None else self._at_gate & aborted)
+        num_waiting += self._queue.abort(aborted)  # first: a slot that becomes free now must not go to one of them
         calls = []
         for replica in self.replicas:
-            ids = sorted(replica.ids if wanted is None else replica.ids & wanted)
+            ids = sorted(replica.ids if aborted is None else replica.ids & aborted)
             if ids and not replica.is_lost:
                 calls.append(replica.sampler.abort(ids))
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -487,14 +487,14 @@ class SamplerService(Sampler):
 
     async def _all(self, call: Callable[[Sampler], Coroutine[Any, Any, T]]) -> dict[str, T]:
         """Name of each replica that is not lost, before and after -> its answer."""
-        chosen = [replica for replica in self.replicas if not replica.is_lost]
-        answers = await asyncio.gather(*(call(replica.sampler) for replica in chosen), return_exceptions=True)
-        for replica, error in zip(chosen, answers):
+        alive = [replica for replica in self.replicas if not replica.is_lost]
+        answers = await asyncio.gather(*(call(replica.sampler) for replica in alive), return_exceptions=True)
+        for replica, error in zip(alive, answers):
             if isinstance(error, LOSSES) and not self._is_single:
                 self._lose(replica, error)
             elif isinstance(error, BaseException):
                 raise error
-        return {one.name: answer for one, answer in zip(chosen, answers) if not isinstance(answer, BaseException)}
+        return {one.name: answer for one, answer in zip(alive, answers) if not isinstance(answer, BaseException)}
 
     async def _try(self, samplers: Iterable[Sampler], call: Callable[[Sampler], Any]) -> None:
         """Call lost replicas, and ignore what goes wrong."""

@@ -79,8 +79,8 @@ class ThreadedSampler(Sampler):
         return await self._answer(call)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = None if request_ids is None else list(request_ids)
-        return await self._after_requests(lambda: self.sampler.abort(wanted))
+        aborted = None if request_ids is None else list(request_ids)
+        return await self._after_requests(lambda: self.sampler.abort(aborted))
 
     async def sleep(self, level: int = 1) -> None:
         await self._after_requests(lambda: self.sampler.sleep(level))

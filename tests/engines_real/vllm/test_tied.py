@@ -47,5 +47,5 @@ def test_a_tied_head_that_goes_on_with_the_old_embeddings_is_found_before_anythi
     sampler, folder, monkeypatch
 ):
     monkeypatch.setattr(versions, "refresh_tied", lambda model: None)
-    with pytest.raises(RolloutError, match="tied to the embeddings, goes on with the old ones"):
+    with pytest.raises(RolloutError, match="tied to the embeddings, still uses the old ones"):
         updated(sampler, folder)

@@ -160,7 +160,7 @@ def test_an_adapter_on_experts_goes_alone_to_transformers_and_merged_to_others(t
     model = HFModelConfig(path=str(mixture), lora_rank=4, **given)
     assert separate_adapter(ROLLOUT, model) == lora.LoraSettings.of(model)
     assert separate_adapter(dataclasses.replace(ROLLOUT, name="vllm"), model) is None
-    assert "it lies on experts" in metrics.notices()["actor_rollout_ref.model.lora.merge"]
+    assert "it adapts experts" in metrics.notices()["actor_rollout_ref.model.lora.merge"]
 
 
 @pytest.mark.parametrize(

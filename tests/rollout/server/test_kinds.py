@@ -226,7 +226,7 @@ def test_a_tied_head_that_goes_on_with_old_embeddings_is_refused(tmp_path, has_e
     paths = {PATH: answer, "/collective_rpc": call, "/reset_prefix_cache": (200, {})}
     with (
         serving(paths) as server,
-        pytest.raises(RolloutError, match=r"goes on with the old ones.*worker-extension-cls"),
+        pytest.raises(RolloutError, match=r"still uses the old ones.*worker-extension-cls"),
     ):
         update(over(server, model, weights_dir=str(tmp_path / "weights")), weights(model))
     extended = ["verl_reload_last", "verl_load_folder"]

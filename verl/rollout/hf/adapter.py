@@ -62,7 +62,7 @@ class AdapterBuffer:
         return num_bytes
 
     def _after_base(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """The adapter's part of a stream; what comes before it, the trainer's base, is used where it lies."""
+        """The adapter's part of a stream; what comes before it, the trainer's base, is used in place."""
         with taking(chunks) as stream:
             for chunk in stream:
                 if not chunk.is_live:

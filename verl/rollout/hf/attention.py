@@ -72,18 +72,18 @@ class DecodePlan:
         prefix = np.array([group.prefix_len for group in block.groups], dtype=np.int64)
         cell, position = np.array(cells, dtype=np.int64), np.array(lengths, dtype=np.int64)
         group_of, slot_of, head = cell // width, cell % width, np.arange(heads)
-        own = position - prefix[group_of]
+        suffix = position - prefix[group_of]
         token_of = np.zeros(groups * width, dtype=np.int64)
         token_of[cell] = np.arange(len(cell))
         # Head-major inside a group: (F, h, n), so that a group's queries meet its prefix in one matrix product.
         query = token_of.reshape(groups, 1, width) * heads + head[:, None]
         out = (group_of[:, None] * heads + head) * width + slot_of[:, None]
-        write = out * block.capacity + own[:, None]
+        write = out * block.capacity + suffix[:, None]
         grid = np.zeros(groups * width, dtype=np.int64)
         grid[cell] = position
         self.is_full = len(cell) == groups * width
-        in_step = not fixed and self.is_full and bool((own == own[0]).all())
-        self._column = int(own[0]) if in_step else None
+        in_step = not fixed and self.is_full and bool((suffix == suffix[0]).all())
+        self._column = int(suffix[0]) if in_step else None
         self.query_index, self.out_index, self.write_index, self.positions, self.grid, self.key_positions = (
             torch.from_numpy(np.ascontiguousarray(x)).to(device)
             for x in (query.ravel(), out.ravel(), write.ravel(), position, grid.reshape(groups, width),
@@ -92,7 +92,7 @@ class DecodePlan:
         self.shifts: torch.Tensor | None = None
         if any(row.prompt.shift for row in self.rows):
             self.shifts = torch.tensor([row.prompt.shift for row in self.rows], device=device)
-        self.longest, self.furthest = int(own.max(initial=0)), int(position.max(initial=0))
+        self.longest, self.furthest = int(suffix.max(initial=0)), int(position.max(initial=0))
         self._masks: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._row_cells = torch.from_numpy(cell).to(device)
 
@@ -126,8 +126,8 @@ class DecodePlan:
             # A slot without a row keeps its first cell open: a softmax over nothing would be NaN.
             zeros = torch.zeros(hidden.shape, dtype=self.block.shape.dtype, device=hidden.device)
             mask = zeros.masked_fill_(hidden, float("-inf"))[:, None].expand(-1, self.block.shape.num_heads, -1, -1)
-            prefix, own = mask.split((self.block.prefix_capacity, self.block.capacity), dim=-1)
-            both = prefix.repeat_interleave(per_head, 2).flatten(0, 1), own.flatten(0, 2)[:, None]
+            prefix, suffix = mask.split((self.block.prefix_capacity, self.block.capacity), dim=-1)
+            both = prefix.repeat_interleave(per_head, 2).flatten(0, 1), suffix.flatten(0, 2)[:, None]
             self._masks[window, per_head] = both
         return self._masks[window, per_head]
 

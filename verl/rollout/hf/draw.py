@@ -99,8 +99,8 @@ def _draw(logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns) ->
     tokens = _invert(weights, block_sums, cumulative, uniforms[:, None] * total)
     if columns.greedy is not None:
         tokens = torch.where(columns.greedy, scores.argmax(-1), tokens)
-    chosen = scores.gather(-1, tokens[:, None])
-    return tokens, ((chosen - largest).double() - total.log()).squeeze(-1).float()
+    sampled = scores.gather(-1, tokens[:, None])
+    return tokens, ((sampled - largest).double() - total.log()).squeeze(-1).float()
 
 
 def _weights(scores: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,13 +164,13 @@ def _first_above(cumulative: torch.Tensor, weights: torch.Tensor, target: torch.
 def keep_top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """-inf on everything below the k-th largest score of its row; ties with it stay. ``top_k`` below 1 keeps all."""
     vocab = scores.shape[-1]
-    wanted = torch.where(top_k < 1, vocab, top_k).clamp(max=vocab)
-    limited = wanted < vocab
+    num_kept = torch.where(top_k < 1, vocab, top_k).clamp(max=vocab)
+    limited = num_kept < vocab
     if not bool(limited.any()):
         return scores
-    widest = int(wanted[limited].max())
+    widest = int(num_kept[limited].max())
     best = scores.topk(widest, dim=-1).values
-    smallest = best.gather(-1, wanted.clamp(max=widest)[:, None] - 1)
+    smallest = best.gather(-1, num_kept.clamp(max=widest)[:, None] - 1)
     return scores.masked_fill(limited[:, None] & (scores < smallest), float("-inf"))
 
 

@@ -188,11 +188,11 @@ class KVBlock:
 
     def _allocate(self, room: int) -> None:
         s = self.shape
-        own = (s.num_layers, room, s.num_heads, self.width, self.capacity)
+        suffix = (s.num_layers, room, s.num_heads, self.width, self.capacity)
         prefix = (s.num_layers, room, s.num_heads, self.prefix_capacity)
         self._buffers, self.room = [], room
-        self.keys = self._carve((*own, s.key_dim))
-        self.values = self._carve((*own, s.value_dim))
+        self.keys = self._carve((*suffix, s.key_dim))
+        self.values = self._carve((*suffix, s.value_dim))
         if self.prefix_capacity:
             self.prefix_keys = self._carve((*prefix, s.key_dim))
             self.prefix_values = self._carve((*prefix, s.value_dim))
@@ -210,11 +210,11 @@ def move_groups(source: KVBlock, target: KVBlock, indices: Sequence[int]) -> Non
     """Append whole groups of ``source`` to ``target``, which has the same width and at least the same capacities."""
     first, count = len(target.groups), len(indices)
     target.reserve(count)
-    whole = list(indices) == list(range(count))
+    is_slice = list(indices) == list(range(count))
     # A slice copies straight between the two; an index makes a copy in between.
-    chosen = slice(0, count) if whole else torch.tensor(indices, device=source.shape.device)
+    selection = slice(0, count) if is_slice else torch.tensor(indices, device=source.shape.device)
     for old, new in zip(source.parts(), target.parts()):
-        new[:, first : first + count, ..., : old.shape[-2], :] = old[:, chosen]
+        new[:, first : first + count, ..., : old.shape[-2], :] = old[:, selection]
     for index in indices:
         group = source.groups[index]
         target.append(group)
@@ -237,11 +237,11 @@ def regroup(source: KVBlock, target: KVBlock, picks: Sequence[tuple[int, Sequenc
     slot_of = torch.tensor([[*slots, *([slots[0]] * (width - len(slots)))] for _, slots in picks])
     head = torch.arange(heads)[:, None]
     cells = ((group_of[:, None, None] * heads + head) * source.width + slot_of[:, None, :]).flatten().to(device)
-    own = [(source.keys, target.keys), (source.values, target.values)]
-    for old, new in own:
+    suffixes = [(source.keys, target.keys), (source.values, target.values)]
+    for old, new in suffixes:
         moved = old.flatten(1, 3).index_select(1, cells).unflatten(1, (count, heads, width))
         new[:, first : first + count, ..., : source.capacity, :] = moved
-    for old, new in zip(source.parts()[len(own) :], target.parts()[len(own) :]):
+    for old, new in zip(source.parts()[len(suffixes) :], target.parts()[len(suffixes) :]):
         new[:, first : first + count, ..., : source.prefix_capacity, :] = old[:, group_of.to(device)]
     for index, slots in picks:
         group = source.groups[index]

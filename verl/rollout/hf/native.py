@@ -150,18 +150,18 @@ class NativeModel:
         self._is_stale = True
 
     def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, wanted: torch.Tensor | None
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """(T,) token ids and positions -> logits (T or len(wanted), V)."""
-        return self.forward(ids, PlannedAttention(plan, *self.rotation(positions)), wanted)
+        """(T,) token ids and positions -> logits (T or len(logit_rows), V)."""
+        return self.forward(ids, PlannedAttention(plan, *self.rotation(positions)), logit_rows)
 
-    def forward(self, ids: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, attend: Attend, logit_rows: torch.Tensor | None = None) -> torch.Tensor:
         """As above, with any attention."""
         self._lay_out()
         x = self._embedding.weight[ids]
         for layer in self.layers:
             x = layer(x, attend)
-        return self.logits(x if wanted is None else x[wanted])
+        return self.logits(x if logit_rows is None else x[logit_rows])
 
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(T, 1, d) cosines, and sines with the sign that `rotate` needs."""
@@ -182,7 +182,7 @@ class NativeModel:
         return F.linear(x, self._head.weight, self._head.bias)
 
     def rows_for(self, tokens: int) -> int:
-        """How many tokens are best computed where these are wanted."""
+        """The number of tokens to compute for these: padded to a multiple of `GRID` where that is faster."""
         self._lay_out()
         if not self.packs or (tokens <= GRID and self._fewest_rows == 1):
             return tokens
@@ -195,7 +195,7 @@ class NativeModel:
     def _lay_out(self) -> None:
         """Copy new values into the form that products read.
 
-        It takes longer than the weights' way here. Whoever sent them must not wait for it, so the next pass does it.
+        It takes longer than the transfer of the weights. The trainer must not wait for it, so the next pass does it.
         """
         if not self._is_stale:
             return

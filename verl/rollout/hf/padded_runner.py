@@ -87,13 +87,13 @@ class PaddedRunner:
     def remove(self, rows: Sequence[Row]) -> None:
         gone = set(map(id, rows))
         for batch in self._batches:
-            kept = [i for i, row in enumerate(batch.rows) if id(row) not in gone]
-            if kept and len(kept) < len(batch.rows):
+            survivors = [i for i, row in enumerate(batch.rows) if id(row) not in gone]
+            if survivors and len(survivors) < len(batch.rows):
                 with torch.inference_mode():
-                    index = torch.LongTensor(kept)
+                    index = torch.LongTensor(survivors)
                     batch.cache.reorder_cache(index)
                     batch.mask = batch.mask[index.to(batch.mask.device)]
-            batch.rows = [batch.rows[i] for i in kept]
+            batch.rows = [batch.rows[i] for i in survivors]
         self._batches = [batch for batch in self._batches if batch.rows]
 
     def clear(self) -> None:

@@ -251,10 +251,10 @@ class PoolRunner:
             runs = _runs_ahead(chunks) if self.sees_ahead else ()
             prefill = PrefillPlan.staging(chunks, self.shape, same_length_only=self.policy.exact, runs=runs)
         plan = StepPlan(plans, prefill, padding, None if chunks else self.is_interrupted)
-        wanted = self._wanted(len(rows), chunks)
+        logit_rows = self._logit_rows(len(rows), chunks)
         with nullcontext() if self.recorder is None else self.recorder.recording():
             with placing(self.model, pictures) as seen:
-                logits = self._logits(torch.tensor(ids, device=device), _on_axes(positions), plan, wanted, seen)
+                logits = self._logits(torch.tensor(ids, device=device), _on_axes(positions), plan, logit_rows, seen)
             self._note_experts(rows, chunks)
         if prefill is not None:
             prefill.keep()
@@ -275,12 +275,12 @@ class PoolRunner:
         """Leave what the pass chose with the rows and prompts whose tokens they are."""
         if self.recorder is None:
             return
-        chosen = self.recorder.take().cpu().numpy()
+        experts = self.recorder.take().cpu().numpy()
         for number, row in enumerate(rows):
-            row.experts.append(chosen[number : number + 1])
+            row.experts.append(experts[number : number + 1])
         end = len(rows)
         for chunk in chunks:
-            chunk.prompt.experts.append(chosen[end : end + chunk.length])
+            chunk.prompt.experts.append(experts[end : end + chunk.length])
             end += chunk.length
 
     def _logits(
@@ -288,41 +288,41 @@ class PoolRunner:
         ids: torch.Tensor,
         positions: torch.Tensor,
         plan: StepPlan,
-        wanted: torch.Tensor | None,
+        logit_rows: torch.Tensor | None,
         seen: Mapping[str, Any],
     ) -> torch.Tensor:
-        """(T,) packed tokens, (T,) or (axes, T) positions -> (T or len(wanted), V)."""
+        """(T,) packed tokens, (T,) or (axes, T) positions -> (T or len(logit_rows), V)."""
         if self.native is not None:
-            return self.native(ids, positions, plan, wanted)
+            return self.native(ids, positions, plan, logit_rows)
         with attending(plan) as cache:
             output = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=0 if wanted is None else wanted,
+                logits_to_keep=0 if logit_rows is None else logit_rows,
                 **seen,
             )
         return output.logits[0]
 
-    def _wanted(self, num_rows: int, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    def _logit_rows(self, num_rows: int, chunks: Sequence[Chunk]) -> torch.Tensor | None:
         """Positions of the packed row whose logits are needed; None means all of them."""
         if not chunks and not self.policy.exact:
             return None
-        wanted, end = list(range(num_rows)), num_rows
+        logit_rows, end = list(range(num_rows)), num_rows
         for chunk in chunks:
             end += chunk.length
             if chunk.completes:
-                wanted.append(end - 1)
-        wanted.extend([0] * self._missing(len(wanted)))
-        return torch.tensor(wanted, dtype=torch.int64, device=self.shape.device)
+                logit_rows.append(end - 1)
+        logit_rows.extend([0] * self._missing(len(logit_rows)))
+        return torch.tensor(logit_rows, dtype=torch.int64, device=self.shape.device)
 
     def _missing(self, tokens: int) -> int:
         """How many more tokens the model should compute: for exactness, or for speed."""
-        wanted = tokens if self.native is None else self.native.rows_for(tokens)
+        padded = tokens if self.native is None else self.native.rows_for(tokens)
         if self.policy.exact:
-            wanted += -wanted % self.policy.row_multiple
-        return wanted - tokens
+            padded += -padded % self.policy.row_multiple
+        return padded - tokens
 
     def _settle(self) -> None:
         """Between steps: close holes, split sparse groups, make room for one more token, plan the next step."""

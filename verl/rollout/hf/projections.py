@@ -32,7 +32,7 @@ meets, about a millisecond each time."""
 SMALL_BYTES = 5 << 19
 """Float32 weights up to this size, about a core's second-level cache, may be left to BLAS."""
 PROBED_ROWS = (*range(GRID, 321, GRID), 512)
-"""Products of so many rows are compared with each other; BLAS takes other code from some number on."""
+"""Row counts whose products are compared with each other; BLAS switches kernels above some number."""
 
 
 @dataclass(frozen=True)
@@ -343,8 +343,8 @@ def _joined(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | 
     if len(modules) == 1:
         return modules[0].weight.detach(), None if modules[0].bias is None else modules[0].bias.detach()
     biases = [m.bias for m in modules]
-    whole = None if any(b is None for b in biases) else torch.cat([b.detach() for b in biases])
-    return torch.cat([m.weight.detach() for m in modules]), whole
+    bias = None if any(b is None for b in biases) else torch.cat([b.detach() for b in biases])
+    return torch.cat([m.weight.detach() for m in modules]), bias
 
 
 def _join(modules: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

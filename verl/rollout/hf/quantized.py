@@ -168,18 +168,18 @@ def quantize(model: Any, kind: str) -> None:
         ModelError: there are none.
     """
     routers = {id(module) for router in router_modules(model) for module in router.modules()}
-    chosen = [(name, module) for name, module in inner_linears(model) if id(module) not in routers]
-    if not chosen:
+    linears = [(name, module) for name, module in inner_linears(model) if id(module) not in routers]
+    if not linears:
         raise ModelError(f"{type(model).__name__} has no linear layer whose weights could be kept in {kind}", key=KEY)
-    before = sum(module.weight.nbytes for _, module in chosen)
-    for name, module in chosen:
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, QuantizedLinear(module, kind))
+    before = sum(module.weight.nbytes for _, module in linears)
+    for name, module in linears:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, QuantizedLinear(module, kind))
     after = sum(layer.codes.nbytes + layer.scales.nbytes for _, layer in quantized_layers(model))
     rest = sum(p.nbytes for p in model.parameters())
     log.info(
         "%d linear layers of the sampler in %s: %d bytes instead of %d; %d bytes stay as they are",
-        len(chosen), kind, after, before, rest,
+        len(linears), kind, after, before, rest,
     )  # fmt: skip
 
 

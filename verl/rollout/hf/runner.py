@@ -117,15 +117,15 @@ class BorrowedModel:
             config = vars(module).get("config")
             if isinstance(config, PreTrainedConfig):
                 configs[id(config)] = config
-        own: Any = vars(model).get("config")
-        text = own and own.get_text_config(decoder=True)
-        if text is not own and id(text) in configs:
+        model_config: Any = vars(model).get("config")
+        text = model_config and model_config.get_text_config(decoder=True)
+        if text is not model_config and id(text) in configs:
             configs = {id(text): text}  # a vision encoder attends in both directions
         self._configs = list(configs.values())
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """No gradients, evaluation mode, the wanted attention; everything as before afterwards."""
+        """No gradients, evaluation mode, this attention implementation; all restored afterwards."""
         was_training = self.model.training
         before = [config._attn_implementation for config in self._configs]
         try:

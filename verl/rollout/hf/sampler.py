@@ -204,8 +204,8 @@ class HFSampler(Sampler):
             external_lib=model.external_lib,
             hf_config_path=model.hf_config_path,
         )
-        whole = cast(PreTrainedModel, loaded.to(device).eval())
-        return cls.configured(rollout, whole, owns_model=True, adapter=separate_adapter(rollout, model))
+        causal_lm = cast(PreTrainedModel, loaded.to(device).eval())
+        return cls.configured(rollout, causal_lm, owns_model=True, adapter=separate_adapter(rollout, model))
 
     @classmethod
     def configured(cls, rollout: Any, model: Any, **options: Any) -> HFSampler:
@@ -280,8 +280,8 @@ class HFSampler(Sampler):
         }
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        wanted = set(self._in_flight if request_ids is None else request_ids)
-        rows = [row for name, row in self._in_flight.items() if name in wanted and row.state != "ended"]
+        aborted = set(self._in_flight if request_ids is None else request_ids)
+        rows = [row for name, row in self._in_flight.items() if name in aborted and row.state != "ended"]
         for row in rows:
             self._withdraw(row)
             row.finish("abort", self._state.version)
@@ -403,7 +403,7 @@ class HFSampler(Sampler):
         return self._counts["response_tokens"] > self._drawn_at_update
 
     def _stop_rows(self) -> None:
-        """Stop the running rows: they queue again, before all others, or go back to whoever sent them."""
+        """Stop the running rows: they queue again, before all others, or return to the caller with their prefix."""
         version, again, rows = self._state.version, [], list(self._runner.rows)
         self._runner.remove(rows)
         for row in rows:
@@ -435,7 +435,7 @@ class HFSampler(Sampler):
             admission = Admission()
         else:
             admission = self._scheduler.admit(running, only_begun=self._is_held and self._has_drawn())
-        # What is computed anew under the new weights need not be finished; but a token between two updates has to be.
+        # A pass that the new weights repeat may be cut short; but a request draws a token between two updates at least.
         self._interrupt.is_allowed = self._has_drawn() and not (admission.chunks or admission.joining)
         self._weights.check()
         try:
@@ -568,19 +568,19 @@ def _make_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy,
         return padded_runner(model, max_model_len)
 
 
-def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
-    """The model's context, or less if asked for; more is an error."""
+def _context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """The model's context, or ``max_model_len`` if that is shorter; a longer one is an error."""
     limit = vars(model.config.get_text_config(decoder=True)).get("max_position_embeddings")
-    if wanted is None:
+    if max_model_len is None:
         return limit or 1 << 30
-    if wanted < 1 or (limit and wanted > limit):
+    if max_model_len < 1 or (limit and max_model_len > limit):
         raise RolloutError(
-            "longer than the model's context" if wanted > 0 else "not a length",
+            "longer than the model's context" if max_model_len > 0 else "not a length",
             key="max_model_len",
-            got=wanted,
+            got=max_model_len,
             allowed=f"1 to {limit}",
         )
-    return wanted
+    return max_model_len
 
 
 def _default_stops(model: PreTrainedModel) -> Sequence[int]:

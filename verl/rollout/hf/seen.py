@@ -176,7 +176,7 @@ class Features:
 
 
 def _runs(view: PromptView, start: int, end: int, at: int) -> list[tuple[Picture, int, int, int]]:
-    """Picture, its first feature, how many, and their place in the pass: what lies in tokens start to end of a prompt.
+    """Picture, its first feature, how many, and their place in the pass, within tokens start to end of a prompt.
 
     A piece may begin or end within a picture.
     """

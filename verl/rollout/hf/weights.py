@@ -28,7 +28,7 @@ class SamplerWeights:
         shares_base: what an adapter is merged with may be the trainer's; it needs no place in the model.
 
     Raises:
-        ModelError: to be quantized, and a weight of its files lies in no single tensor.
+        ModelError: to be quantized, and a weight of its files is not a single tensor.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class SamplerWeights:
         if self._inventory is not None:
             self.num_bytes += self._inventory.receive(chunks, version, self._shares)
             return
-        whole: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         ended = False
         with taking(chunks) as stream:
             for chunk in stream:
                 if chunk.version != version:
                     raise RolloutError("a chunk of another version arrived", got=chunk.version, allowed=f"{version}")
                 # Copies: a transport uses a chunk's memory again for the next one.
-                whole.update((name, tensor.clone()) for name, tensor in chunk.tensors)
+                weights.update((name, tensor.clone()) for name, tensor in chunk.tensors)
                 self.num_bytes += chunk.num_bytes
                 ended = chunk.last
         if not ended:
             raise RolloutError("the stream of weights was interrupted", key=f"version {version}")
-        load_weights(self.model, whole)
+        load_weights(self.model, weights)
 
     @property
     def is_shared(self) -> bool:

@@ -131,9 +131,9 @@ class Retrying:
         raise EngineLostError(f"{last.message} (tried {times})", key=last.key, fix=last.fix) from last
 
     def _pause(self, number: int, last: EngineLostError | None) -> float:
-        asked = last.got if isinstance(last, EngineBusyError) and isinstance(last.got, float) else 0.0
-        grown = self.delay * 2 ** (number - 1)
-        return min(LONGEST_DELAY, max(asked, grown * self._random.uniform(0.5, 1.5)))
+        retry_after = last.got if isinstance(last, EngineBusyError) and isinstance(last.got, float) else 0.0
+        backoff = self.delay * 2 ** (number - 1)
+        return min(LONGEST_DELAY, max(retry_after, backoff * self._random.uniform(0.5, 1.5)))
 
 
 def accepted(answer: Reply, where: str) -> Any:
@@ -148,15 +148,15 @@ def accepted(answer: Reply, where: str) -> Any:
             return answer.json() if answer.body else {}
         except WireError as error:
             raise EngineLostError(f"{where} answered with something else than JSON: {error}") from error
-    said = reason(answer)
+    message = reason(answer)
     if answer.status in BUSY:
         after = answer.headers.get("retry-after", "")
         raise EngineBusyError(
-            f"{where} answered {answer.status}: {said}", got=float(after) if after.isdigit() else None
+            f"{where} answered {answer.status}: {message}", got=float(after) if after.isdigit() else None
         )
     if answer.status >= 500:
-        raise EngineLostError(f"{where} answered {answer.status}: {said}")
-    raise RolloutError(f"{where} refuses the request ({answer.status}): {said}", got=None)
+        raise EngineLostError(f"{where} answered {answer.status}: {message}")
+    raise RolloutError(f"{where} refuses the request ({answer.status}): {message}", got=None)
 
 
 def reason(answer: Reply) -> str:

@@ -109,10 +109,10 @@ class Host:
         return {}
 
     async def _abort(self, payload: Any) -> Any:
-        wanted = payload.get("request_ids")  # none at all are not everybody's
-        if wanted is not None and not isinstance(wanted, list):
-            raise RolloutError("names requests", key="request_ids", got=wanted, allowed="a list, or null for all")
-        return {"aborted": await self.sampler.abort(wanted)}
+        request_ids = payload.get("request_ids")  # null aborts all requests, an empty list none
+        if request_ids is not None and not isinstance(request_ids, list):
+            raise RolloutError("names requests", key="request_ids", got=request_ids, allowed="a list, or null for all")
+        return {"aborted": await self.sampler.abort(request_ids)}
 
     async def _update(self, payload: Any) -> Any:
         version = number(payload, "version")
@@ -145,10 +145,10 @@ class Host:
 def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
     """The handler of a call; what the sampler refuses is a client error."""
 
-    async def handle(asked: HttpRequest) -> HttpResponse:
-        payload = asked.json()
+    async def handle(request: HttpRequest) -> HttpResponse:
+        payload = request.json()
         if not isinstance(payload, dict):
-            raise ApiError(400, f"not a request: an object is wanted, this is a {type(payload).__name__}")
+            raise ApiError(400, f"not a request: the body must be a JSON object, this is a {type(payload).__name__}")
         try:
             return HttpResponse(await call(payload))
         except VerlError as error:
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--weights-dir", help="where to make the folder for new weights, which clients must see, too")
     parser.add_argument(TRANSPORT, help="by which weights may come, beside that folder")
-    parser.add_argument(ANNOUNCE, type=int, help="number of an open pipe that is told the address")
+    parser.add_argument(ANNOUNCE, type=int, help="file descriptor of an open pipe that receives the address")
     parser.add_argument(END_WITH_STDIN, action="store_true", help="end when the standard input does")
     known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _leave)

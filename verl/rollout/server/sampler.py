@@ -198,15 +198,15 @@ class ServerSampler(GatedSampler):
         return self._dialect
 
     async def _abort(self, request_ids: Collection[str]) -> int:
-        chosen = {name: entry for name, entry in self._tasks.items() if name in request_ids}
-        if not chosen:
+        in_flight = {name: entry for name, entry in self._tasks.items() if name in request_ids}
+        if not in_flight:
             return 0
         dialect = await self.connect()
-        self._aborted |= set(chosen)
-        if not await dialect.abort([dialect.key(request) for _, request in chosen.values()]):
-            for task, _ in chosen.values():
+        self._aborted |= set(in_flight)
+        if not await dialect.abort([dialect.key(request) for _, request in in_flight.values()]):
+            for task, _ in in_flight.values():
                 task.cancel()  # the server sees the end of the connection; its partial answer is lost
-        return len(chosen)
+        return len(in_flight)
 
     def stats(self) -> dict[str, float]:
         """Counters; ``retries`` are attempts after the first, ``nonsense`` answers that could not be one."""
@@ -259,9 +259,9 @@ class ServerSampler(GatedSampler):
         await self._verify(dialect)
         check = StreamCheck(version, self._shapes)
         folder = await self._folder(dialect)
-        whole = folder.write(check.watched(chunks), version)
+        version_folder = folder.write(check.watched(chunks), version)
         self._shapes = check.finished()
-        await dialect.update(str(whole), version)
+        await dialect.update(str(version_folder), version)
         folder.keep_only(version)
 
     async def _verify(self, dialect: Dialect) -> None:
@@ -305,10 +305,10 @@ class ServerSampler(GatedSampler):
         if sampling.is_plain or (sampling.is_greedy and sampling.is_unadjusted):
             return True  # the same in both modes
         if self._reported_mode is None:
-            said = await dialect.logprobs_mode()
-            if said is None and not self._wants_log_probs:
+            mode = await dialect.logprobs_mode()
+            if mode is None and not self._wants_log_probs:
                 return False
-            self._reported_mode = said or LOGPROBS_MODES[0 if await self._finds_processed(dialect) else 1]
+            self._reported_mode = mode or LOGPROBS_MODES[0 if await self._finds_processed(dialect) else 1]
         is_adjusted = self.logprobs_mode == "raw_logprobs" and dialect.raw_is_adjusted and not sampling.is_unadjusted
         if self._reported_mode == self.logprobs_mode and not is_adjusted:
             return True
@@ -371,7 +371,7 @@ class ServerSampler(GatedSampler):
                 raise RolloutError(
                     f"{self.url} asks for a key{' that is another one' if self._api_key else ''}",
                     key=f"{_S}.api_key_env",
-                    fix="Name the variable that holds it. A host of this library prints where its key lies.",
+                    fix="Name the variable that holds it. A host of this library prints the path of its key.",
                 )
         return "openai"
 
@@ -395,7 +395,7 @@ class ServerSampler(GatedSampler):
                     self._client.key = self._api_key
                     return
                 if self._api_key and self.api == "verl":
-                    raise EngineLostError("whoever listens there does not say that it knows the key")
+                    raise EngineLostError("the server there does not prove that it knows the key")
                 answer = await self._client.ask("GET", "/health", timeout=seconds)
                 if answer.status < 500:
                     return

@@ -35,7 +35,7 @@ class TGIDialect(Dialect):
                 "text-generation-inference has no shortest response",
                 key="data.min_response_length", got=sampling.min_tokens, fix="Set it to 0.",
             )  # fmt: skip
-        chosen = {
+        parameters = {
             "do_sample": not sampling.is_greedy,
             "temperature": None if sampling.is_greedy or sampling.temperature == 1 else sampling.temperature,
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
@@ -45,7 +45,7 @@ class TGIDialect(Dialect):
         return "/generate", {
             "inputs": self.text().decode(prompt_of(request), skip_special_tokens=False),
             "parameters": {
-                **{name: value for name, value in chosen.items() if value is not None},
+                **{name: value for name, value in parameters.items() if value is not None},
                 "max_new_tokens": budget_of(request),
                 "seed": seed,
                 "details": True,

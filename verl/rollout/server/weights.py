@@ -50,10 +50,10 @@ class WeightFolder:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        whole = version_of(self.root, version)
-        shutil.rmtree(whole, ignore_errors=True)
-        partial.rename(whole)
-        return whole
+        folder = version_of(self.root, version)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return folder
 
     def keep_only(self, version: int) -> None:
         """Delete every other version."""

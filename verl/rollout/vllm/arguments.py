@@ -36,7 +36,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
     """Arguments of vLLM's ``EngineArgs``, ``engine_kwargs.vllm`` included."""
     auto = "float32" if device == "cpu" else "bfloat16"
     adapter = separate_adapter(rollout, model)
-    given = {
+    arguments = {
         "model": str(model.path),
         "tokenizer": model.tokenizer_path or None,
         "trust_remote_code": bool(model.trust_remote_code),
@@ -65,8 +65,8 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),
     }
-    chosen = {k: v for k, v in merged(given, rollout.engine_kwargs.vllm or {}).items() if v is not None}
-    return chosen if num_workers(chosen) == 1 else {"distributed_executor_backend": LAUNCHER, **chosen}
+    passed = {k: v for k, v in merged(arguments, rollout.engine_kwargs.vllm or {}).items() if v is not None}
+    return passed if num_workers(passed) == 1 else {"distributed_executor_backend": LAUNCHER, **passed}
 
 
 def of_adapter(settings: LoraSettings) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def of_adapter(settings: LoraSettings) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": 1, "max_cpu_loras": 1}
 
 
-def merged(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merged(defaults: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Our arguments under the user's ``engine_kwargs.vllm``.
 
     Raises:
@@ -103,7 +103,7 @@ def merged(given: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]
                 got=extra[name],
                 fix=f"Set {SIZES[name]}, from which its devices are counted." if name in SIZES else OURS[name],
             )
-    return {**given, **extra}
+    return {**defaults, **extra}
 
 
 def known(arguments: Mapping[str, Any], engine_args: type, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,33 +205,33 @@ def check_quantization(arguments: Mapping[str, Any], on_cpu: bool) -> None:
 
 def _overrides(rollout: Any, model: Any) -> dict[str, Any]:
     """Of the model's config.json; the second is where vLLM looks for torchao's configuration."""
-    given = dict(model.override_config or {})
+    overrides = dict(model.override_config or {})
     file = rollout.quantization_config_file
-    return given if file is None else {**given, "quantization_config_file": str(file)}
+    return overrides if file is None else {**overrides, "quantization_config_file": str(file)}
 
 
-def _load_format(asked: str, device: str, facts: ModelFacts, adapter: LoraSettings | None) -> str:
+def _load_format(name: str, device: str, facts: ModelFacts, adapter: LoraSettings | None) -> str:
     """``dummy`` starts from random numbers, which leaves nothing to compare a reload with (see `VLLMSampler`), and no
     base for an adapter."""
-    if asked == "hf":
+    if name == "hf":
         return "safetensors"
-    return "auto" if asked == "dummy" and (device == "cpu" or facts.is_moe or adapter is not None) else asked
+    return "auto" if name == "dummy" and (device == "cpu" or facts.is_moe or adapter is not None) else name
 
 
 def _context(rollout: Any, facts: ModelFacts) -> int:
-    """No longer than a run needs: vLLM wants room in its cache for one sequence of this length."""
+    """No longer than a run needs: vLLM reserves KV cache for one sequence of this length."""
     needed = int(rollout.prompt_length) + int(rollout.response_length)
     return int(rollout.max_model_len or min(needed, facts.max_model_len))
 
 
 def _batched_tokens(rollout: Any, facts: ModelFacts) -> int:
-    """Without chunked prefill vLLM wants a step that holds the longest sequence."""
-    asked = int(rollout.max_num_batched_tokens)
+    """Without chunked prefill a step of vLLM must hold the longest sequence."""
+    budget = int(rollout.max_num_batched_tokens)
     longest = _context(rollout, facts)
-    if rollout.enable_chunked_prefill or longest <= asked:
-        return asked
+    if rollout.enable_chunked_prefill or longest <= budget:
+        return budget
     notice(
         f"{_R}.max_num_batched_tokens",
-        f"raised from {asked} to the context of {longest} tokens, since enable_chunked_prefill=false",
+        f"raised from {budget} to the context of {longest} tokens, since enable_chunked_prefill=false",
     )
     return longest

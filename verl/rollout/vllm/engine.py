@@ -84,12 +84,12 @@ class VLLMEngine:
         logging.getLogger("vllm").setLevel(env.get("VLLM_LOGGING_LEVEL") or "ERROR")
         engine_args, engine_class, self._params = versions.vllm_modules()
         check_layout(arguments, self.on_cpu)
-        chosen = known(arguments, engine_args, dict.fromkeys(ours))
-        self.reports_processed = chosen.get("logprobs_mode") == "processed_logprobs"  # an older version has raw ones
+        settings = known(arguments, engine_args, dict.fromkeys(ours))
+        self.reports_processed = settings.get("logprobs_mode") == "processed_logprobs"  # an older version has raw ones
         self._engine_class = engine_class
         threads = torch.get_num_threads()
         try:
-            return engine_class.from_engine_args(engine_args(**chosen))
+            return engine_class.from_engine_args(engine_args(**settings))
         except Exception as error:  # boundary: vLLM reports no more about workers that do not start
             raise RolloutError(f"vLLM {version} did not start: {error_text(error)}", fix="See the cause.") from error
         finally:
@@ -211,7 +211,7 @@ class VLLMEngine:
         reading = self._thread.submit(self._rpc, "verl_load_files", str(folder), RELOAD_SECONDS)
         try:
             weight_transfer.publish(folder, chunks, self.num_workers, RELOAD_SECONDS, reading.done)
-            refusals = [said for said in reading.result(RELOAD_SECONDS) if said]
+            refusals = [text for text in reading.result(RELOAD_SECONDS) if text]
         finally:
             weight_transfer.close_folder(folder)
             wait([reading], RELOAD_SECONDS)  # workers that still wait for a bucket see that the folder is deleted

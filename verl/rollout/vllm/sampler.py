@@ -108,8 +108,8 @@ class VLLMSampler(GatedSampler):
         versions.check_version(versions.installed_version())
         facts = ModelFacts.of(str(model.path))
         ours = arguments.from_config(rollout, model, device, facts)
-        own = set(ours) - set(rollout.engine_kwargs.vllm or {})
-        sampler = cls(ours, facts=facts, ours=own, adapter=separate_adapter(rollout, model))
+        defaults = set(ours) - set(rollout.engine_kwargs.vllm or {})
+        sampler = cls(ours, facts=facts, ours=defaults, adapter=separate_adapter(rollout, model))
         sampler.at_update = rollout.requests_at_update
         check_context(rollout, sampler.max_model_len)
         return sampler

@@ -47,8 +47,8 @@ def publish(
         if ends():
             continue  # the export continues: other ranks take part in it
         _wait_for(folder, number - AHEAD, readers, seconds, ends)
-        whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in chunk.tensors}
-        _write(folder, number, whole)
+        tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in chunk.tensors}
+        _write(folder, number, tensors)
         number += 1
     (folder / f"{number}.{END}").touch()
 
