@@ -161,7 +161,7 @@ def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
 
 def _tell(started: RayCluster) -> None:
     nodes = started.nodes
-    where = "a Ray cluster of its own" if started.own else f"the Ray cluster at {started.address}"
+    where = "a Ray cluster of its own" if started.is_owned else f"the Ray cluster at {started.address}"
     notice("trainer.runtime", f"the run uses {where} with {len(nodes)} node(s): {', '.join(map(str, nodes))}")
 
 

@@ -33,7 +33,7 @@ if __name__ == "__main__":
     group.add(1)
     runtime.stop(timeline_json_file=sys.argv[1])
     runtime.stop()
-    print(json.dumps({"own": started.own, "kept": not again.own, "mode": os.environ["RAY_AUTH_MODE"],
+    print(json.dumps({"own": started.is_owned, "kept": not again.is_owned, "mode": os.environ["RAY_AUTH_MODE"],
                       "left": [child.name() for child in me.children(recursive=True)]}), flush=True)
     runtime.start([1], ray_init=small)
     group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Dice))

@@ -52,7 +52,7 @@ def two_nodes() -> Iterator[Cluster]:
 
 def test_a_run_on_two_nodes_holds_ranks_of_one_process_group_on_both(two_nodes, capsys):
     started = runtime.start([1, 1], ray_init={"address": two_nodes.address})
-    assert not started.own and len(started.nodes) == 2
+    assert not started.is_owned and len(started.nodes) == 2
     pool = RayResourcePool([1, 1])
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Summer), name_prefix="summer")
     print(group.placement())

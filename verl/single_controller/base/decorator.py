@@ -183,7 +183,7 @@ def register(
 
     def tagged(function: F) -> F:
         if isinstance(function, FunctionType) and hasattr(function, MAGIC_ATTR):
-            function = _copied(function)  # a subclass that registers its parent's method anew leaves the parent's tag
+            function = _copied(function)  # a subclass that registers its parent's method again leaves the parent's tag
         setattr(function, MAGIC_ATTR, tag)
         return function
 

@@ -115,10 +115,10 @@ class Handle(ABC):
     def cancel(self, method: Callable[..., Any] | None = None) -> int:
         """Cancel the calls in flight, of one method or all; returns how many. Callable from any thread."""
         name = None if method is None else _sent_name(method)
-        chosen = [(task, loop) for task, (called, loop) in list(self._in_flight.items()) if name in (None, called)]
-        for task, loop in chosen:
+        calls = [(task, loop) for task, (called, loop) in list(self._in_flight.items()) if name in (None, called)]
+        for task, loop in calls:
             loop.call_soon_threadsafe(task.cancel)
-        return len(chosen)
+        return len(calls)
 
     def with_timeout(self: H, seconds: float | None) -> H:
         """The same object behind a handle with another timeout."""

@@ -29,16 +29,16 @@ class Interrupt:
         self._is_set = threading.Event()
 
     def set(self) -> None:
-        """Ask for it; cannot be taken back."""
+        """Request the interrupt; cannot be taken back."""
         self._is_set.set()
 
     @property
     def is_set(self) -> bool:
-        """Whether it was asked for."""
+        """Whether it was requested."""
         return self._is_set.is_set()
 
     def check(self) -> None:
-        """Raise `Interrupted` if it was asked for."""
+        """Raise `Interrupted` if it was requested."""
         if self._is_set.is_set():
             raise Interrupted
 
@@ -48,7 +48,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def interruptible(by: Interrupt) -> Iterator[None]:
-    """In this block this thread's calls of workers, and its waiting for them, end with `Interrupted` when asked to."""
+    """In this block this thread's calls of workers, and its waits for them, raise `Interrupted` once ``by`` is set."""
     before = current()
     _of_thread.interrupt = by
     try:

@@ -2,7 +2,7 @@
 
 Workers that share a process would draw from the same python, numpy and torch generators, and the order of their calls
 would change their numbers. Each worker has its own states, put into the process for the time of a call, so that a role
-draws the same numbers whoever lives beside it.
+draws the same numbers whichever roles are colocated with it.
 """
 
 from __future__ import annotations

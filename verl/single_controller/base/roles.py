@@ -1,4 +1,4 @@
-"""Roles: the names under which the dataflow knows its workers, and what may be asked of each.
+"""Roles: the names under which the dataflow knows its workers, and which calls each one takes.
 
 The mapping is open: a recipe adds a role by adding a handle under a new name. `Role` only lists the
 names that the library itself uses.

@@ -1,7 +1,7 @@
 """`Worker`: the base of everything that computes under a controller.
 
 A worker knows its place (rank, world size, devices) and, per named mesh, which data-parallel rank it has and whether
-its results are heard. The place is passed in by whoever builds the worker; only a worker that nobody placed (a
+its results are heard. The place is passed in by the builder of the worker; only a worker that nobody placed (a
 process started by torchrun) reads it from the environment.
 """
 
@@ -56,7 +56,7 @@ def build(construct: Callable[[], Any], info: WorkerInfo) -> Any:
     try:
         built = construct()
         if isinstance(built, Worker):
-            assert built.info is info  # read now: outside, a worker that never asked would find another place
+            assert built.info is info  # read now: outside, a worker that never read it would get another place
         return built
     finally:
         _placed.reset(token)

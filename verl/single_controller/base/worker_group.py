@@ -148,7 +148,7 @@ class WorkerGroup(ABC):
         return []
 
     def dispatch_ranks(self, mesh_name: str) -> list[int]:
-        """Each worker's data-parallel rank on a mesh; the workers are asked once."""
+        """Each worker's data-parallel rank on a mesh; the workers are queried once."""
         self._learn_mesh(mesh_name)
         return self._dispatch_info[mesh_name]
 

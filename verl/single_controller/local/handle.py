@@ -19,7 +19,7 @@ from verl.single_controller.base.rng import RngState, in_worker_call
 class LocalHandle(Handle):
     """Async methods run in the caller's event loop; plain methods in threads of the handle, so the loop stays free.
 
-    A plain method that was cancelled or timed out while it ran goes on in its thread; nobody hears its result.
+    A plain method that was cancelled or timed out while it ran continues in its thread; its result is dropped.
 
     Args:
         target: the object.

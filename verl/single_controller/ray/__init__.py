@@ -1,6 +1,6 @@
 """The runtime on a Ray cluster: the same groups, handles and pools as `local`, with workers in processes of their own.
 
-Nothing is imported until a name is asked for: worker processes import this package before their environment is set,
+Nothing is imported until a name is used: worker processes import this package before their environment is set,
 and libraries read it when they are loaded.
 """
 

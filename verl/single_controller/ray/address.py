@@ -25,7 +25,7 @@ _TRY_SECONDS = 2.0
 def find_address(ray_init: Mapping[str, Any] | None = None) -> str | None:
     """The address of a running cluster; None means that a cluster of this process's own has to be started.
 
-    Asked in this order: ``ray_kwargs.ray_init.address``, ``RAY_ADDRESS``, ``ray start`` on this machine. The address
+    Sources, in this order: ``ray_kwargs.ray_init.address``, ``RAY_ADDRESS``, ``ray start`` on this machine. The address
     ``local`` is none; ``auto`` is whatever ``ray start`` left.
     """
     named = (ray_init or {}).get("address") or env.get(ADDRESS)
@@ -97,8 +97,8 @@ def _authenticate(address: str) -> None:
         if not security.mode_was_chosen():
             notice(
                 security.MODE,
-                f"the cluster at {address} asks for no token: whoever reaches its ports can run code on it. Start "
-                "its nodes with RAY_AUTH_MODE=token",
+                f"the cluster at {address} asks for no token: any process that reaches its ports can run code on it. "
+                "Start its nodes with RAY_AUTH_MODE=token",
             )
         return
     if not security.mode_was_chosen() and security.has_token():

@@ -50,7 +50,7 @@ def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0
     """Check that every entry fits on a node of its own; nodes may still join for ``seconds``.
 
     Raises:
-        ConfigError: the cluster is too small; the message lists what was asked and what each node has.
+        ConfigError: the cluster is too small; the message lists what the run needs and what each node has.
     """
     deadline = time.monotonic() + seconds
     while not fits(processes_on_nodes, resource, nodes()):
@@ -60,10 +60,10 @@ def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0
 
 
 def too_small(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> ConfigError:
-    """The error that lists sizes: asked for, and found on each node."""
+    """The error that lists sizes: needed, and available on each node."""
     sizes = ", ".join(f"{node}: {node.amount(resource)}" for node in nodes)
-    wanted, there = len(processes_on_nodes), f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-    needed = f"{wanted} node{'s' if wanted > 1 else ''} with {', '.join(map(str, processes_on_nodes))} {resource}s"
+    count, there = len(processes_on_nodes), f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    needed = f"{count} node{'s' if count > 1 else ''} with {', '.join(map(str, processes_on_nodes))} {resource}s"
     many = len(processes_on_nodes) > 1
     return ConfigError(
         f"the Ray cluster is smaller than the run, which needs {needed}",
@@ -76,9 +76,9 @@ def too_small(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[
 
 def fits(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> bool:
     """Whether every entry has a node of its own that is large enough."""
-    have = sorted((node.amount(resource) for node in nodes), reverse=True)
-    asked = sorted(processes_on_nodes, reverse=True)
-    return len(asked) <= len(have) and all(want <= there for want, there in zip(asked, have))
+    capacities = sorted((node.amount(resource) for node in nodes), reverse=True)
+    needs = sorted(processes_on_nodes, reverse=True)
+    return len(needs) <= len(capacities) and all(need <= capacity for need, capacity in zip(needs, capacities))
 
 
 def _sortable(address: str) -> tuple[int | str, ...]:

@@ -98,7 +98,7 @@ def fetch(references: list[Any]) -> list[Any]:
     """The values behind Ray's references; the first failure is raised as what it is.
 
     Raises:
-        Interrupted: the thread was asked to wait no longer (`interrupts`).
+        Interrupted: the interrupt of this thread was set (`interrupts`).
     """
     try:
         return _get(references)

@@ -80,7 +80,7 @@ class Fleet:
         # its workers in one go, so that they run the calls of all roles in one order and meet in their collectives.
         self.caller_id, self.sending = uuid.uuid4().hex, threading.Lock()
         self.sent = [0] * len(self.members)
-        self.beside: list[Fleet] = []
+        self.helpers: list[Fleet] = []
         """Processes that only serve these ones, and end with them."""
         for member in self.members:
             register_death_reporter(member.actor_id, self)
@@ -173,7 +173,7 @@ class Fleet:
     def look_at(self) -> list[Process]:
         """State and stacks of all processes, also of those that serve these; each node looks at its own."""
         nodes: dict[str, list[Member]] = {}
-        for member in [*self.members, *(one for fleet in self.beside for one in fleet.members)]:
+        for member in [*self.members, *(one for fleet in self.helpers for one in fleet.members)]:
             nodes.setdefault(member.node_id, []).append(member)
         return [process for members in nodes.values() for process in _look_at(members)]
 
@@ -190,7 +190,7 @@ class Fleet:
         for member in self.members:
             if member.actor_id != besides:
                 ray.kill(member.actor, no_restart=True)
-        for fleet in self.beside:
+        for fleet in self.helpers:
             fleet.close()
 
 
@@ -208,33 +208,33 @@ def _stop_all_watching() -> None:
         fleet.stop_watching()
 
 
-atexit.register(_stop_all_watching)  # before Ray's own exit hook: a question to a cluster that is gone would hang
+atexit.register(_stop_all_watching)  # before Ray's own exit hook: a ping to a cluster that is gone would hang
 
 
 def _watch(fleet_ref: ref[Fleet], stop: threading.Event, every_n_seconds: float) -> None:
-    asked: dict[str, Any] = {}
+    pings: dict[str, Any] = {}
     while not stop.wait(every_n_seconds):
         fleet = fleet_ref()
         if fleet is None or not fleet.is_connected():
             return
         for member in fleet.members:
-            question = asked.setdefault(member.actor_id, None) or member.actor.ping.remote()
-            asked[member.actor_id] = question
-            death = _death_of(question)
+            ping = pings.setdefault(member.actor_id, None) or member.actor.ping.remote()
+            pings[member.actor_id] = ping
+            death = _death_of(ping)
             if death is not None:
                 fleet.explain_death(member.actor_id, str(death))
                 return
-            if ray.wait([question], timeout=0)[0]:
-                asked[member.actor_id] = None  # answered, or not delivered: ask again
+            if ray.wait([ping], timeout=0)[0]:
+                pings[member.actor_id] = None  # answered, or not delivered: ping again
         del fleet
 
 
-def _death_of(question: Any, seconds: float = 0.0) -> RayError | None:
-    """Why a question will never be answered; None while it may be."""
-    if not ray.wait([question], timeout=seconds)[0]:
+def _death_of(ping: Any, seconds: float = 0.0) -> RayError | None:
+    """Why a ping will never be answered; None while it may be."""
+    if not ray.wait([ping], timeout=seconds)[0]:
         return None
     try:
-        ray.get(question)
+        ray.get(ping)
     except ActorUnavailableError:
         return None
     except RayActorError as death:
@@ -242,10 +242,10 @@ def _death_of(question: Any, seconds: float = 0.0) -> RayError | None:
     return None
 
 
-def _answered(question: Any) -> bool:
+def _answered(ping: Any) -> bool:
     """Whether the worker itself answered."""
     try:
-        ray.get(question, timeout=0)
+        ray.get(ping, timeout=0)
     except RayError:
         return False
     return True
@@ -253,7 +253,7 @@ def _answered(question: Any) -> bool:
 
 def _death_report(member: Member, reason: str, is_alone: bool) -> str:
     lines = _last_lines(member)
-    said = "".join(f"\n    {line}" for line in lines) or " nothing."
+    last_output = "".join(f"\n    {line}" for line in lines) or " nothing."
     advice = [text for sign, text in _ADVICE.items() if any(sign in line for line in lines)]
     return " ".join(
         [
@@ -261,7 +261,7 @@ def _death_report(member: Member, reason: str, is_alone: bool) -> str:
             first_sentences(reason),
             *advice,
             *([] if is_alone else ["The other workers of its group were stopped."]),
-            f"It wrote last:{said}",
+            f"It wrote last:{last_output}",
         ]
     )
 

@@ -19,12 +19,12 @@ from verl.single_controller.ray.resource_pool import ProcessSlot
 
 
 class RayHandle(Handle):
-    """Async methods of the object run beside each other in its process's event loop; plain ones one at a time.
+    """Async methods of the object run concurrently in its process's event loop; plain ones one at a time.
 
     Calls that are not awaited one after the other begin in any order.
 
-    Cancelling a call cancels the async method that it runs; a plain method that has begun goes on and nobody hears its
-    result. A handle may be sent to other processes.
+    Cancelling a call cancels the async method that it runs; a plain method that has begun runs to its end and its
+    result is dropped. A handle may be sent to other processes.
 
     Args:
         actor: the host.

@@ -63,7 +63,7 @@ class HostedWorker:
                 self._targets[role] = f"{role}[{self.info.rank}]", inner, worker.rng_dict[role]
 
     def _set_environment(self) -> None:
-        """What torch.distributed reads when it is told ``env://``."""
+        """What torch.distributed reads with the init method ``env://``."""
         place = {
             "RANK": self.info.rank,
             "WORLD_SIZE": self.info.world_size,

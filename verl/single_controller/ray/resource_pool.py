@@ -26,7 +26,7 @@ PLACEMENT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """The place of one process: a bundle of a placement group, and the node it lies on."""
+    """The place of one process: a bundle of a placement group, and its node."""
 
     group: PlacementGroup
     bundle: int
@@ -69,8 +69,8 @@ class RayResourcePool(ResourcePool):
 
     def resource(self, device_name: str = "cuda") -> str:
         """What each process takes one of: ``GPU``, ``NPU`` or ``CPU``."""
-        wanted = cluster.RESOURCES[device_name] if self.use_gpu else "CPU"
-        return wanted if cluster.has_devices(wanted) else "CPU"
+        resource = cluster.RESOURCES[device_name] if self.use_gpu else "CPU"
+        return resource if cluster.has_devices(resource) else "CPU"
 
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
@@ -192,17 +192,17 @@ def extract_pg_from_exist(
     """
     free = [group for role in src_role_names for group in resource_pools[role].get_placement_groups()]
     free.sort(key=lambda group: group.bundle_count, reverse=True)
-    wanted = sorted(range(len(resource_pool.store)), key=lambda node: resource_pool.store[node], reverse=True)
-    chosen: dict[int, PlacementGroup] = {}
-    for node in wanted:
+    largest_first = sorted(range(len(resource_pool.store)), key=lambda node: resource_pool.store[node], reverse=True)
+    groups: dict[int, PlacementGroup] = {}
+    for node in largest_first:
         if not free or free[0].bundle_count < resource_pool.store[node]:
             raise WorkerError(
                 "the named pools cannot hold another one",
                 got=resource_pool.store,
                 allowed=f"{[group.bundle_count for group in free]} are left of {list(src_role_names)}",
             )
-        chosen[node] = free.pop(0)
-    return [chosen[node] for node in range(len(resource_pool.store))]
+        groups[node] = free.pop(0)
+    return [groups[node] for node in range(len(resource_pool.store))]
 
 
 def _settings(pool: RayResourcePool) -> dict[str, Any]:

@@ -29,13 +29,13 @@ class RayCluster:
 
     Args:
         address: of its control service.
-        own: this process started it and `stop` ends it.
+        is_owned: this process started it and `stop` ends it.
         nodes: its nodes, sorted by address.
         device: what each process takes one of: ``cpu``, ``cuda`` or ``npu``.
     """
 
     address: str
-    own: bool
+    is_owned: bool
     nodes: tuple[cluster.ClusterNode, ...]
     device: str = "cpu"
 
@@ -61,22 +61,22 @@ def start(
             made large enough for them.
 
     Raises:
-        ConfigError: the address does not answer or refuses the token, or the cluster is smaller than asked.
+        ConfigError: the address does not answer or refuses the token, or the cluster is smaller than the run needs.
     """
     settings = _arguments(ray_init or {})
-    own = False
+    is_owned = False
     if not ray.is_initialized():
         address = addresses.find_address(settings)
         settings.pop("address", None)
         if address is None:
-            own = True
+            is_owned = True
             here = [processes_on_nodes[0] + further_processes, *processes_on_nodes[1:]]
             _start_own(here, device_name or device.resolve_device(None), settings)
         else:
             _join(address, settings, connect_seconds)
     kind = device_name or _accelerator(processes_on_nodes, join_seconds)
     cluster.require(processes_on_nodes, cluster.RESOURCES[kind], join_seconds)
-    return RayCluster(ray.get_runtime_context().gcs_address, own, tuple(cluster.nodes()), kind)
+    return RayCluster(ray.get_runtime_context().gcs_address, is_owned, tuple(cluster.nodes()), kind)
 
 
 def stop(timeline_json_file: str | None = None) -> None:
@@ -133,7 +133,7 @@ def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> Non
 
 
 def _connect(address: str, settings: dict[str, Any]) -> None:
-    """Ray's init puts its own handler of SIGTERM in place of one that the run has set: that one goes on.
+    """Ray's init puts its own handler of SIGTERM in place of one that the run has set: that one is restored.
 
     What it starts inherits that SIGHUP is ignored: a terminal that hangs up sends it to all, and the run is to save.
     """
@@ -160,10 +160,10 @@ def _arguments(ray_init: Mapping[str, Any]) -> dict[str, Any]:
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that are set, at any depth."""
-    kept: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
             value = _given(value) or None
         if value is not None:
-            kept[key] = value
-    return kept
+            entries[key] = value
+    return entries

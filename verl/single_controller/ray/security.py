@@ -1,7 +1,7 @@
-"""Who may speak to the cluster: whoever reaches Ray's ports could otherwise run code on every node.
+"""Who may speak to the cluster: any process that reaches Ray's ports could otherwise run code on every node.
 
 A cluster that we start listens on loopback, keeps its sockets in a folder of this user's alone, and asks for a token. A
-cluster that we join is asked whether it does; the token of this machine is only sent to one that wants it.
+cluster that we join is probed for it; the token of this machine is only sent to one that wants it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def demand_token() -> None:
             _write_token(token_file())
         _check_permissions(token_file())
         return
-    notice(MODE, "token authentication is off: whoever reaches the ports of this cluster can run code on it")
+    notice(MODE, "token authentication is off: any process that reaches the ports of this cluster can run code on it")
 
 
 def use_token() -> None:
@@ -61,7 +61,7 @@ def use_token() -> None:
 def folder_for_files() -> str:
     """The folder for sockets and logs of a cluster of this run's own, inside one that no other user can enter.
 
-    Ray makes every folder 0777. Ours lies where Ray's would: in ``RAY_TMPDIR``, else ``TMPDIR``, else ``/tmp``; in
+    Ray makes every folder 0777. Ours is where Ray's would be: in ``RAY_TMPDIR``, else ``TMPDIR``, else ``/tmp``; in
     ``/tmp`` also where the path of a socket in ``TMPDIR`` would be longer than the kernel allows.
 
     Raises:
@@ -86,7 +86,7 @@ def folder_for_files() -> str:
 def on_loopback() -> Iterator[None]:
     """What Ray starts within listens on 127.0.0.1 only: one machine needs no more.
 
-    Ray has this for macOS and no setting for Linux; an address of the node that was asked for still counts.
+    Ray has this for macOS and no setting for Linux; a node address that the user set still counts.
     """
     from ray._private import ray_constants
 

@@ -1,7 +1,7 @@
 """How values travel to and from workers: tensors as flat buffers, shared arguments once, batches by reference.
 
-What is large lies once in the node's shared memory and is read there without a copy. Such a tensor must not be written
-to: torch cannot mark memory as read-only, so the worker's process looks after each call whether somebody did.
+A large value is stored once in the node's shared memory and read there without a copy. Nobody may write to such a
+tensor: torch cannot mark memory as read-only, so the worker's process checks after each call.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _is_lazy(value: Any) -> bool:
 
 
 def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Fetch what `share` put away; all at once, without a copy where it lies on this node."""
+    """Fetch what `share` put away; all at once, without a copy where it is on this node."""
     boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, BoxedRef)]
     if not boxes:
         return tuple(args), dict(kwargs)

@@ -1,6 +1,6 @@
-"""`Unit`: one object over one or more processes that is started, watched and ended apart from every group.
+"""`Unit`: one object over one or more processes that is started, watched and ended independently of every group.
 
-Groups end with the first of their workers that dies. What may be replaced while a run goes on is a unit: the death of
+Groups end with the first of their workers that dies. What may be replaced during a run is a unit: the death of
 one says nothing of the others.
 """
 

@@ -76,10 +76,10 @@ class RayWorkerGroup(WorkerGroup):
     ):
         super().__init__(resource_pool)
         self._register_seconds = ray_wait_register_center_timeout
-        given = ray_cls_with_init or class_with_init
-        if given is None:
+        constructor = ray_cls_with_init or class_with_init
+        if constructor is None:
             raise WorkerError("a worker group needs a class", fix="Pass RayClassWithInitArgs(MyWorker, ...).")
-        ray_cls = RayClassWithInitArgs.of(given)
+        ray_cls = RayClassWithInitArgs.of(constructor)
         role = name_prefix or ray_cls.cls.__name__
         if worker_names or worker_handles:
             fleet, master = _attached(role, worker_names, worker_handles)
@@ -212,7 +212,7 @@ class RayWorkerGroup(WorkerGroup):
             behind_handle=True,
         )
         fleet, _ = launch(recipe, [None] * number)
-        self._fleet.beside.append(fleet)
+        self._fleet.helpers.append(fleet)
         return [RayHandle(member.actor, "", member.name, None, fleet) for member in fleet.members]
 
     def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:

@@ -20,8 +20,8 @@ How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one ran
         for batch in batches:                                  # the same batch on every rank
             metrics = part.train(ctx.share(batch)).values()    # equal on all ranks: engines reduce them
             tracking.log(metrics, step)
-            beside = ctx.on_main(lambda: str(writer.begin(step, ("model",), trainer_state)))
-            records = save_part(part, beside + "/model", contents)  # all ranks: each writes its part
+            partial = ctx.on_main(lambda: str(writer.begin(step, ("model",), trainer_state)))
+            records = save_part(part, partial + "/model", contents)  # all ranks: each writes its part
             ctx.only_main(lambda: writer.complete({"model": records_of_all_ranks}))
         total, count = ctx.sum(nll, tokens)                    # validation: sums over everyone's share
 """
@@ -72,7 +72,7 @@ class Spmd:
             logging.getLogger("verl").setLevel(logging.ERROR)  # what there is to tell, rank 0 tells
 
     def set_generator(self, step: int) -> None:
-        """Give every rank but 0 a torch generator of its own for a run that goes on at ``step``."""
+        """Give every rank but 0 a torch generator of its own for a run that resumes at ``step``."""
         if not self.is_main:
             torch.manual_seed(worker_seed(self.seed, f"spmd/{step}", self.ranks.rank))
 
