@@ -54,7 +54,7 @@ class AgentLoopOutput:
         extra_fields: further values of this row; each becomes a column of the batch.
         measures: metrics of this trajectory; over the batch each is reduced its own way.
         failure: the exception of a trajectory that failed; it stays in this process.
-        unfinished: what the loop keeps of a trajectory that goes on in a later batch (`AgentLoopBase.resumable`).
+        unfinished: what the loop keeps of a trajectory that resumes in a later batch (`AgentLoopBase.resumable`).
     """
 
     prompt_ids: list[int]
@@ -106,10 +106,10 @@ class AgentLoopBase(ABC):
     """Runs one trajectory; a fresh instance per row.
 
     Attributes:
-        resumable: `run` can go on with a trajectory in a later batch (``rollout.keep_unfinished``). Once a batch has
+        resumable: `run` can resume a trajectory in a later batch (``rollout.keep_unfinished``). Once a batch has
             enough, an answer is aborted, ``server_manager.left`` is set, and `run` returns what it has; what it needs
             besides that answer, as plain data, is ``unfinished`` of its output. The later `run` has it in
-            ``self.unfinished``, and its first request goes on with that answer. Other loops are waited for.
+            ``self.unfinished``, and its first request continues that answer. Other loops are waited for.
 
     Args:
         trainer_config: the configuration that the run was started with, or its ``rollout`` section.
@@ -183,8 +183,8 @@ class AgentLoopBase(ABC):
         if not parts:
             return {}
         seen = self.server_manager.seen
-        own = iter(seen.images)
-        images = [part["image"] if "image" in part else next(own, None) for part in parts]
+        row_images = iter(seen.images)
+        images = [part["image"] if "image" in part else next(row_images, None) for part in parts]
         return {"images": seen.load(images, "messages")}
 
     async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:

@@ -39,10 +39,10 @@ class SamplerClient:
         stop_token_ids: end a response, besides the model's own end tokens.
         stop: once it is set, requests come back aborted and empty.
         seen: the images of this trajectory, which every request has; a loop may add to them.
-        goes_on: a request that is aborted goes on at once: its loop cannot go on in a later batch.
+        goes_on: a request that is aborted resumes at once: its loop cannot resume in a later batch.
 
     Attributes:
-        left: number and tokens so far of the request that goes on in a later batch; None while there is none.
+        left: number and tokens so far of the request that resumes in a later batch; None while there is none.
     """
 
     sampler: Sampler
@@ -119,8 +119,8 @@ class SamplerClient:
         parts, self.part = ([] if self.part is None else [self.part]), None
         request = continued(request, parts[0]) if parts else request
         start = time.perf_counter()
-        asked = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, "request_id": request.id}
-        with traced("generate", "llm", asked) as call:
+        payload = {"prompt_ids": prompt_ids, "sampling_params": sampling_params, "request_id": request.id}
+        with traced("generate", "llm", payload) as call:
             try:
                 parts.append(self.stop.answer(request) if self.stop.is_set else await self.sampler.generate(request))
                 while self.goes_on and parts[-1].finish_reason == "abort":

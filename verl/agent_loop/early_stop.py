@@ -1,7 +1,7 @@
-"""Over-sampling with an early stop: once enough trajectories are done, the longest ones are given up, or go on later.
+"""Over-sampling with an early stop: once enough trajectories are done, the longest ones are given up, or resumed later.
 
 What is given up comes back with the finish reason ``abort``; the dataflow masks it, so it is neither trained on nor in
-the baseline of its group. What goes on in a later batch (`verl.agent_loop.unfinished`) comes back with its state.
+the baseline of its group. What resumes in a later batch (`verl.agent_loop.unfinished`) comes back with its state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stop:
 
     Args:
         batch: tells batches apart where their loops run in other processes.
-        keeps: what is not done then goes on in a later batch; else it is given up.
+        keeps: what is not done then resumes in a later batch; else it is given up.
     """
 
     is_set: bool = False

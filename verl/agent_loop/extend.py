@@ -1,7 +1,7 @@
-"""A conversation goes on by tokens: what was sampled stays as it was sampled, only what is new is templated.
+"""A conversation is extended by tokens: what was sampled stays as it was sampled, only what is new is templated.
 
-Rendering a conversation anew is not the same: a template may rewrite earlier turns (Qwen3 drops their thinking), and a
-text may have other tokens than those that were sampled. So the template is asked what it writes *after* an answer: the
+Rendering it again is not the same: a template may rewrite earlier turns (Qwen3 drops their thinking), and a text may
+have other tokens than those that were sampled. So the template is probed for what it writes *after* an answer: the
 answer is replaced by a mark, and what follows the mark is tokenised.
 """
 
@@ -33,7 +33,7 @@ class TemplateContinuationError(RolloutError):
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Where the recorded tokens are not those of the conversation rendered anew."""
+    """Where the recorded tokens are not those of the conversation rendered again."""
 
     position: int
     recorded: tuple[int, ...]
@@ -105,7 +105,7 @@ class Extender:
         tools: Sequence[Any] | None = None,
         expand: Callable[[list[int]], list[int]] = list,
     ) -> TokenDifference | None:
-        """Where the recorded tokens differ from the same messages rendered anew; None where they do not.
+        """Where the recorded tokens differ from the same messages rendered again; None where they do not.
 
         What the template writes after the last recorded token is no difference.
 
@@ -125,8 +125,8 @@ class Extender:
             return None
         sides = tuple(recorded[at : at + SHOWN_TOKENS]), tuple(rendered[at : at + SHOWN_TOKENS])
         texts = [self.tokenizer.decode(list(side), skip_special_tokens=False) for side in sides]
-        whole = ["".join(self.tokenizer.decode(list(ids)[at:]).split()) for ids in (recorded, rendered)]
-        return TokenDifference(at, *sides, texts[0], texts[1], only_space=whole[1].startswith(whole[0]))
+        unspaced = ["".join(self.tokenizer.decode(list(ids)[at:]).split()) for ids in (recorded, rendered)]
+        return TokenDifference(at, *sides, texts[0], texts[1], only_space=unspaced[1].startswith(unspaced[0]))
 
     def text(self, sampled: Sequence[int]) -> str:
         """An answer's text as a template is given it: special tokens stay, the turn's end goes."""
@@ -217,7 +217,7 @@ class Extender:
                 return ids[1:] if ids[:1] == [int(sampled[-1])] else self.template.encode(tail)
             notice(
                 "the chat template",
-                f"an answer ended with token {sampled[-1]} ({end!r}), the template goes on after an answer with "
+                f"an answer ended with token {sampled[-1]} ({end!r}), the template continues after an answer with "
                 f"{self.template.encode(after)[:SHOWN_TOKENS]} ({after[:40]!r}); both are in the conversation",
             )
         return self.template.encode(after)
@@ -282,7 +282,7 @@ def _joined(first: Any, second: Any) -> Any:
     """Two contents as one, with a line break between them."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n{second}"
-    parts = [[{"type": "text", "text": said}] if isinstance(said, str) else list(said) for said in (first, second)]
+    parts = [[{"type": "text", "text": part}] if isinstance(part, str) else list(part) for part in (first, second)]
     return [*parts[0], {"type": "text", "text": "\n"}, *parts[1]]
 
 

@@ -37,7 +37,7 @@ LOOPS = "actor_rollout_ref.rollout.agent.num_workers"
 class AgentLoopManager:
     """From rows of prompts to a batch of trajectories.
 
-    Rows arrive repeated: the n samples of a prompt are n rows with one ``uid``, told apart by their order.
+    Rows arrive repeated: the n samples of a prompt are n rows with one ``uid``, distinguished by their order.
 
     Args:
         config: the ``rollout`` section.
@@ -84,12 +84,12 @@ class AgentLoopManager:
     async def serve(self, request: Request) -> Completion:
         """The answer to a loop in another process; it is empty once enough trajectories of the batch are done.
 
-        Unless what is not done goes on later: then the loop knows which of its requests still want an answer.
+        Unless what is not done resumes later: then the loop knows which of its requests still want an answer.
         """
         if self._stop.is_set and not self._stop.keeps:
             return self._stop.answer(request)
         before = self._served.get(request.id)
-        if before is not None:  # of a process that is lost, whose row runs anew: nobody reads its answer
+        if before is not None:  # of a process that is lost, whose row runs again: nobody reads its answer
             await self.sampler.abort([request.id])
             await asyncio.wait([before])
         mine = self._served[request.id] = asyncio.ensure_future(self.sampler.generate(request))
@@ -107,7 +107,7 @@ class AgentLoopManager:
             prompts: ``raw_prompt_ids`` or ``raw_prompt``, and ``uid``; ``agent_name`` picks a row's loop. A column
                 ``sample_index`` tells the samples of a uid apart where they are spread over several batches.
                 ``meta_info["validate"]`` samples with ``val_kwargs``; ``meta_info["do_sample"]`` overrides both. With
-                ``meta_info["enough_prompts"]`` the batch ends once so many prompts have all samples; its column
+                ``meta_info["enough_prompts"]`` the batch ends once that number of prompts is complete; its column
                 ``unfinished`` says where the others stand, and is the column ``earlier`` of the next rows.
 
         Raises:
@@ -123,31 +123,31 @@ class AgentLoopManager:
         enough = prompts.meta_info.get(ENOUGH)
         stop = self._stop = Stop(keeps=enough is not None)
         pad = self.here.pad
-        beside = None if self.score_row is None else OverlappedScoring(self.score_row, rows, pad)
+        scorer = None if self.score_row is None else OverlappedScoring(self.score_row, rows, pad)
         streams, uids = sample_streams(rows, prompts.meta_info), list(prompts.non_tensor_batch.get("uid", ()))
         tasks = []
         places = self._places(rows)
-        asked = marked(self.config, rows, streams, places, prompts.meta_info)
-        for number, (row, stream) in enumerate(zip(asked, streams)):
+        marked_rows = marked(self.config, rows, streams, places, prompts.meta_info)
+        for number, (row, stream) in enumerate(zip(marked_rows, streams)):
             ended = (row.get(EARLIER) or {}).get("ended")
             work = self._run(places[number], number, row, stream, parameters, stop) if ended is None else _again(ended)
-            tasks.append(asyncio.ensure_future(_scored(number, work, None if stop.keeps else beside)))
+            tasks.append(asyncio.ensure_future(_scored(number, work, None if stop.keeps else scorer)))
         try:
             if enough is None:
                 outputs = await gather_most(tasks, self._may_give_up(prompts.meta_info), self._end_batch)
             else:
-                outputs = await self._enough_of(tasks, uids, int(enough), beside)
+                outputs = await self._enough_of(tasks, uids, int(enough), scorer)
         except BaseException:
             for task in tasks:  # the batch ends; what is left must not go on sampling
                 task.cancel()
-            if beside is not None:
-                beside.cancel()
+            if scorer is not None:
+                scorer.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         check_some_worked(outputs)
         batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
         batch.non_tensor_batch.update(later_images(outputs, rows))
-        scoring = {} if beside is None else await beside.finish(outputs, batch)
+        scoring = {} if scorer is None else await scorer.finish(outputs, batch)
         if enough is None:
             batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
             return batch
@@ -162,22 +162,22 @@ class AgentLoopManager:
         tasks: Sequence[asyncio.Task[AgentLoopOutput]],
         uids: Sequence[str],
         enough: int,
-        beside: OverlappedScoring | None,
+        scorer: OverlappedScoring | None,
     ) -> list[AgentLoopOutput]:
         """The results of all tasks once enough prompts have all samples; only those of such prompts are scored."""
         begun: set[int] = set()
 
         def score(rows: Sequence[int]) -> None:
             begun.update(rows)
-            for row in rows if beside is not None else ():
-                beside.start(row, tasks[row].result())  # type: ignore[union-attr]  # no rows without it
+            for row in rows if scorer is not None else ():
+                scorer.start(row, tasks[row].result())  # type: ignore[union-attr]  # no rows without it
 
         outputs = await gather_prompts(tasks, Members(uids), enough, self._end_batch, score)
         score([row for row, is_over in enumerate(are_complete(outputs, uids)) if is_over and row not in begun])
         return outputs
 
     def _places(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The runner of each row: adjacent rows share one, and a trajectory goes on where its tools are."""
+        """The runner of each row: adjacent rows share one, and a trajectory resumes where its tools are."""
         count = len(self._runners)
         places = [number * count // len(rows) for number in range(len(rows))]
         before = [(row.get(EARLIER) or {}).get("runner", count) for row in rows]
@@ -187,22 +187,22 @@ class AgentLoopManager:
         self, place: int, number: int, row: dict[str, Any], stream: tuple[str, int], parameters: dict[str, Any],
         stop: Stop,
     ) -> AgentLoopOutput:  # fmt: skip
-        """The trajectory of a row. If its process is lost, another one runs the loop anew: tools went with the first.
+        """The trajectory of a row. If its process is lost, another one restarts the loop: tools went with the first.
 
         Raises:
             RunnerLostError: so is the second; it may be the loop that ends them.
         """
-        chosen = self._living(place)
+        runner = self._living(place)
         try:
-            return await self._runner_at(chosen).run(number, row, stream, parameters, stop)
+            return await self._runner_at(runner).run(number, row, stream, parameters, stop)
         except RunnerLostError as error:
-            if chosen is None:
+            if runner is None:
                 raise
-            self._lost.add(chosen)
+            self._lost.add(runner)
             notice(LOOPS, f"{error}. Its rows are run again, from their prompts, by the others of the "
                    f"{len(self._runners)} processes, or beside the sampler if none is left")  # fmt: skip
         row = {name: value for name, value in row.items() if name != EARLIER}
-        return await self._runner_at(self._living(chosen)).run(number, row, stream, parameters, stop)
+        return await self._runner_at(self._living(runner)).run(number, row, stream, parameters, stop)
 
     def _living(self, place: int) -> int | None:
         """The place, or the next one that is not lost; None: all are."""
@@ -246,18 +246,18 @@ async def _again(plain: Mapping[str, Any]) -> AgentLoopOutput:
     return output_of(plain)
 
 
-async def _scored(number: int, work: Awaitable[AgentLoopOutput], beside: OverlappedScoring | None) -> AgentLoopOutput:
+async def _scored(number: int, work: Awaitable[AgentLoopOutput], scorer: OverlappedScoring | None) -> AgentLoopOutput:
     """A trajectory whose scoring has begun."""
     output = await work
-    if beside is not None:
-        beside.start(number, output)
+    if scorer is not None:
+        scorer.start(number, output)
     return output
 
 
 def sample_streams(rows: Sequence[Mapping[str, Any]], meta_info: Mapping[str, Any]) -> list[tuple[str, int]]:
     """(uid, sample index) of each row, the key of its random numbers.
 
-    Rows without a uid are told apart by their place and by ``meta_info["global_steps"]``.
+    Rows without a uid are distinguished by their place and by ``meta_info["global_steps"]``.
 
     Raises:
         RolloutError: two rows would draw the same numbers.

@@ -28,8 +28,8 @@ def marked(
     """The rows, with a mark on those that are recorded.
 
     Args:
-        config: the ``rollout`` section. Of each runner so many prompts are recorded as
-            ``trace.max_samples_per_step_per_worker`` says, drawn from a generator of their own, with all their samples.
+        config: the ``rollout`` section. Of each runner ``trace.max_samples_per_step_per_worker``
+            prompts are recorded, drawn from a generator of their own, with all their samples.
         streams: (uid, sample index) of each row; ``places``: its runner.
         about: ``meta_info`` of the batch.
     """
@@ -37,15 +37,15 @@ def marked(
     if section is None or section.backend is None:
         return list(rows)
     step, validate = int(about.get("global_steps", 0)), bool(about.get("validate"))
-    chosen = _chosen(section.max_samples_per_step_per_worker, streams, places, f"{config.seed} {step} {validate}")
-    known = {"step": step, "validate": validate}
+    uids = _traced(section.max_samples_per_step_per_worker, streams, places, f"{config.seed} {step} {validate}")
+    common = {"step": step, "validate": validate}
     return [
-        {**row, TRACED: {**known, "sample_index": row.get("index", uid), "rollout_n": number}} if uid in chosen else row
+        {**row, TRACED: {**common, "sample_index": row.get("index", uid), "rollout_n": number}} if uid in uids else row
         for row, (uid, number) in zip(rows, streams)
     ]
 
 
-def _chosen(most: int | None, streams: Sequence[tuple[str, int]], places: Sequence[int], seed: str) -> set[str]:
+def _traced(most: int | None, streams: Sequence[tuple[str, int]], places: Sequence[int], seed: str) -> set[str]:
     """The uids that are recorded; a prompt counts for the runner of its first row."""
     runner_of: dict[str, int] = {}
     for (uid, _), place in zip(streams, places):
@@ -53,11 +53,11 @@ def _chosen(most: int | None, streams: Sequence[tuple[str, int]], places: Sequen
     if most is None:
         return set(runner_of)
     draw = random.Random(seed)
-    chosen: set[str] = set()
+    traced: set[str] = set()
     for place in sorted(set(runner_of.values())):
         uids = [uid for uid, its in runner_of.items() if its == place]
-        chosen.update(draw.sample(uids, min(most, len(uids))))
-    return chosen
+        traced.update(draw.sample(uids, min(most, len(uids))))
+    return traced
 
 
 class RowTraces:

@@ -30,8 +30,8 @@ def served(rollout: Any, model: Any, count: int, device: str, argv: Sequence[str
     started: list[HostProcess] = []
     try:
         for number in range(count):
-            own = devices_of_server(number, spec_of(rollout).devices, device)
-            started.append(HostProcess(argv, device, f"server {number}", key=key, environment=own))
+            variables = devices_of_server(number, spec_of(rollout).devices, device)
+            started.append(HostProcess(argv, device, f"server {number}", key=key, environment=variables))
         for process in started:
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))
         yield over_addresses([process.url for process in started], rollout, model, "verl", key)

@@ -9,7 +9,7 @@ from typing import Any
 from verl.errors import ConfigError, suggest
 
 PLACES = "file.py:name or my_pkg.mod:name"
-"""Where code of the user's lies."""
+"""Where code of the user's is."""
 
 
 def known_arguments(given: Mapping[str, Any], settings: type, needs: str, what: str, form: str) -> None:

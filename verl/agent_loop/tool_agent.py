@@ -87,8 +87,8 @@ class ToolAgentLoop(AgentLoopBase):
     The row's columns that it reads: ``raw_prompt``; ``tools_kwargs``; ``interaction_kwargs``; ``tool_selection``, in
     the row or in ``extra_info``: names of the tools that this row has, all where it is missing.
 
-    It goes on in a later batch with the turn in which it was left. What its tools and its user keep in memory is of the
-    process: in another one, after a restart, a conversation that needs such memory begins anew.
+    It resumes in a later batch with the turn in which it was left. What its tools and its user keep in memory is of the
+    process: in another one, after a restart, a conversation that needs such memory starts again.
     """
 
     resumable = True
@@ -136,11 +136,11 @@ class ToolAgentLoop(AgentLoopBase):
 
     @property
     def _is_left(self) -> bool:
-        """Whether the conversation goes on in a later batch."""
+        """Whether the conversation resumes in a later batch."""
         return self.server_manager.left is not None
 
     def _from_earlier(self) -> Mapping[str, Any] | None:
-        """Where the conversation stood in an earlier batch; None for a new one, and for one that begins anew."""
+        """Where the conversation stood in an earlier batch; None for a new one, and for one that starts again."""
         state: Mapping[str, Any] | None = self.unfinished
         if state is None:
             return None
@@ -150,7 +150,7 @@ class ToolAgentLoop(AgentLoopBase):
             return state
         notice(
             "actor_rollout_ref.rollout.keep_unfinished",
-            "conversations whose tools or users keep something in memory begin anew: the process that had it is gone",
+            "conversations whose tools or users keep something in memory start again: the process that had it is gone",
         )
         self.server_manager.restart()
         return None
@@ -288,13 +288,13 @@ class ToolAgentLoop(AgentLoopBase):
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
                 data.metrics.add(f"interaction/{user.name}/{name}", float(value), "mean")
-        said = shortened(str(text), MOST_CHARACTERS, "left")
-        data.metrics.add(f"interaction/{user.name}/truncated_answers", int(len(said) < len(str(text))), "sum")
-        entry = {"role": "user", "text": said, "score": float(score)}
+        reply = shortened(str(text), MOST_CHARACTERS, "left")
+        data.metrics.add(f"interaction/{user.name}/truncated_answers", int(len(reply) < len(str(text))), "sum")
+        entry = {"role": "user", "text": reply, "score": float(score)}
         if is_over:
             _ended(data, "user")
             return [], entry
-        return [{"role": "user", "content": said}], entry
+        return [{"role": "user", "content": reply}], entry
 
     async def _leave(self, data: AgentData, simulated: SimulatedUser) -> None:
         user = simulated.user
@@ -326,7 +326,7 @@ class ToolAgentLoop(AgentLoopBase):
         return len(ids) < self._left(data)
 
     def _compare(self, data: AgentData, schemas: Sequence[Any]) -> None:
-        """Report where the conversation rendered anew would have other tokens than those that were sampled."""
+        """Report where the conversation rendered again would have other tokens than those that were sampled."""
         mode = self.shared.limits.comparison
         if mode == "disable" or not data.response_ids:
             return
@@ -357,13 +357,13 @@ def selected(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         DataError: it names one that there is not.
     """
     extra = row.get("extra_info")
-    asked = row.get("tool_selection")
-    if asked is None and isinstance(extra, Mapping):
-        asked = extra.get("tool_selection")
-    if asked is None:
+    selection = row.get("tool_selection")
+    if selection is None and isinstance(extra, Mapping):
+        selection = extra.get("tool_selection")
+    if selection is None:
         return list(names)
-    wanted = [asked] if isinstance(asked, str) else [str(name) for name in asked]
-    unknown = [name for name in wanted if name not in names]
+    selected_names = [selection] if isinstance(selection, str) else [str(name) for name in selection]
+    unknown = [name for name in selected_names if name not in names]
     if unknown:
         raise DataError(
             "a row selects a tool that there is not",
@@ -372,7 +372,7 @@ def selected(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
             allowed=list(names),
             fix=suggest(unknown[0], names),
         )
-    return [name for name in names if name in wanted]
+    return [name for name in names if name in selected_names]
 
 
 async def within(work: Coroutine[Any, Any, None], seconds: float | None) -> bool:

@@ -138,13 +138,13 @@ class ToolCalls:
 
     async def _create(self, data: AgentData, items: Sequence[Any], names: Sequence[str]) -> None:
         """Make the instances that a turn's calls need and the trajectory does not have."""
-        wanted = {item.name for item in items if isinstance(item, FunctionCall)}
-        for name in sorted(wanted & set(names) - set(data.instances)):
+        called = {item.name for item in items if isinstance(item, FunctionCall)}
+        for name in sorted(called & set(names) - set(data.instances)):
             tool = self.tools[name]
             kwargs = dict(_row_kwargs(data, name).get("create_kwargs") or {})
-            whole = {"create_kwargs": kwargs} if takes(tool.create, "create_kwargs") else {}
+            argument = {"create_kwargs": kwargs} if takes(tool.create, "create_kwargs") else {}
             try:
-                made = await self._run(tool.create, **{**kwargs, **whole})
+                made = await self._run(tool.create, **{**kwargs, **argument})
                 data.instances[name] = made[0] if isinstance(made, tuple) else made
             except Exception as error:  # boundary: a user's tool
                 self._tell(data, name, "create", error)
@@ -163,8 +163,8 @@ class ToolCalls:
         arguments: Any = item.arguments if isinstance(item, FunctionCall) else None
         try:
             if isinstance(item, Malformed):
-                asked = f" Write a call as {form}" if form else ""
-                raise ToolCallError("malformed", f"the tool call could not be read: {item.reason}.{asked}")
+                hint = f" Write a call as {form}" if form else ""
+                raise ToolCallError("malformed", f"the tool call could not be read: {item.reason}.{hint}")
             arguments = self._arguments(item, names)
             text, images, reward = await self._execute(data, name, arguments)
             kind = ""
@@ -208,7 +208,7 @@ class ToolCalls:
             images = tuple(data.seen.load(response.image, f"tool {name}")) if response.image else ()
         except TimeLimit as error:
             raise ToolCallError("timeout", f"the tool {name} gave {error}") from error
-        except Exception as error:  # boundary: a user's tool; the model is told, the person too
+        except Exception as error:  # boundary: a user's tool; the model receives it, the person too
             self._tell(data, name, "execute", error)
             raise ToolCallError("failed", f"{type(error).__name__}: {error}") from error
         for key, value in metrics.items():
@@ -223,13 +223,13 @@ class ToolCalls:
         return await self.runner.run(functools.partial(method, *arguments, **named), self.limits.seconds)
 
     def _shortened(self, data: AgentData, text: str) -> str:
-        kept = shortened(text, self.limits.length, self.limits.side)
-        if kept is not text:
+        shown = shortened(text, self.limits.length, self.limits.side)
+        if shown is not text:
             data.metrics.add("tool_calls/truncated_answers", 1, "sum")
-        kept = kept.encode("utf-8", "replace").decode("utf-8")  # half a letter has no tokens
-        if self.has_special(kept):
+        shown = shown.encode("utf-8", "replace").decode("utf-8")  # half a letter has no tokens
+        if self.has_special(shown):
             data.metrics.add("tool_calls/special_tokens_as_text", 1, "sum")
-        return kept
+        return shown
 
     def _tell(self, data: AgentData, name: str, method: str, error: Exception) -> None:
         """Count a failure of a tool, and show the first of each kind."""
@@ -237,7 +237,7 @@ class ToolCalls:
         text = f"{type(error).__name__}: {str(error)[:300]}"
         notice(
             f"tool {name}.{method}",
-            f"failed: {text}. The model is told; further failures are only counted (tool_calls/{name}/errors).",
+            f"failed: {text}. The model receives it; further failures are only counted (tool_calls/{name}/errors).",
         )
 
 

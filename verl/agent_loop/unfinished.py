@@ -1,8 +1,8 @@
-"""Trajectories that go on in a later batch: their state as plain data, which a file and another process can take.
+"""Trajectories that resume in a later batch: their state as plain data, which a file and another process can take.
 
 A row's state is a dict. One that has ended, and waits for the other samples of its prompt, has ``ended``: all of its
-output. One that goes on has ``turn``, the number of its request, ``part``, what that request has so far, and ``loop``,
-what the loop itself keeps of earlier turns. A turn that is gone on with has the key of its random numbers, so the rest
+output. One that resumes has ``turn``, the number of its request, ``part``, what that request has so far, and ``loop``,
+what the loop itself keeps of earlier turns. A resumed turn has the key of its random numbers, so the rest
 is drawn as if it had not been interrupted; nothing of earlier turns happens again.
 """
 
@@ -23,7 +23,7 @@ from verl.rollout.base import Completion
 LEFT, EARLIER = "unfinished", "earlier"
 """Columns: the state of each row of a batch, None where its prompt is complete; the same of the next prompts."""
 ENOUGH = "enough_prompts"
-"""Key of ``meta_info``: so many prompts with all samples end a batch, and what is left comes back unfinished."""
+"""Key of ``meta_info``: the number of complete prompts that ends a batch; what is left comes back unfinished."""
 PROCESS = uuid.uuid4().hex
 """Tells whether what tools and users keep in memory is that of a trajectory's earlier turns."""
 

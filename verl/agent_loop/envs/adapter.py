@@ -102,8 +102,8 @@ class Environment:
         missing = [name for name in ("reset", "step") if not callable(getattr(self._it, name, None))]
         if missing:
             raise EnvironmentFailure(f"{type(self._it).__name__} has no method {missing[0]}")
-        given = {"seed": seed, "options": None if options is None else dict(options)}
-        answer = await self._call("reset", self._it.reset, **_taken(self._it.reset, given))
+        arguments = {"seed": seed, "options": None if options is None else dict(options)}
+        answer = await self._call("reset", self._it.reset, **_taken(self._it.reset, arguments))
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             answer = answer[0]
         return _observed(answer, "reset")

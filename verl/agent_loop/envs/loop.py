@@ -178,12 +178,12 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if observation.images and data.seen.processor is None:
             raise EnvironmentFailure("it shows an image, and the model reads only text")
         images = tuple(data.seen.load(observation.images, self._name)) if observation.images else ()
-        kept = shortened(observation.text, self.shared.settings.max_observation_length, "left")
-        if kept is not observation.text:
+        shown = shortened(observation.text, self.shared.settings.max_observation_length, "left")
+        if shown is not observation.text:
             data.metrics.add("rollout/environment/truncated_observations", 1, "sum")
-            lengths = f"an observation of {len(observation.text)} characters is cut to {len(kept)}"
+            lengths = f"an observation of {len(observation.text)} characters is cut to {len(shown)}"
             notice(self._name, f"{lengths} (max_observation_length); further ones are only counted")
-        return Observation(kept, images)
+        return Observation(shown, images)
 
     async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Any:
         most = min(self._left(data), self.shared.settings.max_tokens_per_turn or self._left(data))

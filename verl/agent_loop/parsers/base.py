@@ -1,6 +1,6 @@
 """The contract of a tool-call parser: the tokens of an answer in, its text and its calls out.
 
-Whatever a model writes is either a call, text, or a malformed call with a reason that the model is told; nothing that
+Whatever a model writes is either a call, text, or a malformed call with a reason that the model receives; nothing that
 it writes raises an exception. All parsers run in one event loop, so each takes time in proportion to its text.
 """
 
@@ -73,7 +73,7 @@ class ToolParser:
     """
 
     form: ClassVar[str] = ""
-    """How a call is written, as the model is told after one that could not be read."""
+    """How a call is written; the model receives it after a call that could not be read."""
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that end an answer because a call is complete."""
 
@@ -145,8 +145,8 @@ def as_json(value: Any) -> str:
 def argument_types(tools: Sequence[Any] | None, function: str) -> dict[str, set[str]]:
     """The JSON types that the schema of ``function`` allows for each argument; {} for an unknown function."""
     for tool in tools or ():
-        given = tool.model_dump() if isinstance(tool, OpenAIFunctionToolSchema) else tool
-        schema = given.get("function", given) if isinstance(given, Mapping) else {}
+        entry = tool.model_dump() if isinstance(tool, OpenAIFunctionToolSchema) else tool
+        schema = entry.get("function", entry) if isinstance(entry, Mapping) else {}
         if schema.get("name") == function:
             properties = (schema.get("parameters") or {}).get("properties") or {}
             return {name: _types(value) for name, value in properties.items()}

@@ -200,7 +200,7 @@ class GptOssToolParser(ToolParser):
     def parse_text(self, text: str, tools: Sequence[Any] | None = None) -> Parsed:
         head, *rest = text.split(self._message)
         items: list[FunctionCall | Malformed] = []
-        said = []
+        texts = []
         for part in rest:
             end = self._ends.search(part)
             body, after = (part[: end.start()], part[end.end() :]) if end else (part, "")
@@ -208,8 +208,8 @@ class GptOssToolParser(ToolParser):
             if recipient and len(items) < MOST_CALLS:
                 items.append(call_with(recipient[1], body))
             elif "analysis" not in head:
-                said.append(body)
+                texts.append(body)
             head = after
         if self._recipient.search(head):
             items.append(Malformed(f"it ends before its {self._message}"))
-        return Parsed("".join(said).strip() if rest or items else text, items)
+        return Parsed("".join(texts).strip() if rest or items else text, items)

@@ -1,6 +1,6 @@
 """Families that write every argument in a tag of its own: Qwen3-Coder, Seed-OSS, MiniMax, DeepSeek V4, GLM.
 
-Text stands in these tags as it is, so what else an argument is (a number, a list) is told by the tool's schema, or in
+Text stands in these tags as it is, so what else an argument is (a number, a list) is read from the tool's schema, or in
 DeepSeek V4 and GLM by the call itself.
 """
 

@@ -109,8 +109,8 @@ def read_outcome(returned: Any) -> AgentOutcome:
     if returned is None:
         return AgentOutcome(None, extra)
     if not isinstance(returned, numbers.Real) or not math.isfinite(returned):
-        wanted = "a finite number, None, or a dict with 'score'"
-        raise AgentFailure(f"returned {returned!r:.80}, which is no reward: {wanted}")
+        allowed = "a finite number, None, or a dict with 'score'"
+        raise AgentFailure(f"returned {returned!r:.80}, which is no reward: {allowed}")
     return AgentOutcome(float(returned), extra)
 
 

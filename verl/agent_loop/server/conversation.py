@@ -223,11 +223,11 @@ def cut_at(done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[i
         return text_of(done.token_ids[:count])[:end] == text[:end]
 
     count = 1 + bisect.bisect_left(range(1, len(done.token_ids)), True, key=is_complete)
-    kept = replace(
+    cut = replace(
         done,
         token_ids=done.token_ids[:count],
         log_probs=done.log_probs[:count],
         token_versions=done.token_versions[:count],
         finish_reason="stop",
     )
-    return kept, text[:place]
+    return cut, text[:place]

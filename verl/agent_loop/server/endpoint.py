@@ -54,11 +54,11 @@ class Endpoint:
                 owner = conversation
         return owner
 
-    async def _chat(self, asked: HttpRequest) -> HttpResponse:
-        return await self._complete(asked.owner, read_chat(asked.json(), asked.owner.sees))
+    async def _chat(self, request: HttpRequest) -> HttpResponse:
+        return await self._complete(request.owner, read_chat(request.json(), request.owner.sees))
 
-    async def _text(self, asked: HttpRequest) -> HttpResponse:
-        return await self._complete(asked.owner, read_text(asked.json()))
+    async def _text(self, request: HttpRequest) -> HttpResponse:
+        return await self._complete(request.owner, read_text(request.json()))
 
     async def _complete(self, owner: Conversation, ask: CompletionRequest) -> HttpResponse:
         reply = await owner.answer(ask)
@@ -70,13 +70,13 @@ class Endpoint:
             answered.payload = replies.whole(reply, owner.prompts)
         return answered
 
-    async def _models(self, asked: HttpRequest) -> HttpResponse:
-        return HttpResponse(replies.models(asked.owner.models))
+    async def _models(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(replies.models(request.owner.models))
 
-    async def _model(self, asked: HttpRequest) -> HttpResponse:
-        name = asked.parameters["name"]
-        if name not in asked.owner.models:
-            raise unknown_model(name, asked.owner.models)
+    async def _model(self, request: HttpRequest) -> HttpResponse:
+        name = request.parameters["name"]
+        if name not in request.owner.models:
+            raise unknown_model(name, request.owner.models)
         return HttpResponse(replies.model(name))
 
 

@@ -1,4 +1,4 @@
-"""What a client is told when a request is refused, in OpenAI's words."""
+"""The error bodies of refused requests, in OpenAI's words."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         conversation = self._conversation(sampling_params)
         start = time.perf_counter()
         async with shared_endpoint().open(conversation) as base_url:
-            given = {"base_url": base_url, "api_key": conversation.key, "row": kwargs, "model": conversation.models[0]}
-            outcome = await self._outcome(given)
+            access = {"base_url": base_url, "api_key": conversation.key, "row": kwargs, "model": conversation.models[0]}
+            outcome = await self._outcome(access)
         if conversation.lost is not None:
             raise conversation.lost  # not the agent's fault: the batch ends as it does with any other loop
         output = await self._output(conversation, outcome, kwargs)

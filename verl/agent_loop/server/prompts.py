@@ -57,7 +57,7 @@ class Prompts:
         return Located(*_in_tokens(ask.prompt or (), record))
 
     def key(self, ask: CompletionRequest, text: str, calls: Sequence[tuple[str, str]] = ()) -> Hashable:
-        """What a later call begins with if it goes on from this answer to ``ask``."""
+        """The prefix of a later call that continues this answer to ``ask``."""
         if ask.messages is not None:
             calls = [(name, _canonical(arguments)) for name, arguments in calls]
             return _chat_key(ask, [*map(_message_key, ask.messages), ("assistant", text.strip(), tuple(calls))])

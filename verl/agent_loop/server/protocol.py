@@ -115,14 +115,14 @@ def read_chat(given: Any, images: bool = False) -> CompletionRequest:
 def read_text(given: Any) -> CompletionRequest:
     """The request in the body of ``/v1/completions``; without max_tokens it gets OpenAI's 16."""
     body = _body(given, TEXT)
-    wanted = body.get("logprobs")
-    if isinstance(wanted, bool) or not (wanted is None or wanted in (0, 1)):
+    logprobs = body.get("logprobs")
+    if isinstance(logprobs, bool) or not (logprobs is None or logprobs in (0, 1)):
         raise bad("logprobs", "logprobs must be 0 or 1: the log-prob of each chosen token.", "unsupported_value")
     return CompletionRequest(
         messages=None,
         prompt=_prompt(body.get("prompt")),
         max_tokens=16 if body.get("max_tokens") is None else _whole(body, "max_tokens", 1),
-        logprobs=wanted is not None,
+        logprobs=logprobs is not None,
         **_shared(body),
     )
 

@@ -1,4 +1,4 @@
-"""What a conversation has sampled, as a tree: a call goes on from an earlier answer, or begins a branch of its own.
+"""What a conversation has sampled, as a tree: a call continues an earlier answer, or begins a branch of its own.
 
 One path from a root to a leaf is one trajectory: the first prompt, then sampled tokens (mask 1) and what the agent put
 between them (mask 0). An agent that rewrites its history, samples a prompt twice or starts a second conversation under
@@ -22,7 +22,7 @@ class Answer:
     """One sampled answer.
 
     Args:
-        parent: the answer it goes on from; None for the first of a conversation.
+        parent: the answer that it continues; None for the first of a conversation.
         inserted: the tokens between the two; of a first answer its whole prompt.
         done: what the sampler gave, cut where a stop sequence ended it.
         key: the conversation up to and with this answer, as a later call shows it again.
@@ -116,8 +116,8 @@ class Record:
                 "trains on the last conversation and counts what is left out.",
             )
         last = leaves[-1]
-        kept = {id(answer) for answer in last.path}
-        return last, sum(len(a.done.token_ids) for a in self.answers if id(a) not in kept)
+        trained_ids = {id(answer) for answer in last.path}
+        return last, sum(len(a.done.token_ids) for a in self.answers if id(a) not in trained_ids)
 
 
 def trajectory(last: Answer, text_of: Callable[[Sequence[int]], str], row: dict[str, Any]) -> AgentData:
