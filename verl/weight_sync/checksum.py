@@ -33,10 +33,10 @@ def checksum(tensor: torch.Tensor) -> int:
         data = data.clone()
     aligned = len(data) // WORD * WORD
     words, rest = data[:aligned].view(torch.int64), data[aligned:]
-    whole = len(words) // WIDTH * WIDTH
-    total = _weighted(words[whole:], 1)
-    if whole:
-        rows = words[:whole].view(-1, WIDTH)
+    num_tiled = len(words) // WIDTH * WIDTH
+    total = _weighted(words[num_tiled:], 1)
+    if num_tiled:
+        rows = words[:num_tiled].view(-1, WIDTH)
         total += _weighted(rows.sum(0), 2) + _weighted(rows.sum(1), 3)
     if len(rest):
         total += _weighted(torch.cat([rest, rest.new_zeros(WORD - len(rest))]).view(torch.int64), 4)

@@ -80,7 +80,7 @@ def pieces(chunk: WeightChunk, piece_bytes: int) -> Iterator[WeightChunk]:
 
 @contextmanager
 def taking(chunks: Iterable[WeightChunk]) -> Iterator[Iterator[WeightChunk]]:
-    """The chunks one by one; whoever makes them is told at once if the taker stops half-way."""
+    """The chunks one by one; their producer is closed at once if the consumer stops early."""
     stream = iter(chunks)
     try:
         yield stream

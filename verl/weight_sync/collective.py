@@ -34,7 +34,7 @@ PIECE_BYTES = 16 << 20
 FRAME_BYTES = 16 << 10
 """Length of a header and the header; what has no room there comes next."""
 LARGE_BYTES = 256 << 10
-"""A weight of so many bytes is a message of its own."""
+"""A weight of at least this size is a message of its own."""
 MESSAGE_BYTES = 2 << 20
 """A longer message goes in parts."""
 BUFFERS = 3
@@ -77,7 +77,7 @@ class BroadcastTransport(Transport):
         device: str = "cpu",
         timeout: float = 300.0,
     ) -> BroadcastTransport:
-        """Make a group of its own, beside whatever groups the process is in.
+        """Make a process group of its own, independent of the groups that the process is in.
 
         Args:
             address: ``host:port`` at which rank 0, the source, listens.
@@ -156,7 +156,7 @@ class BroadcastTransport(Transport):
                 number += 1
                 coming = self._next(here.frame, number)  # on its way while this one is used
                 yield chunk_of(here.layout, here.body)
-        except GeneratorExit:  # of the rest nothing is wanted any more, but the other ranks take part in it
+        except GeneratorExit:  # the rest is dropped, but the broadcast is collective: the other ranks take part in it
             with suppress(RolloutError):
                 while coming is not None:
                     _wait(coming.parts)
@@ -172,8 +172,8 @@ class BroadcastTransport(Transport):
         layout = ChunkLayout.of(piece)
         tensors = [tensor.detach() for _, tensor in piece.tensors]
         direct = [_is_direct(tensor, self.device) for tensor in tensors]
-        beside = [place for place, straight in zip(layout.entries, direct) if not straight]
-        room = self._room(which, max((e.offset + e.num_bytes for e in beside), default=0))
+        staged = [place for place, straight in zip(layout.entries, direct) if not straight]
+        room = self._room(which, max((e.offset + e.num_bytes for e in staged), default=0))
         for place, tensor, straight in zip(layout.entries, tensors, direct):
             if not straight:
                 value = room[place.offset : place.offset + place.num_bytes].view(place.dtype).view(place.shape)
@@ -182,8 +182,8 @@ class BroadcastTransport(Transport):
         frame = self._frame(len(text), text)
         messages = [frame[:FRAME_BYTES], frame[FRAME_BYTES:]]
         for first, last in _runs(layout):
-            whole = tensors[first].view(-1).view(torch.uint8) if direct[first] else room[_span(layout, first, last)]
-            messages.append(whole)
+            message = tensors[first].view(-1).view(torch.uint8) if direct[first] else room[_span(layout, first, last)]
+            messages.append(message)
         return self._start_all(messages)
 
     def _next(self, frame: Broadcast | None, number: int) -> PendingReceive | None:
@@ -209,8 +209,8 @@ class BroadcastTransport(Transport):
 
     def _frame(self, length: int = 0, text: bytes = b"") -> torch.Tensor:
         """A frame, and behind it what of the header has no room there; the receiver's is empty."""
-        whole = length.to_bytes(LENGTH, "little", signed=True) + text
-        return torch.frombuffer(bytearray(whole.ljust(FRAME_BYTES)), dtype=torch.uint8).to(self.device)
+        content = length.to_bytes(LENGTH, "little", signed=True) + text
+        return torch.frombuffer(bytearray(content.ljust(FRAME_BYTES)), dtype=torch.uint8).to(self.device)
 
     def _start_all(self, messages: list[torch.Tensor]) -> list[Broadcast]:
         return [self._start(part) for message in messages for part in message.split(MESSAGE_BYTES)]
@@ -301,7 +301,7 @@ def _span(layout: ChunkLayout, first: int, last: int) -> slice:
 
 
 def _is_direct(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a weight is sent as it lies there."""
+    """Whether a weight is sent in place, without staging."""
     return tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous() and tensor.device == device
 
 

@@ -133,10 +133,10 @@ class DeltaDecoder:
                 header = parts.pop(META, None)
                 if header is None or header.numel() != 2:
                     raise RolloutError("these weights are not differences", fix="Encode them with DeltaEncoder.")
-                version, wanted = (int(x) for x in header)
-                if wanted >= 0 and wanted != base:
+                version, needed_base = (int(x) for x in header)
+                if needed_base >= 0 and needed_base != base:
                     raise RolloutError(
-                        f"an update of the weights was lost: differences to version {wanted} arrived",
+                        f"an update of the weights was lost: differences to version {needed_base} arrived",
                         got="no weights" if base is None else f"version {base}",
                         fix="Send the whole weights once (DeltaEncoder.reset).",
                     )
@@ -149,30 +149,30 @@ class DeltaDecoder:
 
     @torch.no_grad()
     def _decode(self, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        whole = parts.get(f"{name}|{WHOLE}")
-        if whole is not None:
-            kept = self._kept.get(name)
-            if kept is None or kept.shape != whole.shape or kept.dtype != whole.dtype or kept.device != whole.device:
-                kept = self._kept[name] = torch.empty_like(whole, memory_format=torch.contiguous_format)
-            kept.copy_(whole)
+        full = parts.get(f"{name}|{WHOLE}")
+        if full is not None:
+            local = self._kept.get(name)
+            if local is None or local.shape != full.shape or local.dtype != full.dtype or local.device != full.device:
+                local = self._kept[name] = torch.empty_like(full, memory_format=torch.contiguous_format)
+            local.copy_(full)
         else:
-            kept = self._kept.get(name)
-            if kept is None:
+            local = self._kept.get(name)
+            if local is None:
                 raise RolloutError("differences of a weight that never arrived whole", key=name)
             streams = [parts.get(f"{name}|{suffix}") for suffix in SUFFIXES]
             if streams[0] is not None:
-                bits = kept.view(-1).view(INTEGERS[kept.element_size()])
-                where, steps = _expand(streams, kept.element_size(), bits.numel(), name)
+                bits = local.view(-1).view(INTEGERS[local.element_size()])
+                where, steps = _expand(streams, local.element_size(), bits.numel(), name)
                 index = torch.from_numpy(where).to(bits.device)
                 bits[index] = bits[index] + torch.from_numpy(steps).to(bits.device)
         expected = parts.get(f"{name}|sum")
-        if expected is None or int(expected) != _as_signed(checksum(kept)):
+        if expected is None or int(expected) != _as_signed(checksum(local)):
             raise RolloutError(
                 "the weights after an update are not the trainer's: the checksum differs",
                 key=name,
                 fix="Send the whole weights once (DeltaEncoder.reset).",
             )
-        return kept
+        return local
 
 
 def _sum(name: str, total: int) -> tuple[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 A version is a folder with two files for each part of the weights: the bytes, and a header that comes last, under
 another name first, so that a reader finds a part whole or not at all. It takes each part while the writer is at the
 next one, out of the page cache and without a copy of its own. The files of a version that nobody should read any more
-are written over, because fresh files cost several times as much as reused ones. Whoever reads too slowly hears of it.
+are written over, because fresh files cost several times as much. A reader that falls behind gets an error.
 
 Nothing is forced to the disk: after a crash of the machine the weights come from a checkpoint.
 """
@@ -145,7 +145,7 @@ class DiskTransport(Transport):
         return {"writer": self._name, "stream": f"{self._name}-{self._streams}"}
 
     def _await(self, header: Path, version: int) -> tuple[bytes, ChunkLayout, dict[str, Any]]:
-        """A header as soon as one is there that the wanted writer wrote: its text, and what it says."""
+        """The header of the expected writer, once it is there: its text, and what it says."""
         arrived: list[tuple[bytes, ChunkLayout, dict[str, Any]]] = []
 
         def is_there() -> bool:
@@ -211,7 +211,7 @@ class DiskTransport(Transport):
 
 
 def _part(folder: Path, number: int) -> Path:
-    """Where a part lies: the path of its two files but for their endings."""
+    """The path of the two files of a part, without their endings."""
     return folder / f"{number:05d}"
 
 

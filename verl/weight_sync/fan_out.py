@@ -1,7 +1,7 @@
 """One stream of weights for several receivers: each bucket is made once and gone before the next one is made.
 
 Consumes: a stream of chunks. Waits for: the slowest receiver of a bucket, or the end of one that fails. Unblocked by:
-whoever is the last to ask for the next bucket makes it.
+the last receiver to request the next bucket, which makes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StreamReceiver(Protocol):
 
 
 class Branch(Iterator[WeightChunk]):
-    """The stream as one of its receivers sees it. Close it if the rest is not wanted, so that the others go on."""
+    """The stream as one of its receivers sees it. Close it if the rest is not needed, so that the others continue."""
 
     def __init__(self, source: _Source, number: int):
         self._source, self._number = source, number
@@ -46,8 +46,8 @@ class _Source:
 
     def __init__(self, chunks: Iterable[WeightChunk], number: int):
         self._chunks = iter(chunks)
-        self._asked = dict.fromkeys(range(number), 0)
-        """Branches that want more -> how many chunks they asked for."""
+        self._requested = dict.fromkeys(range(number), 0)
+        """Open branches -> the number of chunks that they requested."""
         self._made = 0
         self._chunk: WeightChunk | None = None
         self._end: BaseException | None = None
@@ -55,26 +55,26 @@ class _Source:
 
     def next_of(self, branch: int) -> WeightChunk:
         with self._change:
-            if branch not in self._asked:
+            if branch not in self._requested:
                 raise StopIteration
-            self._asked[branch] += 1
-            wanted = self._asked[branch]
+            self._requested[branch] += 1
+            number = self._requested[branch]
             self._make_if_all_wait()
-            self._change.wait_for(lambda: self._made >= wanted or self._end is not None)
-            if self._made >= wanted:
+            self._change.wait_for(lambda: self._made >= number or self._end is not None)
+            if self._made >= number:
                 assert self._chunk is not None
                 return self._chunk
-            self._asked.pop(branch)
+            self._requested.pop(branch)
             assert self._end is not None
             raise StopIteration if isinstance(self._end, StopIteration) else self._end
 
     def leave(self, branch: int) -> None:
         with self._change:
-            if self._asked.pop(branch, None) is None:
+            if self._requested.pop(branch, None) is None:
                 return
-            if self._asked:
+            if self._requested:
                 self._make_if_all_wait()
-            elif self._end is None:  # nobody is left: whoever makes the stream is told
+            elif self._end is None:  # no branch is left: close the producer of the stream
                 self._end, self._chunk = StopIteration(), None
                 with taking(self._chunks):
                     pass
@@ -89,8 +89,8 @@ class _Source:
             self._change.notify_all()
 
     def _make_if_all_wait(self) -> None:
-        """The next chunk, once every branch has asked for it and so has let go of the last one."""
-        if self._end is not None or any(asked <= self._made for asked in self._asked.values()):
+        """The next chunk, once every branch has requested it and released the last one."""
+        if self._end is not None or any(number <= self._made for number in self._requested.values()):
             return
         self._chunk = None
         try:
@@ -130,7 +130,7 @@ class _Taker:
     def _run(self) -> None:
         try:
             asyncio.run(self._take())
-        except BaseException as error:  # carried over to whoever waits
+        except BaseException as error:  # carried over to the waiter
             self._branch.close()
             self.outcome.set_exception(error)
         else:

@@ -88,7 +88,7 @@ class SharedMemoryTransport(Transport):
 
     @classmethod
     def reach(cls, address: Mapping[str, Any], device: str = "cpu") -> SharedMemoryTransport:
-        """The memory's name goes as soon as both ends have it: whoever is killed later leaves nothing behind."""
+        """The memory's name goes as soon as both ends have it: a process that is killed later leaves nothing behind."""
         end = cls(**address)
         end._unlinks = True
         Path(end.path).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 
 NAP_SHARE, LONGEST_NAP = 0.1, 1e-3
-"""A nap while waiting is this part of the time waited so far: a wait takes hardly longer for it, and whoever waits long
+"""A nap while waiting is this part of the time waited so far: a wait takes hardly longer for it, and a long wait
 leaves the processor to those that work. The first naps are the shortest ones of the system, some 0.1 ms."""
 
 
@@ -71,19 +71,19 @@ class Transport(ABC):
         """The version that `receive` is to bring."""
 
     def abandon(self, reason: str) -> None:
-        """From another thread: whoever waits for the other end stops waiting."""
+        """From another thread: a wait for the other end stops."""
         self._abandoned = reason
 
     @abstractmethod
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         """Send a whole stream; returns once the other end has taken it all. The result is the number of bytes.
 
-        If ``chunks`` raises, the other end is told, and its `receive` raises too.
+        If ``chunks`` raises, the other end is notified, and its `receive` raises too.
         """
 
     @abstractmethod
     def receive(self) -> Iterator[WeightChunk]:
-        """The stream that the other end sends. A chunk's tensors are valid until the next one is asked for.
+        """The stream that the other end sends. A chunk's tensors are valid until the next one is requested.
 
         Raises:
             RolloutError: the other end gave up or was not heard of for ``timeout`` seconds.

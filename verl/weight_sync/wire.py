@@ -1,6 +1,6 @@
 """A chunk of weights as bytes: a JSON header and one flat buffer, without anything that could execute code.
 
-The header names tensors, shapes, dtypes and places. Whoever reads it checks every number against the buffer before a
+The header names tensors, shapes, dtypes and places. The reader checks every number against the buffer before a
 tensor is made, because a transport may deliver what another process wrote.
 """
 
@@ -31,7 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in the buffer."""
+    """The place of a tensor in the buffer."""
 
     name: str
     dtype: torch.dtype

@@ -1,7 +1,7 @@
 """Carry out a plan: batch by batch, each part from its holder to the rank that lacks it.
 
 A batch is a part of one layer, or a few layers that fill half a bucket together, so a rank holds at most one layer of
-sampling weights besides its own, plus the parts that have to be laid out anew on their way (those cut along another
+sampling weights besides its own, plus the parts that are copied to another layout on their way (those cut along another
 axis than the first). A message costs as much as a hundred kilobytes, so the small parts that one rank has for another
 one in a batch travel as one.
 """
@@ -87,7 +87,7 @@ class Resharder:
     def batches(self) -> Iterator[Batch]:
         """The same batches on every rank; a new one starts where the bucket is full.
 
-        Weights of several layers travel together only while they, and what is laid out anew for them, take half a
+        Weights of several layers travel together only while they, and their staging copies, take half a
         bucket each: then they need no more room than a layer and a bucket.
         """
         weights: list[tuple[str, Entry]] = []
@@ -107,7 +107,7 @@ class Resharder:
         """Exchange everything; all ranks of the plan iterate at once.
 
         Args:
-            read: this rank's training shard of a weight; asked only for weights of which it holds a piece. It may not
+            read: this rank's training shard of a weight; called only for weights of which it holds a piece. It may not
                 change until the next batch begins.
 
         Yields:
@@ -180,7 +180,7 @@ class Resharder:
         return (leaving[0][0] - self.rank) % self.plan.sampling.world
 
     def _rooms(self, messages: list[list[Tensor]]) -> list[Tensor]:
-        """Where each message lies in one piece: its only part as it is, or memory that all batches use by turns."""
+        """The contiguous memory of each message: its only part as it is, or a staging buffer that all batches share."""
         sizes = [0 if _in_one_piece(message) else sum(part.nbytes for part in message) for message in messages]
         sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if sum(sizes) > self._staging.numel():
@@ -222,7 +222,7 @@ class Resharder:
         return self._jobs[id(entry)]
 
     def _sizes(self, entry: Entry) -> np.ndarray:
-        """Most bytes that any rank receives, lays out anew, and then holds of one of an entry's weights."""
+        """Most bytes that any rank receives, stages, and then holds of one of an entry's weights."""
         if id(entry) not in self._known_sizes:
             self._known_sizes[id(entry)] = entry.weight.num_bytes * np.array(_shares(entry))
         return self._known_sizes[id(entry)]
@@ -248,7 +248,7 @@ def _messages(parts: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _shares(entry: Entry) -> tuple[float, float, float]:
-    """Of one of its weights, the most that any rank receives, lays out anew on the way, and holds in the end."""
+    """Of one of its weights, the most that any rank receives, stages on the way, and holds in the end."""
     routes, world = entry.routes, len(entry.routes.kept)
     crosses = entry.source.axis != entry.target.axis
     ours, theirs = (entry.target.axis, entry.source.axis) if crosses else (entry.source.axis, entry.target.axis)
@@ -263,7 +263,7 @@ def _shares(entry: Entry) -> tuple[float, float, float]:
 
 def _job_of(entry: Entry, rank: int) -> _Job:
     routes, source, target = entry.routes, entry.source, entry.target
-    ours, wanted = int(source.index[rank]), int(target.index[rank])
+    held, needed = int(source.index[rank]), int(target.index[rank])
     sends = [
         (int(routes.receiver[part]), _cuts(entry, int(routes.source[part]), int(routes.target[part]))[0])
         for part in np.flatnonzero(routes.sender == rank)
@@ -272,9 +272,9 @@ def _job_of(entry: Entry, rank: int) -> _Job:
         (int(routes.sender[part]), _cuts(entry, int(routes.source[part]), int(routes.target[part]))[1])
         for part in np.flatnonzero(routes.receiver == rank)
     ]
-    keeps = _cuts(entry, ours, wanted) if min(ours, wanted) >= 0 and routes.kept[rank] > 0 else None
-    shape = _piece_shape(entry, target, wanted) if wanted >= 0 else ()
-    return _Job(wanted >= 0, sends, receives, keeps, shape)
+    keeps = _cuts(entry, held, needed) if min(held, needed) >= 0 and routes.kept[rank] > 0 else None
+    shape = _piece_shape(entry, target, needed) if needed >= 0 else ()
+    return _Job(needed >= 0, sends, receives, keeps, shape)
 
 
 def _piece_shape(entry: Entry, division: Division, piece: int) -> tuple[int, ...]:
@@ -284,9 +284,9 @@ def _piece_shape(entry: Entry, division: Division, piece: int) -> tuple[int, ...
     return tuple(shape)
 
 
-def _cuts(entry: Entry, piece: int, wanted: int) -> tuple[Cut, Cut]:
-    """Where the common part of two pieces lies in the training shard, and where in the sampling shard."""
-    ours, theirs = entry.source.span(piece), entry.target.span(wanted)
+def _cuts(entry: Entry, source_piece: int, target_piece: int) -> tuple[Cut, Cut]:
+    """The slices of the common part of two pieces: in the training shard, and in the sampling shard."""
+    ours, theirs = entry.source.span(source_piece), entry.target.span(target_piece)
     axes = len(entry.weight.shape)
     if entry.source.axis == entry.target.axis:
         low, high = max(ours[0], theirs[0]), min(ours[1], theirs[1])

@@ -61,15 +61,15 @@ class Weight:
         rows, pieces = self.shape[self.cut], ranks
         if self.units is not None and self.units < ranks:
             pieces = self.units
-        whole = -(-rows // pieces) * pieces if self.uneven else rows
-        if whole % pieces or ranks % pieces or (self.units is not None and self.units % pieces):
+        padded = -(-rows // pieces) * pieces if self.uneven else rows
+        if padded % pieces or ranks % pieces or (self.units is not None and self.units % pieces):
             raise ConfigError(
-                f"{self.units or whole} {'heads' if self.units else 'rows'} cannot be divided among this many ranks",
+                f"{self.units or padded} {'heads' if self.units else 'rows'} cannot be divided among this many ranks",
                 key=self.name,
                 got=ranks,
-                allowed=[n for n in range(1, (self.units or whole) + 1) if (self.units or whole) % n == 0][:12],
+                allowed=[n for n in range(1, (self.units or padded) + 1) if (self.units or padded) % n == 0][:12],
             )
-        step = whole // pieces
+        step = padded // pieces
         return self.cut, tuple(min(rows, step * piece) for piece in range(pieces + 1))
 
 

@@ -146,8 +146,8 @@ def closed_form(training: Layout, sampling: Layout) -> float:
 
     It counts every weight as cut; weights that each tensor-parallel rank holds anyway need not travel.
     """
-    own, wanted = training.tensor * training.pipeline, sampling.tensor * sampling.pipeline
-    return (own - wanted) / (wanted * own)
+    sources, targets = training.tensor * training.pipeline, sampling.tensor * sampling.pipeline
+    return (sources - targets) / (targets * sources)
 
 
 def make_plan(model: ModelWeights, training: Layout, sampling: Layout, assignment: str = BEST) -> Plan:

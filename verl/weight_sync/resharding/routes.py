@@ -82,18 +82,18 @@ def routes_between(source: Division, target: Division) -> Routes:
     """The parts that must travel so that every rank gets its target piece."""
     common = overlaps(source, target)
     needs = np.flatnonzero(target.index >= 0)
-    wanted = common[:, target.index[needs]].T > 0  # (receivers, source pieces)
-    wanted[np.arange(len(needs)), source.index[needs]] &= source.index[needs] < 0
-    place, piece = np.nonzero(wanted)
+    transfers = common[:, target.index[needs]].T > 0  # (receivers, source pieces)
+    transfers[np.arange(len(needs)), source.index[needs]] &= source.index[needs] < 0
+    place, piece = np.nonzero(transfers)
     receiver = needs[place]
     sender = _senders(source, receiver, piece)
     part = target.index[receiver]
     world = len(source.index)
-    kept = np.zeros(world)
+    local_share = np.zeros(world)
     both = np.flatnonzero((target.index >= 0) & (source.index >= 0))
-    kept[both] = common[source.index[both], target.index[both]]
+    local_share[both] = common[source.index[both], target.index[both]]
     needed, owned = _held(target, common.sum(0), world), _held(source, common.sum(1), world)
-    return Routes(sender, receiver, piece, part, common[piece, part], kept, needed, owned)
+    return Routes(sender, receiver, piece, part, common[piece, part], local_share, needed, owned)
 
 
 def common_unit(source: tuple[int, ...], target: tuple[int, ...]) -> int:
@@ -109,7 +109,7 @@ def _held(division: Division, share: np.ndarray, world: int) -> np.ndarray:
 
 
 def _senders(source: Division, receiver: Indices, piece: Indices) -> Indices:
-    """For each wanted piece a holder in the receiver's replica; several holders take turns, so that all send alike."""
+    """For each missing piece a holder in the receiver's replica; several holders take turns, so that all send alike."""
     if not len(receiver):
         return receiver
     replicas = int(source.replica.max()) + 1
@@ -117,11 +117,11 @@ def _senders(source: Division, receiver: Indices, piece: Indices) -> Indices:
     group = source.index[holders] * replicas + source.replica[holders]
     order = np.argsort(group, kind="stable")
     holders, group = holders[order], group[order]
-    asked = piece * replicas + source.replica[receiver]
-    first, last = np.searchsorted(group, asked, "left"), np.searchsorted(group, asked, "right")
+    requests = piece * replicas + source.replica[receiver]
+    first, last = np.searchsorted(group, requests, "left"), np.searchsorted(group, requests, "right")
     assert (last > first).all(), "a replica lacks a piece"
-    turn = np.empty(len(asked), dtype=np.int64)
-    by_group = np.argsort(asked, kind="stable")
-    starts = np.searchsorted(asked[by_group], asked[by_group], "left")
-    turn[by_group] = np.arange(len(asked)) - starts
+    turn = np.empty(len(requests), dtype=np.int64)
+    by_group = np.argsort(requests, kind="stable")
+    starts = np.searchsorted(requests[by_group], requests[by_group], "left")
+    turn[by_group] = np.arange(len(requests)) - starts
     return holders[first + turn % (last - first)]
