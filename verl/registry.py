@@ -38,9 +38,9 @@ class EstimatorFacts:
         values: it reads the values of a critic.
         old_log_probs: it reads the trainer's log-probs of the samples.
         on_policy: it is right only for samples of the very policy that is updated.
-        settings: settings of ``algorithm`` that it reads and most others do not; not asked of a dotted path, which may
-            read any.
-        rewards: the setting of ``algorithm`` that lists the rewards it normalises apart; it has to be set.
+        settings: settings of ``algorithm`` that it reads and most others do not; not checked for a dotted path,
+            which may read any.
+        rewards: the setting of ``algorithm`` that lists the rewards it normalises separately; it has to be set.
     """
 
     groups: bool = False
@@ -58,7 +58,7 @@ class LossFacts:
     Attributes:
         pairs: its rows come in pairs, the best and the worst answer to a prompt: it reads the reference's log-probs and
             no old ones, and a pair is never parted.
-        settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not; not asked of a dotted
+        settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not; not checked for a dotted
             path, which may read any.
         required: those of them that have no default.
         on_policy: it has no ratio of the new policy to the old one, so samples of an older policy need importance
@@ -167,7 +167,7 @@ class Registry:
         return load_object(self._builtins.get(name, name))
 
     def facts(self, name: str) -> Any:
-        """What is known of a thing, of the registry's class of facts; what nobody states has its default.
+        """What is known of a thing, of the registry's class of facts; a fact that is not stated has its default.
 
         Of a dotted path that is no built-in's the package is imported, and where that has no table `FACTS`, the module.
         """
@@ -180,7 +180,7 @@ class Registry:
         built = next((b for b, target in self._builtins.items() if _split(target) == _split(name)), None)
         if built is not None:
             return self.facts(built)
-        table = beside(name, "FACTS") or {}
+        table = sibling(name, "FACTS") or {}
         stated = table.get(_split(name)[1])
         return self._facts() if stated is None else self._checked(stated, name)
 
@@ -195,8 +195,8 @@ class Registry:
     def _checked(self, facts: Any, name: str) -> Any:
         if isinstance(facts, self._facts or ()):
             return facts
-        wanted = self._facts.__name__ if self._facts else "none"
-        raise ConfigError(f"the facts of a {self.kind} are of another class", key=name, got=facts, allowed=wanted)
+        allowed = self._facts.__name__ if self._facts else "none"
+        raise ConfigError(f"the facts of a {self.kind} are of another class", key=name, got=facts, allowed=allowed)
 
     def _is_builtin(self, name: str, thing: Any) -> bool:
         return _identity(thing) == tuple(self._builtins[name].split(":", 1))
@@ -253,12 +253,12 @@ def _split(path: str) -> tuple[str, str]:
     return module_name, attribute
 
 
-BESIDE = ("FACTS", "RECIPE")
+ATTRIBUTES = ("FACTS", "RECIPE")
 """What a package or a module says of the functions and classes that are named by dotted paths."""
 
 
-def beside(path: str, name: str) -> Any:
-    """What stands under ``name``, one of `BESIDE`, in the package of a dotted path; None where nothing does.
+def sibling(path: str, name: str) -> Any:
+    """What stands under ``name``, one of `ATTRIBUTES`, in the package of a dotted path; None where nothing does.
 
     A package that has none of them leaves it to the module, which may take long to load. What is raised is not caught.
     """
@@ -268,10 +268,10 @@ def beside(path: str, name: str) -> Any:
             module = importlib.import_module(home)
         except ModuleNotFoundError as error:
             if _is_missing(home, error):
-                return None  # told where the path itself is loaded
+                return None  # the load of the path itself reports it
             _refuse_old_base(error, path)
             raise
-        if any(hasattr(module, said) for said in BESIDE):
+        if any(hasattr(module, attribute) for attribute in ATTRIBUTES):
             return getattr(module, name, None)
     return None
 

@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 import pytest
 
 from verl.errors import ConfigError
-from verl.registry import ALL_REGISTRIES, Registry, beside, load_object
+from verl.registry import ALL_REGISTRIES, Registry, load_object, sibling
 
 TARGETS = [(r.kind, name, target) for r in ALL_REGISTRIES for name, target in sorted(r.builtin_targets().items())]
 
@@ -28,10 +28,10 @@ def test_what_a_module_lacks_is_not_taken_for_the_module_itself(tmp_path, monkey
     """The first is another package whose name begins alike, the second an error that names no module."""
     (tmp_path / "mine_and_more.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
-    for step in (load_object, lambda path: beside(path, "FACTS")):
+    for step in (load_object, lambda path: sibling(path, "FACTS")):
         with pytest.raises(ModuleNotFoundError, match=r"mine_and'|a library lacks"):
             step("mine_and_more:function")
     for path in ("mine_or_not:function", "mine_or_not.module:function"):
-        assert beside(path, "FACTS") is None
+        assert sibling(path, "FACTS") is None
         with pytest.raises(ConfigError, match="no module named"):
             load_object(path)

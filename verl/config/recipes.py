@@ -16,7 +16,7 @@ from verl.config.files import Layer
 from verl.config.groups import PPO, Program
 from verl.config.node import ConfigNode, section
 from verl.errors import ConfigError
-from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SCHEDULES, beside, is_dotted
+from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SCHEDULES, is_dotted, sibling
 
 NAMED_BY = tuple(str(table.key) for table in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SCHEDULES))
 """The settings whose dotted paths lead to recipes."""
@@ -151,7 +151,7 @@ def _remade(cls: type[ConfigNode], additions: Additions, state: dict[str, Any]) 
 
 def _of_paths(paths: Iterable[Any]) -> list[Recipe]:
     dotted = [path for path in paths if isinstance(path, str) and is_dotted(path) and "${" not in path]
-    brought = {id(recipe): (path, recipe) for path in dotted if (recipe := beside(path, "RECIPE")) is not None}
+    brought = {id(recipe): (path, recipe) for path in dotted if (recipe := sibling(path, "RECIPE")) is not None}
     for path, recipe in brought.values():
         if not isinstance(recipe, Recipe):
             raise ConfigError("its RECIPE is of another class", got=path, allowed="verl.config.recipes.Recipe")
