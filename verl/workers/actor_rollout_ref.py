@@ -43,22 +43,22 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def infer(self, batch: DataProto, options: InferOptions) -> DataProto:
-        with self.asked(options):
+        with self.with_options(options):
             if self.role.reference_of:
                 return self.compute_ref_log_prob(batch).rename("ref_log_prob", "log_probs")
-            made = self.compute_log_prob(batch).rename("old_log_probs", "log_probs")
-        return made.rename("entropys", "entropy") if "entropys" in made.tensors.keys() else made
+            result = self.compute_log_prob(batch).rename("old_log_probs", "log_probs")
+        return result.rename("entropys", "entropy") if "entropys" in result.tensors.keys() else result
 
     @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="model"))
     def train(self, batch: DataProto, options: TrainOptions) -> MetricSet:
-        with self.asked(options):
+        with self.with_options(options):
             return self.update_actor(batch)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` (B, T), ``entropys`` if the loop asks for them, and its other outputs."""
-        made = super().infer(data, self.options_of(InferOptions)).rename("log_probs", "old_log_probs")
-        return made.rename("entropy", "entropys") if "entropy" in made.tensors.keys() else made
+        result = super().infer(data, self.options_of(InferOptions)).rename("log_probs", "old_log_probs")
+        return result.rename("entropy", "entropys") if "entropy" in result.tensors.keys() else result
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -22,7 +22,7 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_metric_dispatch_fn(mesh_name="model"))
     def train(self, batch: DataProto, options: TrainOptions) -> MetricSet:
-        with self.asked(options):
+        with self.with_options(options):
             return self.update_critic(batch)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))

@@ -213,7 +213,7 @@ class ModelWorker(ProfiledWorker):
         return self.part.train(batch, options.more_updates)
 
     @contextmanager
-    def asked(self, options: CallOptions) -> Iterator[None]:
+    def with_options(self, options: CallOptions) -> Iterator[None]:
         """What `options_of` gives inside a method of upstream's name, which takes a batch alone."""
         self._options = options
         try:
@@ -311,8 +311,8 @@ class ModelWorker(ProfiledWorker):
         """
         worker = self.fused_worker_dict.get(role)
         if worker is None:
-            known = sorted(self.fused_worker_dict)
-            raise WorkerError(f"{self.role.name!r} needs the role {role!r} in its own process", got=known)
+            roles = sorted(self.fused_worker_dict)
+            raise WorkerError(f"{self.role.name!r} needs the role {role!r} in its own process", got=roles)
         return worker
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

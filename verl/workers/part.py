@@ -238,7 +238,7 @@ def per_step(metrics: MetricSet) -> MetricSet:
 
 
 def local_model(model: HFModelConfig, key: str) -> HFModelConfig:
-    """The model section with its path on this machine: fetched from a hub or HDFS, copied to shared memory if asked."""
+    """The model section with its path on this machine: fetched from a hub or HDFS, in shared memory if ``use_shm``."""
     local = copy_to_local(model.path, use_shm=model.use_shm, error=ModelError, key=key)
     return replace(model, path=local)
 

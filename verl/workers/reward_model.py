@@ -65,9 +65,9 @@ class RewardModelWorker(ModelWorker):
         if self.rewriter is None:
             values = self._scores(data)
         else:
-            anew = self.rewriter.rewrite(data)
-            values, columns[TRUNCATED] = self._scores(anew.batch), anew.cut
-            for row, error in anew.refused.items():
+            rewritten = self.rewriter.rewrite(data)
+            values, columns[TRUNCATED] = self._scores(rewritten.batch), rewritten.cut
+            for row, error in rewritten.refused.items():
                 notice("reward.reward_model", f"a conversation cannot be written for the reward model: {error}")
                 values[row] = float("nan")
         scores = torch.zeros_like(mask, dtype=torch.float32)
@@ -98,7 +98,7 @@ class RewardModelWorker(ModelWorker):
             return None
         notice(
             "reward.reward_model",
-            "its tokenizer or chat template is not the policy's: conversations are written anew with its chat template",
+            "its tokenizer or chat template is not the policy's: conversations are rendered again by its chat template",
         )
         return Rewriter(source, target, self.max_length)
 
@@ -127,10 +127,10 @@ def with_end_column(data: DataProto) -> DataProto:
     wide = mask.shape[-1] + 1
     one_more = torch.zeros(len(mask), 1, dtype=mask.dtype)
     rows = mask.bool().any(-1)
-    asked = torch.zeros(len(mask), wide, dtype=mask.dtype)
-    asked[rows, last_positions(mask)[rows] + 1] = 1
+    selected = torch.zeros(len(mask), wide, dtype=mask.dtype)
+    selected[rows, last_positions(mask)[rows] + 1] = 1
     attention = torch.cat([tensors["attention_mask"], one_more], dim=1)
-    attention[:, -wide:] |= asked
+    attention[:, -wide:] |= selected
     ids = torch.cat([tensors["input_ids"], one_more], dim=1)
     return DataProto.from_dict(
         tensors={
@@ -138,7 +138,7 @@ def with_end_column(data: DataProto) -> DataProto:
             "attention_mask": attention,
             "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
             "responses": ids[:, -wide:],
-            "response_mask": asked,
+            "response_mask": selected,
         },
         non_tensors={name: data.non_tensor_batch[name] for name in (PICTURES,) if name in data.non_tensor_batch},
     )

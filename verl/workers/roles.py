@@ -22,7 +22,7 @@ class RoleHandle:
 
     Args:
         name: ``actor``, ``ref``, ``critic``, ``rollout``, ... or a recipe's own.
-        kind: what may be asked of it.
+        kind: which calls it takes.
         group: the workers that play it; `collected` and `by_rank` run a method of their class.
         mini_batch_size: prompts per optimizer step, over all ranks (trainable roles).
         epochs, shuffle, seed: how `train` goes through a batch.

@@ -41,9 +41,9 @@ def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[st
     """
     if len(after) < 2:
         return {}
-    answered = [one["completed"] - before.get(name, {"completed": 0.0})["completed"] for name, one in after.items()]
+    answered = [now["completed"] - before.get(name, {"completed": 0.0})["completed"] for name, now in after.items()]
     return {
-        "rollout/replicas/alive": Metric(sum(1.0 - one["is_lost"] for one in after.values()), "min"),
+        "rollout/replicas/alive": Metric(sum(1.0 - now["is_lost"] for now in after.values()), "min"),
         "rollout/replicas/resent": Metric(resent, "sum"),
         "rollout/replicas/requests/min": Metric(min(answered), "min"),
         "rollout/replicas/requests/max": Metric(max(answered), "max"),
@@ -164,11 +164,11 @@ class SamplingWorker(ReplicaWorker):
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
         before, resent = self.service.replica_stats(), self.service.stats()["resent"]
         with memory_of("generate", self.context.device) as memory:
-            made = self._run(self._awake(self.agent_loops.generate(prompts)))
+            batch = self._run(self._awake(self.agent_loops.generate(prompts)))
         sent = {"perf/weights_sent_mb": Metric(self.bytes_sent / 1e6, "max")}
         shared = balance(before, self.service.replica_stats(), self.service.stats()["resent"] - resent)
-        made.meta_info["metrics"] = {**made.meta_info.get("metrics", {}), **memory, **sent, **shared}
-        return made
+        batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **memory, **sent, **shared}
+        return batch
 
     async def sample_groups(self, prompts: DataProto) -> DataProto:
         """As `generate_sequences`, for a few rows, while other calls of it are in flight; the replicas are awake.
@@ -185,21 +185,21 @@ class SamplingWorker(ReplicaWorker):
             self.service.spans.follow(names, spans)
         self.service.spans.note(names)
         try:
-            made = await self.agent_loops.generate(prompts)
+            batch = await self.agent_loops.generate(prompts)
         finally:
             served = self.service.spans.notes(names)
-        made.meta_info[SERVED] = served
-        return made
+        batch.meta_info[SERVED] = served
+        return batch
 
     async def _probed(self, version: int) -> DataProto:
         requests = probing.requests_of(self.config.rollout, len(self.tokenizer), version)
         answers = await self.service.ask_each(requests)
         # What a replica elsewhere counts is known as of the last query.
-        await asyncio.gather(*(one.sampler.confirm(version) for one in self.service.replicas if one.name in answers))
-        made = probing.batch_of(requests, answers, self.tokenizer.pad_token_id or 0)
+        await asyncio.gather(*(r.sampler.confirm(version) for r in self.service.replicas if r.name in answers))
+        batch = probing.batch_of(requests, answers, self.tokenizer.pad_token_id or 0)
         num_bytes = self._weight_bytes()
-        made.meta_info["metrics"] = {"rollout/weights_mb": Metric(num_bytes / 1e6, "max")} if num_bytes else {}
-        return made
+        batch.meta_info["metrics"] = {"rollout/weights_mb": Metric(num_bytes / 1e6, "max")} if num_bytes else {}
+        return batch
 
     async def _awake(self, work: Coroutine[Any, Any, DataProto]) -> DataProto:
         """The result of work for which the replicas are woken up."""

@@ -79,12 +79,12 @@ def senders(
         feeds: names of the replicas of each rank.
         hosts: address of each rank's machine; None where all processes are on one machine.
     """
-    made = []
+    senders = []
     for rank, (fed, host) in enumerate(zip(feeds, hosts, strict=True)):
         hosted = {name: fed_sampler(policy, device, replicas[name], host) for name in fed}
         keeps = rank == 0 and policy.rollout.max_replacements > 0
-        made.append(WeightSender(policy.rollout, policy.model, hosted, keeps))
-    return made
+        senders.append(WeightSender(policy.rollout, policy.model, hosted, keeps))
+    return senders
 
 
 def fed_sampler(policy: ActorRolloutRefConfig, device: str, replica: Handle, host: str | None) -> HostedSampler:
@@ -135,7 +135,7 @@ class WeightSender:
         if self.keeps:
             chunks = self._copied(chunks)
         before = {name: sampler.stats() for name, sampler in self.replicas.items()}
-        # A replica that stops half-way must not stop the collective export of all ranks: it cannot close the
+        # A replica that stops early must not stop the collective export of all ranks: it cannot close the
         # stream, and the rest is exported anyway.
         errors = asyncio.run(deliver(list(self.replicas.values()), map(_as_it_is, chunks), version))
         deque(chunks, maxlen=0)
@@ -184,6 +184,6 @@ class WeightSender:
                 self._exported += tensor.nbytes
                 yield name, tensor
                 del tensor  # before the next one is made
-        except Exception as error:  # boundary: raised by `send`, once the receivers have let go of the stream
+        except Exception as error:  # boundary: raised by `send`, once the receivers have released the stream
             self._broken = error
             raise

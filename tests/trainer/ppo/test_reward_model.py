@@ -73,7 +73,7 @@ def test_a_model_with_a_tokenizer_of_its_own_reads_the_conversation_in_its_chat_
         text = f"user: {question}<|im_end|>assistant: {answer}<|im_end|>"
         expected = direct_score(folder, own.encode(text, add_special_tokens=False))
         assert batch.tensors["token_level_scores"][row].sum().item() == pytest.approx(expected, abs=1e-5)
-    assert "written anew" in notices()["reward.reward_model"]
+    assert "rendered again" in notices()["reward.reward_model"]
     assert seen.metrics[0]["reward_model/truncated"] == 0
 
 
