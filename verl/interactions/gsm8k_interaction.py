@@ -32,8 +32,8 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        said = next((str(m["content"]) for m in reversed(messages) if m["role"] == "assistant"), "")
-        is_right = same_number(said, self._truths[instance_id])
+        answer = next((str(m["content"]) for m in reversed(messages) if m["role"] == "assistant"), "")
+        is_right = same_number(answer, self._truths[instance_id])
         self._scores[instance_id] = float(is_right)
         if is_right:
             return True, str(self.config.get("right", "Your answer is right.")), 1.0, {}

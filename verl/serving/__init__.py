@@ -1,4 +1,4 @@
-"""The one way in which this library listens for HTTP: a socket of its own making, and nobody in without a secret."""
+"""The one way in which this library listens for HTTP: a socket that it binds itself, and no access without a secret."""
 
 from verl.serving import secret
 from verl.serving.answers import ApiError, Handle, HttpRequest, HttpResponse

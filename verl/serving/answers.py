@@ -1,4 +1,4 @@
-"""What a handler gets and gives, and what a client is told when its request is refused."""
+"""What a handler gets and gives, and the error body of a refused request."""
 
 from __future__ import annotations
 

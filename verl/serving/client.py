@@ -86,10 +86,10 @@ class Client:
     """JSON over HTTP to one server.
 
     Args:
-        url: ``http://host:port``, ``https://...`` with a path if everything lies below one, or ``unix:/path``.
+        url: ``http://host:port``, ``https://...`` with a path if everything is below one, or ``unix:/path``.
         max_connections: open at once; further requests wait.
         headers: sent with every request.
-        key: of a server of this library: it is not told to one that does not prove that it knows it, and no answer of
+        key: of a server of this library: it is not sent to one that does not prove that it knows it, and no answer of
             such a one is believed.
     """
 
@@ -115,12 +115,12 @@ class Client:
         """One attempt.
 
         Raises:
-            WireError, OSError, asyncio.TimeoutError: no answer, none in time, or one of somebody else.
+            WireError, OSError, asyncio.TimeoutError: no answer, none in time, or one of another program.
         """
         return await asyncio.wait_for(self._ask(method, path, payload), timeout)
 
     async def proves(self, key: str, timeout: float = 60.0) -> bool:
-        """Whether the server knows a key, which it is not told; False if it has no answer to that.
+        """Whether the server knows a key, which is not sent to it; False if it has no answer to that.
 
         Raises:
             WireError: it claims to, and does not. As `ask` besides.
@@ -144,7 +144,7 @@ class Client:
         reply = await self._exchange(method, self._base + path, headers, body)
         proof = secret.of_answer(self.key, nonce, reply.status, reply.body)
         if not secret.same(reply.headers.get(secret.PROOF, ""), proof):
-            raise WireError("the answer is not by whoever knows the key")
+            raise WireError("the answer is not from a server that knows the key")
         return reply
 
     async def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
@@ -190,14 +190,14 @@ class Client:
             return pool.idle.pop() if pool.idle else await self._connect()
 
     async def _connect(self) -> _Connection:
-        """A new connection; whoever is at its other end has proved that it knows the key, if there is one.
+        """A new connection; its server has proved that it knows the key, if there is one.
 
         Each has to: another program may have come to the address since the last one was opened.
         """
         line = await self._open()
         try:
             if self.key is not None and not await self._has_proved(line, self.key):
-                raise WireError("whoever listens there does not say that it knows the key")
+                raise WireError("the server there does not prove that it knows the key")
         except BaseException:
             line.writer.close()
             raise
@@ -214,9 +214,9 @@ class Client:
             raise WireError("the server closed the connection without an answer")
         if reply.status != 200:
             return False
-        told = reply.json()
-        if not isinstance(told, dict) or not secret.same(str(told.get("proof")), secret.of_server(key, nonce)):
-            raise WireError("whoever listens there does not know the key: another program has its address")
+        claim = reply.json()
+        if not isinstance(claim, dict) or not secret.same(str(claim.get("proof")), secret.of_server(key, nonce)):
+            raise WireError("the server there does not know the key: another program has its address")
         return True
 
     async def _open(self) -> _Connection:

@@ -1,8 +1,8 @@
 """One connection: uvicorn's protocol over h11, with the deadlines that it does not have, and a bound on their number.
 
-Whoever says nothing, or a byte now and then, is sent away. While there are too many connections, those that have shown
-no key go first, the oldest before the others, then those between two requests: a program without a key cannot keep
-others out.
+A client that sends nothing, or a byte now and then, is dropped. While there are too many connections, those that have
+shown no key go first, the oldest before the others, then those between two requests: a program without a key cannot
+keep others out.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Connection(H11Protocol):
                 self._is_in_head = True
                 self._wait(self._open.limits.head_seconds, self.drop)
         elif self in self._open.strangers:
-            if self._timer is None:  # it was told the proof; a request with the key has to follow
+            if self._timer is None:  # it received the proof; a request with the key has to follow
                 self._wait(self._open.limits.head_seconds, self.drop)
         elif not self._is_in_head:
             self._open.idle[self] = None

@@ -1,4 +1,4 @@
-"""Sockets that are bound here, so that nobody else can have taken the name of one before."""
+"""Sockets that are bound here, so that no other process can have taken the name of one before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loopback(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
-        listener.listen()  # from here on nobody else can
+        listener.listen()  # from here on no other process can
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen there: {error.strerror}", key="--port", got=f"{host}:{port}") from error
@@ -39,7 +39,7 @@ def unix(path: str | Path) -> socket.socket:
     """A unix socket of mode 0600 in a folder that only this user can enter.
 
     Raises:
-        ConfigError: others may enter the folder, something lies under that name, or the path is too long.
+        ConfigError: others may enter the folder, another file has that name, or the path is too long.
     """
     place = Path(path)
     folder = place.parent

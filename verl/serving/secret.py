@@ -18,7 +18,7 @@ LONGEST = 64
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """A key that cannot be guessed."""
     return secrets.token_hex(32)
 
 
@@ -28,12 +28,12 @@ def new_nonce() -> str:
 
 
 def of_server(key: str, nonce: str) -> str:
-    """That whoever answers knows the key."""
+    """The proof that a server knows the key."""
     return _hash(key, b"server", nonce, b"")
 
 
 def of_answer(key: str, nonce: str, status: int, body: bytes) -> str:
-    """That an answer comes from whoever knows the key, and belongs to this request."""
+    """The proof that an answer comes from a server that knows the key, and belongs to this request."""
     return _hash(key, f"answer {status}".encode(), nonce, body)
 
 

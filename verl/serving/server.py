@@ -1,4 +1,4 @@
-"""The door: Starlette on uvicorn's protocol, where nobody gets past without a token and no request can hurt another.
+"""The server: Starlette on uvicorn's protocol; every request needs a token, and none can hurt another.
 
 Before a body is read, its length and the token are looked at. Browsers are turned away (an Origin header, a Host that
 is not this machine), and work whose client has gone is cancelled. The server lives in the event loop of its caller.
@@ -41,8 +41,8 @@ class Server:
 
     Args:
         routes: (method, path) -> handler; paths are those of Starlette (``/v1/models/{name:path}``).
-        authorize: token -> whom it belongs to, None for nobody; has to take the same time for any wrong token.
-        names: what a Host header may say beside the names of loopback.
+        authorize: token -> its owner, None for an unknown one; has to take the same time for any wrong token.
+        names: what a Host header may say besides the names of loopback.
         key: of a server that proves to its clients that it knows it; see `secret`.
     """
 
@@ -96,7 +96,7 @@ class Server:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _limits_on(self, bound: socket.socket) -> ServerLimits:
-        """Whoever comes to a unix socket is this user, who may come in any number before the first key is read."""
+        """Every client of a unix socket is this user, so any number may connect before the first key is read."""
         is_unix = bound.family == socket.AF_UNIX
         return replace(self.limits, strangers=self.limits.connections) if is_unix else self.limits
 
@@ -205,8 +205,8 @@ class _Endpoint:
             parts.append(part)
         return b"".join(parts)
 
-    async def _answer(self, asked: HttpRequest, request: Request, send: Send) -> None:
-        work = asyncio.ensure_future(_guarded(self.handle, asked))
+    async def _answer(self, call: HttpRequest, request: Request, send: Send) -> None:
+        work = asyncio.ensure_future(_guarded(self.handle, call))
         gone = asyncio.ensure_future(request.receive())  # nothing more comes than the end of the connection
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,9 +245,9 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
         yield body[begin : begin + PIECE]
 
 
-async def _guarded(handle: Handle, asked: HttpRequest) -> HttpResponse:
+async def _guarded(handle: Handle, request: HttpRequest) -> HttpResponse:
     try:
-        return await handle(asked)
+        return await handle(request)
     except ApiError as error:
         return HttpResponse(error.body(), status=error.status)
     except VerlError as error:

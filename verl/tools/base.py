@@ -2,8 +2,8 @@
 
 One object of a tool serves all trajectories of a process. What belongs to one trajectory is an *instance*, named by
 an id: ``create`` makes it before the trajectory's first call, ``execute`` runs once per call (calls of one turn run
-side by side), ``calc_reward`` is asked once at the end, ``release`` follows in any case, also after a failure or a time
-limit.
+side by side), ``calc_reward`` is called once at the end, ``release`` follows in any case, also after a failure or
+a time limit.
 
 All of them run on one event loop in a thread of its own, which lives as long as the process (`verl.tools.runner`): a
 tool may keep connections open between calls. A call that takes longer than ``multi_turn.tool_timeout`` is cancelled.
@@ -81,7 +81,7 @@ class BaseTool:
         """Run one call.
 
         Args:
-            parameters: the arguments as the model wrote them: JSON values, checked by nobody.
+            parameters: the arguments as the model wrote them: JSON values, not validated.
             kwargs: the row's ``tools_kwargs[<tool name>]["execute_kwargs"]``, and ``agent_data`` where the method takes
                 any keyword: messages, prompt tokens, turns of the trajectory so far.
 

@@ -50,7 +50,7 @@ class FunctionTool(BaseTool):
         return self.fn(*args, **kwargs)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        inspect.signature(self.fn).bind(**parameters)  # a wrong argument is told before anything runs
+        inspect.signature(self.fn).bind(**parameters)  # a wrong argument is an error before anything runs
         value = await (self.fn(**parameters) if self.is_async else in_thread(self.fn, **parameters))
         if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], ToolResponse | str):
             answer, reward, metrics = value

@@ -55,7 +55,7 @@ class MCPBaseTool(BaseTool):
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any]) -> list[BaseTool]:
-        """The selected tools of all servers in the file; each server is asked what it offers.
+        """The selected tools of all servers in the file; each server lists what it offers.
 
         Raises:
             ConfigError: no such file or tool, or a server that cannot be reached.
@@ -75,12 +75,12 @@ class MCPBaseTool(BaseTool):
         limits = {name: config[name] for name in ("start_timeout", "max_restarts") if name in config}
         servers = read_servers(str(section["mcp_servers_config_path"]), limits)
         offered = {server: _offered(server) for server in servers}
-        wanted = _selected(section.get("tool_selected_list"), [t["name"] for tools in offered.values() for t in tools])
+        names = _selected(section.get("tool_selected_list"), [t["name"] for tools in offered.values() for t in tools])
         return [
             cls(config, schema_of(tool), server)
             for server, tools in offered.items()
             for tool in tools
-            if wanted is None or tool["name"] in wanted
+            if names is None or tool["name"] in names
         ]
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
@@ -138,7 +138,7 @@ def read_servers(path: str, limits: Mapping[str, Any]) -> list[McpServer]:
     servers = content.get("mcpServers") if isinstance(content, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError('the file needs {"mcpServers": {name: {...}}}', key=FILE_KEY, got=path)
-    specs = [ServerSpec.read(str(name), given, **limits) for name, given in servers.items() if not _is_off(given)]
+    specs = [ServerSpec.read(str(name), entry, **limits) for name, entry in servers.items() if not _is_off(entry)]
     return [McpServer(spec) for spec in specs]
 
 
@@ -186,24 +186,24 @@ def _offered(server: McpServer) -> list[dict[str, Any]]:
     except McpFailure as failure:
         raise ConfigError(str(failure), key=key) from failure
     except TimeoutError as failure:
-        raise ConfigError(f"its tools were not told within {seconds:g} seconds", key=key) from failure
+        raise ConfigError(f"it did not list its tools within {seconds:g} seconds", key=key) from failure
     except ValueError as failure:
         raise ConfigError(f"what it tells of its tools is {failure}", key=key) from failure
     return offered
 
 
 def _selected(names: Any, offered: Iterable[str]) -> set[str] | None:
-    """The names that are wanted, None for all."""
+    """The selected names, None for all."""
     if not names:
         return None
-    known = list(offered)
+    tool_names = list(offered)
     for name in names:
-        if name not in known:
+        if name not in tool_names:
             raise ConfigError(
-                "no server offers this tool", key=LIST_KEY, got=name, allowed=known, fix=suggest(name, known)
+                "no server offers this tool", key=LIST_KEY, got=name, allowed=tool_names, fix=suggest(name, tool_names)
             )
     return set(names)
 
 
-def _is_off(given: Any) -> bool:
-    return isinstance(given, Mapping) and bool(given.get("disabled"))
+def _is_off(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and bool(entry.get("disabled"))

@@ -25,7 +25,7 @@ HTTP = ("url", "headers", "auth_token")
 BOTH = ("type", "transport", "timeout", "description", "disabled", "name")
 LAST_WORDS = 500
 MOST_PAGES, MOST_TOOLS = 64, 1024
-"""Most pages of a server's list of tools that are asked for, and most tools of a server."""
+"""Most pages that are read of a server's list of tools, and most tools of a server."""
 
 
 class McpFailure(Exception):
@@ -53,33 +53,33 @@ class ServerSpec:
     max_restarts: int = 3
 
     @classmethod
-    def read(cls, name: str, given: Any, **limits: Any) -> ServerSpec:
+    def read(cls, name: str, entry: Any, **limits: Any) -> ServerSpec:
         """The entry of a server in ``mcpServers``; ``~`` and ``${VARIABLES}`` in it are expanded.
 
         Raises:
             ConfigError: neither a command nor a url, or an unknown field.
         """
         key = f"mcpServers.{name}"
-        if not isinstance(given, Mapping) or bool(given.get("command")) == bool(given.get("url")):
+        if not isinstance(entry, Mapping) or bool(entry.get("command")) == bool(entry.get("url")):
             raise ConfigError(
                 "an MCP server is either started by a command or reached at a url", key=key, allowed=(*STDIO, *HTTP)
             )
-        known = (*(STDIO if given.get("command") else HTTP), *BOTH)
-        for field_name in given:
-            if field_name not in known:
+        allowed = (*(STDIO if entry.get("command") else HTTP), *BOTH)
+        for field_name in entry:
+            if field_name not in allowed:
                 raise ConfigError(
-                    "unknown field", key=f"{key}.{field_name}", allowed=known, fix=suggest(field_name, known)
+                    "unknown field", key=f"{key}.{field_name}", allowed=allowed, fix=suggest(field_name, allowed)
                 )
-        headers = {str(k): env.expand(str(v)) for k, v in dict(given.get("headers") or {}).items()}
-        if given.get("auth_token"):
-            headers.setdefault("Authorization", f"Bearer {env.expand(str(given['auth_token']))}")
+        headers = {str(k): env.expand(str(v)) for k, v in dict(entry.get("headers") or {}).items()}
+        if entry.get("auth_token"):
+            headers.setdefault("Authorization", f"Bearer {env.expand(str(entry['auth_token']))}")
         return cls(
             name=name,
-            command=env.expand(str(given["command"])) if given.get("command") else None,
-            args=tuple(env.expand(str(word)) for word in given.get("args") or ()),
-            env={str(k): env.expand(str(v)) for k, v in dict(given.get("env") or {}).items()},
-            cwd=env.expand(str(given["cwd"])) if given.get("cwd") else None,
-            url=str(given["url"]) if given.get("url") else None,
+            command=env.expand(str(entry["command"])) if entry.get("command") else None,
+            args=tuple(env.expand(str(word)) for word in entry.get("args") or ()),
+            env={str(k): env.expand(str(v)) for k, v in dict(entry.get("env") or {}).items()},
+            cwd=env.expand(str(entry["cwd"])) if entry.get("cwd") else None,
+            url=str(entry["url"]) if entry.get("url") else None,
             headers=headers,
             **limits,
         )
@@ -89,7 +89,7 @@ class StderrTail:
     """What a process writes to its standard error: all of it is read, the end is kept.
 
     Attributes:
-        file: where it writes; nothing of it lies on a disk.
+        file: where it writes; nothing of it is on a disk.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class PythonInterpreterTool(BaseTool):
 
     ``config``, all optional:
 
-    - ``stateful``: variables and files stay from call to call of one trajectory (default: each call begins anew).
+    - ``stateful``: variables and files stay from call to call of one trajectory (default: each call starts afresh).
     - ``default_timeout``: seconds of one call; ``memory_limit_mb``, ``max_output_kb``: its other limits.
     - ``num_workers``: programs at once; default: one per core.
     - ``packages``: whether installed packages can be imported; ``preload``: modules that are imported beforehand.

@@ -29,7 +29,7 @@ class TimeLimit(Exception):
 
 
 class ToolRunner:
-    """Runs coroutines beside the event loop of the caller."""
+    """Runs coroutines outside the event loop of the caller."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # threads that ask for the loop, or give a blocked one up

@@ -13,8 +13,8 @@ from verl.tools.python_interpreter import NOTHING, PythonInterpreterTool
 class SandboxFusionTool(PythonInterpreterTool):
     """`PythonInterpreterTool` whose ``config.sandbox_fusion_url`` must be there.
 
-    Subclasses that run code themselves call `execute_code` in a thread; how many do so at once is bounded where the
-    service is asked, so ``_async_semaphore`` holds nobody up and there is no pool of processes.
+    Subclasses that run code themselves call `execute_code` in a thread; how many do so at once is bounded by the
+    client of the service, so ``_async_semaphore`` never blocks and there is no pool of processes.
     """
 
     use_ray_execution_pool = False

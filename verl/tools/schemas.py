@@ -23,28 +23,28 @@ class SchemaRecord:
     """Fields that can be read from and written to JSON."""
 
     @classmethod
-    def model_validate(cls: type[R], given: Any) -> R:
+    def model_validate(cls: type[R], value: Any) -> R:
         """The record of a mapping (or the record itself).
 
         Raises:
             ConfigError: not a mapping, or a field is missing.
         """
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"not a {cls.__name__}", got=type(given).__name__, allowed="a mapping")
-        return cls._from_mapping(dict(given))
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"not a {cls.__name__}", got=type(value).__name__, allowed="a mapping")
+        return cls._from_mapping(dict(value))
 
     @classmethod
-    def _from_mapping(cls: type[R], given: dict[str, Any]) -> R:
+    def _from_mapping(cls: type[R], record: dict[str, Any]) -> R:
         names = [f.name for f in fields(cls) if f.name != "further"]
-        known = {name: given.pop(name) for name in names if name in given}
-        if given and "further" in {f.name for f in fields(cls)}:
-            known["further"] = given
+        values = {name: record.pop(name) for name in names if name in record}
+        if record and "further" in {f.name for f in fields(cls)}:
+            values["further"] = record
         try:
-            return cls(**known)
+            return cls(**values)
         except TypeError as error:
-            raise ConfigError(f"not a complete {cls.__name__}", got=sorted(known), allowed=names) from error
+            raise ConfigError(f"not a complete {cls.__name__}", got=sorted(values), allowed=names) from error
 
     def model_dump(self, exclude_unset: bool = False, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
         """The record as JSON; ``exclude_unset`` leaves out what is as by default, ``exclude_none`` what is null."""
@@ -80,8 +80,8 @@ class OpenAIFunctionPropertySchema(SchemaRecord):
     further: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def _from_mapping(cls, given: dict[str, Any]) -> OpenAIFunctionPropertySchema:
-        return super()._from_mapping({"type": None, **given})
+    def _from_mapping(cls, record: dict[str, Any]) -> OpenAIFunctionPropertySchema:
+        return super()._from_mapping({"type": None, **record})
 
 
 @dataclass
@@ -94,8 +94,8 @@ class OpenAIFunctionParametersSchema(SchemaRecord):
     further: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = self.properties
-        self.properties = {name: OpenAIFunctionPropertySchema.model_validate(value) for name, value in given.items()}
+        entries = self.properties
+        self.properties = {name: OpenAIFunctionPropertySchema.model_validate(value) for name, value in entries.items()}
 
 
 @dataclass

@@ -82,8 +82,8 @@ class SearchTool(BaseTool):
 
 def _queries(parameters: Mapping[str, Any]) -> list[str]:
     """The queries of a call. Raises ValueError where there are none."""
-    given = parameters.get("query_list", parameters.get("query"))
-    queries = [given] if isinstance(given, str) else given
+    query_list = parameters.get("query_list", parameters.get("query"))
+    queries = [query_list] if isinstance(query_list, str) else query_list
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
         raise ValueError('"query_list" has to be a list of texts')
     if len(queries) > MOST_QUERIES:
@@ -96,7 +96,7 @@ def _passages(answer: Any, num_queries: int) -> list[list[str]]:
     lists = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(lists, list) or len(lists) != num_queries:
         raise ValueError("the search service answered in a form that is not known")
-    return [[text for text in map(_text_of, one if isinstance(one, list) else []) if text] for one in lists]
+    return [[text for text in map(_text_of, texts if isinstance(texts, list) else []) if text] for texts in lists]
 
 
 def _text_of(entry: Any) -> str:
@@ -120,5 +120,5 @@ def _as_text(query: str, passages: Sequence[str]) -> str:
 
 
 def _said(error: Exception) -> str:
-    """What the model is told: no address of a machine of ours."""
+    """The error text for the model: no address of a machine of ours."""
     return "the search service gave no answer" if isinstance(error, ServiceError) else str(error)

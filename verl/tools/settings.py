@@ -8,7 +8,7 @@ from typing import Any
 from verl.errors import ConfigError, suggest
 
 
-def read_settings(tool: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def read_settings(tool: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a tool, with its defaults for what is not given.
 
     A setting has the type of its default; a default of None stands for text. ``type`` is accepted and left out:
@@ -18,7 +18,7 @@ def read_settings(tool: str, given: Mapping[str, Any], defaults: Mapping[str, An
         ConfigError: a name or type is wrong.
     """
     settings = dict(defaults)
-    for name, value in given.items():
+    for name, value in config.items():
         if name == "type":
             continue
         key = f"{tool}.config.{name}"
