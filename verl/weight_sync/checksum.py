@@ -1,6 +1,6 @@
 """A checksum of tensors that is as fast as reading them: integer sums over rows and columns, weighted by position.
 
-It finds lost, repeated, swapped and flipped elements. It is no defence against somebody who wants to deceive it.
+It finds lost, repeated, swapped and flipped elements. It is no defence against deliberate tampering.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Broadcast:
         """Until the tensor was sent, or has arrived.
 
         Raises:
-            RolloutError: the group broke, or the other ranks were not heard of in time.
+            RolloutError: the group broke, or the other ranks timed out.
         """
         work, self.work = self.work, None
         if work is None:
@@ -306,7 +306,7 @@ def _is_direct(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _group(store: dist.Store, rank: int, world_size: int, device: str, host: str, limit: timedelta) -> Any:
-    """A group beside whatever groups the process is in."""
+    """A group independent of the groups that the process is in."""
     named = dist.PrefixStore("verl-weights", store)
     if not device.startswith("cuda"):
         return gloo_group(named, rank, world_size, host, limit)

@@ -2,7 +2,7 @@
 
 A version is a folder with two files for each part of the weights: the bytes, and a header that comes last, under
 another name first, so that a reader finds a part whole or not at all. It takes each part while the writer is at the
-next one, out of the page cache and without a copy of its own. The files of a version that nobody should read any more
+next one, out of the page cache and without a copy of its own. The files of a version that has no readers any more
 are written over, because fresh files cost several times as much. A reader that falls behind gets an error.
 
 Nothing is forced to the disk: after a crash of the machine the weights come from a checkpoint.
@@ -69,9 +69,9 @@ class DiskTransport(Transport):
     @classmethod
     def begin(cls, bucket_bytes: int, device: str = "cpu", **options: Any) -> DiskTransport:
         """In ``folder``, else in a folder of its own that `close` removes."""
-        made = "folder" not in options
+        is_owner = "folder" not in options
         end = cls(options.pop("folder", None) or tempfile.mkdtemp(prefix="verl-weights-"), **options)
-        end._is_owner = made
+        end._is_owner = is_owner
         return end
 
     @property

@@ -18,7 +18,7 @@ from verl.metrics import notice
 from verl.weight_sync.chunks import WeightChunk, taking
 
 END_SECONDS = 10.0
-"""That receivers may take to let go of an update that was cancelled."""
+"""That receivers may take to release an update that was cancelled."""
 
 
 class StreamReceiver(Protocol):
@@ -37,7 +37,7 @@ class Branch(Iterator[WeightChunk]):
         return self._source.next_of(self._number)
 
     def close(self) -> None:
-        """Ask for no more."""
+        """Request no more."""
         self._source.leave(self._number)
 
 
@@ -51,7 +51,7 @@ class _Source:
         self._made = 0
         self._chunk: WeightChunk | None = None
         self._end: BaseException | None = None
-        self._change = threading.Condition()  # the branches' threads: the last that asks makes a chunk, the rest wait
+        self._change = threading.Condition()  # the branches' threads: the last to request makes a chunk, the rest wait
 
     def next_of(self, branch: int) -> WeightChunk:
         with self._change:
@@ -122,7 +122,7 @@ class _Taker:
         threading.Thread(target=copy_context().run, args=(self._run,), name="verl-deliver", daemon=True).start()
 
     def cancel(self) -> None:
-        """Ask the receiver to let go."""
+        """Ask the receiver to release the stream."""
         if self._task is not None:
             with suppress(RuntimeError):  # its loop has ended
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
@@ -149,7 +149,7 @@ async def deliver(
 
     One receiver is called here; several are called each in a thread and an event loop of its own, so nothing else may
     use them meanwhile. With none the stream is read to its end all the same, because other ranks may take part in it.
-    If it is cancelled, all receivers are; one that does not let go within `END_SECONDS` is left alone, with a notice.
+    If it is cancelled, all receivers are; one that does not end within `END_SECONDS` is left alone, with a notice.
 
     Args:
         names: of the receivers, for that notice.

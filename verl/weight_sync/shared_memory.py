@@ -58,7 +58,7 @@ class SharedMemoryTransport(Transport):
     not_options: ClassVar[tuple[str, ...]] = ("path",)
 
     keeps_bodies: ClassVar[bool] = True
-    """Whether the slots hold the bodies of chunks beside their headers."""
+    """Whether the slots hold the bodies of chunks next to their headers."""
 
     def __init__(self, path: str | None = None, bucket_bytes: int = 512 << 20, timeout: float = 300.0):
         super().__init__(timeout)
@@ -136,7 +136,7 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._words.release()
-        with suppress(BufferError):  # a view of somebody's is still alive: the memory goes with it
+        with suppress(BufferError):  # another view is still alive: the memory goes with it
             self._memory.close()
         if self._is_owner:
             Path(self.path).unlink(missing_ok=True)

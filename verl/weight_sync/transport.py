@@ -86,7 +86,7 @@ class Transport(ABC):
         """The stream that the other end sends. A chunk's tensors are valid until the next one is requested.
 
         Raises:
-            RolloutError: the other end gave up or was not heard of for ``timeout`` seconds.
+            RolloutError: the other end gave up or was silent for ``timeout`` seconds.
         """
 
     def close(self) -> None:  # noqa: B027 -- most transports hold nothing
@@ -96,7 +96,7 @@ class Transport(ABC):
         """Poll, the more seldom the longer it takes.
 
         Raises:
-            RolloutError: not within ``timeout`` seconds, or somebody called `abandon`.
+            RolloutError: not within ``timeout`` seconds, or after a call of `abandon`.
         """
         begin = time.monotonic()
         while not ready():

@@ -132,21 +132,21 @@ class Resharder:
         exchanged: list[tuple[str, Tensor]] = []
         for name, entry in batch.weights:
             job = self._job(entry)
-            ours = self._shard(read, name, entry)
+            shard = self._shard(read, name, entry)
             for receiver, cut in job.sends:
-                assert ours is not None
-                leaving[receiver, ours.dtype].append(ours[cut])
+                assert shard is not None
+                leaving[receiver, shard.dtype].append(shard[cut])
             if not job.needs:
                 continue
             if job.keeps and not job.receives:
-                assert ours is not None
-                exchanged.append((name, ours[job.keeps[0]]))
+                assert shard is not None
+                exchanged.append((name, shard[job.keeps[0]]))
                 continue
             target = self._counted(torch.empty(job.shape, dtype=self._dtype(entry), device=self.device))
             for sender, cut in job.receives:
                 arriving[sender, target.dtype].append(target[cut])
-            if job.keeps and ours is not None:
-                target[job.keeps[1]].copy_(ours[job.keeps[0]])
+            if job.keeps and shard is not None:
+                target[job.keeps[1]].copy_(shard[job.keeps[0]])
             exchanged.append((name, target))
         self._travel(leaving, arriving)
         return exchanged
@@ -160,7 +160,7 @@ class Resharder:
             for message in _messages(parts)
         ]
         rooms = self._rooms([message for _, message in (*coming, *going)])
-        # Receiving comes first, so that nobody waits for room to send to.
+        # Receiving comes first, so that no sender waits for a receive buffer.
         taken = [(dist.irecv, peer, room) for (peer, _), room in zip(coming, rooms)]
         sent = [(dist.isend, peer, room) for (peer, _), room in zip(going, rooms[len(coming) :])]
         for (_, message), (_, _, room) in zip(going, sent):
@@ -197,16 +197,16 @@ class Resharder:
         piece = int(entry.source.index[self.rank])
         if piece < 0:
             return None
-        ours = read(name)
+        shard = read(name)
         shape = _piece_shape(entry, entry.source, piece)
-        if tuple(ours.shape) != shape or ours.dtype != self._dtype(entry):
+        if tuple(shard.shape) != shape or shard.dtype != self._dtype(entry):
             raise EngineError(
                 "the training shard is not what the plan moves",
                 key=name,
-                got=f"{tuple(ours.shape)}, {ours.dtype}",
+                got=f"{tuple(shard.shape)}, {shard.dtype}",
                 allowed=f"{shape}, {self._dtype(entry)}",
             )
-        return ours
+        return shard
 
     def _dtype(self, entry: Entry) -> torch.dtype:
         return self.dtypes.get(entry.weight.name, self.dtype)

@@ -185,7 +185,7 @@ def _has_experts(model: ModelWeights) -> bool:
 def _entries(
     model: ModelWeights, training: Layout, here: Coordinates, sampling: Layout, there: Coordinates
 ) -> list[Entry]:
-    known: dict[object, Routes] = {}
+    cache: dict[object, Routes] = {}
     entries = []
     for weight in model.weights:
         for layers, source_stages, target_stages in _by_stage(model, weight, training, sampling):
@@ -197,28 +197,28 @@ def _entries(
                 stages = (source_stages, target_stages, source_expert, target_expert)
                 # Experts count their replicas otherwise than dense weights, even where one rank holds all of them.
                 key = (*borders, source.axis == target.axis, *stages, weight.experts > 0)
-                if key not in known:
-                    known[key] = routes_between(source, target)
-                entries.append(Entry(weight, layers, experts, source, target, known[key]))
+                if key not in cache:
+                    cache[key] = routes_between(source, target)
+                entries.append(Entry(weight, layers, experts, source, target, cache[key]))
     return entries
 
 
 def _by_stage(
     model: ModelWeights, weight: Weight, training: Layout, sampling: Layout
 ) -> Iterator[tuple[Sequence[int], tuple[int, ...], tuple[int, ...]]]:
-    """The layers that lie in one stage on both sides, with these stages."""
+    """The layers that one stage holds on both sides, with these stages."""
     sizes = (training.pipeline, sampling.pipeline)
     if weight.place != LAYER:
         ends = [{FIRST: (0,), LAST: (n - 1,), ENDS: tuple({0, n - 1})}[weight.place] for n in sizes]
         yield range(1), ends[0], ends[1]
         return
-    for ours in range(sizes[0]):
-        for theirs in range(sizes[1]):
-            here = set(model.layers_of(ours, training.pipeline, training.virtual))
-            there = model.layers_of(theirs, sampling.pipeline, sampling.virtual)
+    for source_stage in range(sizes[0]):
+        for target_stage in range(sizes[1]):
+            here = set(model.layers_of(source_stage, training.pipeline, training.virtual))
+            there = model.layers_of(target_stage, sampling.pipeline, sampling.virtual)
             both = [n for n in there if n in here and (weight.only is None or n in weight.only)]
             if both:
-                yield both, (ours,), (theirs,)
+                yield both, (source_stage,), (target_stage,)
 
 
 def _by_expert(weight: Weight, training: Layout, sampling: Layout) -> Iterator[tuple[range, int, int]]:
@@ -256,12 +256,12 @@ def _common_bytes(
     model: ModelWeights, training: Layout, here: Coordinates, sampling: Layout, there: Coordinates
 ) -> np.ndarray:
     """(training classes, sampling classes) bytes that a rank of the one finds useful in a place of the other."""
-    ours = np.array([ranks[0] for ranks in classes(here)[0]])
-    theirs = np.array([ranks[0] for ranks in classes(there)[0]])
-    sums = np.zeros((len(ours), len(theirs)))
+    sources = np.array([ranks[0] for ranks in classes(here)[0]])
+    targets = np.array([ranks[0] for ranks in classes(there)[0]])
+    sums = np.zeros((len(sources), len(targets)))
     for entry in _entries(model, training, here, sampling, there):
         common = overlaps(entry.source, entry.target)
-        a, b = entry.source.index[ours], entry.target.index[theirs]
+        a, b = entry.source.index[sources], entry.target.index[targets]
         both = np.outer(a >= 0, b >= 0)
         sums += np.where(both, common[np.maximum(a, 0)][:, np.maximum(b, 0)], 0.0) * entry.num_bytes
     return np.rint(sums)
