@@ -68,15 +68,15 @@ class AgentData:
         else:
             self.response_logprobs = None
         if answer.routed_experts is not None:
-            known = len(self.prompt_ids) + len(self.response_ids)  # the answer may have been cut behind a stop text
-            self.routed_experts = extended(self.routed_experts, answer.routed_experts[:known])
+            length = len(self.prompt_ids) + len(self.response_ids)  # the answer may have been cut behind a stop text
+            self.routed_experts = extended(self.routed_experts, answer.routed_experts[:length])
         self.assistant_turns += 1
         self.finish_reason = answer.finish_reason
         if answer.num_preempted >= 0:
             self.num_preempted = max(self.num_preempted, 0) + answer.num_preempted
 
     def add_inserted(self, ids: Sequence[int]) -> None:
-        """Take tokens that nobody sampled: masked out."""
+        """Take tokens that the policy did not sample: masked out."""
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.token_versions += [NO_VERSION] * len(ids)

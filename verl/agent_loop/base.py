@@ -117,7 +117,7 @@ class AgentLoopBase(ABC):
         tokenizer, processor: of the policy.
         dataset_cls, data_config: for loops that render messages as the dataset does.
         shared: what `prepare` returned; None prepares it for this trajectory alone.
-        kwargs: what a YAML entry of ``agent_loop_config_path`` says beside name and class; kept as attributes.
+        kwargs: further keys of a YAML entry of ``agent_loop_config_path``, without name and class; kept as attributes.
 
     Example:
         >>> @register("my_agent")
@@ -157,7 +157,7 @@ class AgentLoopBase(ABC):
 
         Args:
             config: the ``rollout`` section.
-            kwargs: what a YAML entry says beside name and class.
+            kwargs: further keys of a YAML entry, without name and class.
         """
         return None
 

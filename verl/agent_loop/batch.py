@@ -107,8 +107,8 @@ def later_images(outputs: Sequence[AgentLoopOutput], rows: Sequence[Mapping[str,
         return {}
     columns: dict[str, np.ndarray] = {}
     for name in ("multi_modal_data", "multi_modal_inputs"):
-        made = [getattr(output, name) for output in outputs]
-        columns[name] = object_array([row.get(name) if own is None else own for own, row in zip(made, rows)])
+        values = [getattr(output, name) for output in outputs]
+        columns[name] = object_array([row.get(name) if own is None else own for own, row in zip(values, rows)])
     return columns
 
 
@@ -118,10 +118,10 @@ def experts_table(outputs: Sequence[AgentLoopOutput], attended: Tensor) -> Tenso
     Args:
         attended: (B, P+T) where the tokens of each row are.
     """
-    known = [output.routed_experts for output in outputs if output.routed_experts is not None]
-    if not known:
+    records = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    if not records:
         return None
-    table = torch.full((*attended.shape, *known[0].shape[1:]), NO_RECORD, dtype=torch.int16)
+    table = torch.full((*attended.shape, *records[0].shape[1:]), NO_RECORD, dtype=torch.int16)
     for row, output in enumerate(outputs):
         if output.routed_experts is not None:
             columns = attended[row].nonzero().flatten()[: len(output.routed_experts)]
@@ -155,7 +155,7 @@ def object_array(values: Sequence[object]) -> np.ndarray:
 
 
 def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
-    """``timing_s/agent_loop/*`` under upstream's names, the slowest trajectory apart, and why responses ended."""
+    """``timing_s/agent_loop/*`` under upstream's names, the slowest trajectory separately, and why responses ended."""
     metrics: dict[str, Metric] = {}
     if not outputs:
         return metrics

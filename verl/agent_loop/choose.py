@@ -62,14 +62,14 @@ class LoopLoader:
     def _find(self, name: str) -> LoadedLoop:
         if self._entries is None:
             self._entries = read_loops(self.config.agent.agent_loop_config_path)
-        known = [*self._entries, *AGENT_LOOPS.names()]
-        if name not in known and name != default_name(self.config):
-            fix = suggest(name, known)
+        names = [*self._entries, *AGENT_LOOPS.names()]
+        if name not in names and name != default_name(self.config):
+            fix = suggest(name, names)
             if "." in name or ":" in name:
                 fix = "A row imports no code: name its class in the YAML file of "
                 fix += "actor_rollout_ref.rollout.agent.agent_loop_config_path, "
                 fix += "or set actor_rollout_ref.rollout.agent.default_agent_loop to it."
-            raise ConfigError("unknown agent loop", key="agent_name", got=name, allowed=known, fix=fix)
+            raise ConfigError("unknown agent loop", key="agent_name", got=name, allowed=names, fix=fix)
         kwargs = dict(self._entries.get(name, {}))
         target = kwargs.pop("_target_", None)
         loop_class = AGENT_LOOPS.get(name) if target is None else load_object(target)

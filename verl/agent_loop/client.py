@@ -95,7 +95,7 @@ class SamplerClient:
             sampling_params: keys of `SamplingParams`; ``max_new_tokens`` is understood too.
             image_data: the images of ``prompt_ids``, in order; None: all that the trajectory has seen.
             video_data: refused.
-            generated_prefix: see `Request`; to go on with a response that was aborted.
+            generated_prefix: see `Request`; to resume a response that was aborted.
 
         Raises:
             RolloutError: an unknown parameter, or whatever the sampler refuses.
@@ -136,16 +136,16 @@ class SamplerClient:
             self.left = turn, done
         return done
 
-    def _parameters(self, given: Mapping[str, Any]) -> SamplingParams:
-        given = {OTHER_NAMES.get(name, name): value for name, value in given.items()}
-        unknown = sorted(set(given) - set(PARAMETERS) - NO_EFFECT)
+    def _parameters(self, parameters: Mapping[str, Any]) -> SamplingParams:
+        parameters = {OTHER_NAMES.get(name, name): value for name, value in parameters.items()}
+        unknown = sorted(set(parameters) - set(PARAMETERS) - NO_EFFECT)
         if unknown:
             raise RolloutError(
                 "unknown sampling parameter", got=unknown[0], allowed=PARAMETERS, fix=suggest(unknown[0], PARAMETERS)
             )
-        known = {name: given[name] for name in PARAMETERS if given.get(name) is not None}
-        known.setdefault("max_tokens", self.response_length)
+        settings = {name: parameters[name] for name in PARAMETERS if parameters.get(name) is not None}
+        settings.setdefault("max_tokens", self.response_length)
         # An answer that gets less than the shortest length has no room to be longer.
-        known["min_tokens"] = min(known.get("min_tokens") or 0, known["max_tokens"])
-        known["stop_token_ids"] = tuple(sorted({*self.stop_token_ids, *(known.get("stop_token_ids") or ())}))
-        return SamplingParams(**{"seed": self.seed, **known})
+        settings["min_tokens"] = min(settings.get("min_tokens") or 0, settings["max_tokens"])
+        settings["stop_token_ids"] = tuple(sorted({*self.stop_token_ids, *(settings.get("stop_token_ids") or ())}))
+        return SamplingParams(**{"seed": self.seed, **settings})

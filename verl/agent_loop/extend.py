@@ -85,7 +85,7 @@ class Extender:
             new: messages that follow it: answers of tools, or a user's. No special token in them counts as one.
 
         Raises:
-            RunStops: the template cannot be gone on with by tokens.
+            RunStops: the template cannot be extended by tokens.
             TemplateContinuationError: it can, but not after these messages.
         """
         new = self.template.outside(new)

@@ -76,10 +76,10 @@ def place_of(error: BaseException) -> str:
     if isinstance(error, VerlError) or (is_ours and error.__cause__ is None):
         return ""
     frames = traceback.extract_tb((error.__cause__ if is_ours else error).__traceback__)  # type: ignore[union-attr]
-    theirs = [frame for frame in frames if not _is_between(frame.filename)]
-    if is_ours and not theirs:
+    users = [frame for frame in frames if not _is_between(frame.filename)]
+    if is_ours and not users:
         return ""
-    last = [frame for frame in theirs if frame.filename == theirs[0].filename] or frames
+    last = [frame for frame in users if frame.filename == users[0].filename] or frames
     return f" ({last[-1].filename}, line {last[-1].lineno})" if last else ""
 
 

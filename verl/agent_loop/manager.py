@@ -43,7 +43,7 @@ class AgentLoopManager:
         config: the ``rollout`` section.
         sampler: serves every request.
         tokenizer, processor: of the policy.
-        score: ``await score(row, output)`` scores a trajectory as soon as it ends, beside the sampling of the others;
+        score: ``await score(row, output)`` scores a trajectory as soon as it ends, while the others sample;
             the batch then has ``rm_scores`` (B, T), the score on the last sampled token.
         data_config: for loops that render messages as the dataset does.
         score_row: scores a batch of one row as soon as its trajectory ends; unlike ``score`` it leaves the place of
@@ -89,15 +89,15 @@ class AgentLoopManager:
         if self._stop.is_set and not self._stop.keeps:
             return self._stop.answer(request)
         before = self._served.get(request.id)
-        if before is not None:  # of a process that is lost, whose row runs again: nobody reads its answer
+        if before is not None:  # of a process that is lost, whose row runs again: its answer has no reader
             await self.sampler.abort([request.id])
             await asyncio.wait([before])
-        mine = self._served[request.id] = asyncio.ensure_future(self.sampler.generate(request))
+        answer = self._served[request.id] = asyncio.ensure_future(self.sampler.generate(request))
         try:
-            return await mine
+            return await answer
         finally:
-            mine.cancel()  # has no effect once it has ended
-            if self._served.get(request.id) is mine:
+            answer.cancel()  # has no effect once it has ended
+            if self._served.get(request.id) is answer:
                 del self._served[request.id]
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -1,4 +1,4 @@
-"""Scores each trajectory as soon as it ends, beside the sampling of the others."""
+"""Scores each trajectory as soon as it ends, overlapped with the sampling of the others."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class OverlappedScoring:
             task.cancel()
 
     async def _one(self, number: int, output: AgentLoopOutput) -> Any:
-        made = to_batch([output], self._pad, with_log_probs=False)
+        batch = to_batch([output], self._pad, with_log_probs=False)
         columns = {name: object_array([value]) for name, value in self._rows[number].items()}
-        made.non_tensor_batch = {**columns, **made.non_tensor_batch}
+        batch.non_tensor_batch = {**columns, **batch.non_tensor_batch}
         start = time.perf_counter()
         try:
-            return await self._score(made)
+            return await self._score(batch)
         except Exception as error:  # boundary: reported with the row; the sampling of the others is stopped by it
             raise RolloutError(f"row {number} of the batch cannot be scored: {error}") from error
         finally:

@@ -75,7 +75,7 @@ class RowRunner:
             stream: uid and sample index, the key of its random numbers.
             parameters: how it is sampled.
             stop: once it is set, requests come back empty. Where it keeps what is not done, that of a loop which
-                cannot go on later is waited for.
+                cannot resume later is waited for.
 
         Raises:
             RunStops: the failure is not the row's alone, because the configuration is wrong, or its loop says so.
@@ -129,8 +129,8 @@ class RowRunner:
 
     def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
         """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""
-        known = row.get("raw_prompt_ids")
-        prompt = [self.pad] if known is None or not len(known) else [int(token) for token in known]
+        ids = row.get("raw_prompt_ids")
+        prompt = [self.pad] if ids is None or not len(ids) else [int(token) for token in ids]
         return AgentLoopOutput(prompt, [], [], response_logprobs=[], token_versions=[], num_turns=1)
 
 

@@ -93,10 +93,10 @@ class SeenImages:
 
     def _inputs_of(self, images: Sequence[Any]) -> Mapping[str, Tensor]:
         """What the processor makes of pictures; those of the request before are not processed again."""
-        known, self._made = self._made, {}
+        cache, self._made = self._made, {}
         for image in images:
-            made = known.get(id(image)) or (image, self._processor().process([image], "a request")[0])
-            self._made[id(image)] = made
+            entry = cache.get(id(image)) or (image, self._processor().process([image], "a request")[0])
+            self._made[id(image)] = entry
         return join_inputs([self._made[id(image)][1] for image in images]) if images else {}
 
     def _processor(self) -> VisionProcessor:

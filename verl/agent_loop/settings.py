@@ -12,7 +12,7 @@ PLACES = "file.py:name or my_pkg.mod:name"
 """Where code of the user's is."""
 
 
-def known_arguments(given: Mapping[str, Any], settings: type, needs: str, what: str, form: str) -> None:
+def known_arguments(entry: Mapping[str, Any], settings: type, needs: str, what: str, form: str) -> None:
     """Refuse arguments that the settings do not have, naming the nearest, and a missing one.
 
     Args:
@@ -23,7 +23,7 @@ def known_arguments(given: Mapping[str, Any], settings: type, needs: str, what: 
     Raises:
         ConfigError: either.
     """
-    if not given.get(needs):
+    if not entry.get(needs):
         raise ConfigError(
             what,
             key=needs,
@@ -31,7 +31,7 @@ def known_arguments(given: Mapping[str, Any], settings: type, needs: str, what: 
             fix="Set it in the YAML file of actor_rollout_ref.rollout.agent.agent_loop_config_path.",
         )
     names = [f.name for f in fields(settings)]
-    for name in given:
+    for name in entry:
         if name not in names:
             raise ConfigError("unknown argument of this loop", key=name, allowed=names, fix=suggest(name, names))
 

@@ -32,7 +32,7 @@ from verl.tools.runner import TimeLimit
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """When a conversation ends beside an answer without a call: turns, seconds; and how its tokens are compared."""
+    """Limits that end a conversation early: turns, seconds; and how its tokens are compared."""
 
     assistant: int | None
     user: int | None

@@ -144,8 +144,8 @@ class ToolCalls:
             kwargs = dict(_row_kwargs(data, name).get("create_kwargs") or {})
             argument = {"create_kwargs": kwargs} if takes(tool.create, "create_kwargs") else {}
             try:
-                made = await self._run(tool.create, **{**kwargs, **argument})
-                data.instances[name] = made[0] if isinstance(made, tuple) else made
+                created = await self._run(tool.create, **{**kwargs, **argument})
+                data.instances[name] = created[0] if isinstance(created, tuple) else created
             except Exception as error:  # boundary: a user's tool
                 self._tell(data, name, "create", error)
 

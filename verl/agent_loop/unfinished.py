@@ -89,7 +89,7 @@ def states_of(
 def partial_metrics(
     rows: Sequence[Mapping[str, Any]], outputs: Sequence[AgentLoopOutput], states: Sequence[Mapping[str, Any] | None]
 ) -> dict[str, Metric]:
-    """``rollout/partial/*``: rows that go on later, went on here, wait for others; versions of complete ones."""
+    """``rollout/partial/*``: rows that resume later, resumed here, wait for others; versions of complete ones."""
     left = [state for state in states if state is not None and "ended" not in state]
     before = [row[EARLIER] for row in rows if row.get(EARLIER) is not None]
     done = [output for output, state in zip(outputs, states) if state is None]

@@ -147,14 +147,14 @@ async def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
     return await result if inspect.isawaitable(result) else result
 
 
-def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the arguments that the function takes."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in given.items() if takes_any or name in parameters}
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _observed(observation: Any, where: str) -> Observation:

@@ -51,14 +51,14 @@ class EnvironmentSettings:
     max_observation_length: int = MOST_CHARACTERS
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> EnvironmentSettings:
+    def read(cls, entry: Mapping[str, Any]) -> EnvironmentSettings:
         """From the entry's arguments.
 
         Raises:
             ConfigError: an unknown one, or a value that cannot work.
         """
-        known_arguments(given, cls, "environment", "environment_agent needs to know what to play", PLACES)
-        values = dict(given)
+        known_arguments(entry, cls, "environment", "environment_agent needs to know what to play", PLACES)
+        values = dict(entry)
         for name in ("max_turns", "max_tokens_per_turn", "max_observation_length"):
             if values.get(name) is not None:
                 values[name] = int(positive(values[name], name))

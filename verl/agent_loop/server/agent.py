@@ -1,4 +1,4 @@
-"""Runs a user's agent: each in a thread of its own, so that code which blocks or hangs holds up nobody else.
+"""Runs a user's agent: each in a thread of its own, so that code which blocks or hangs does not hold up other agents.
 
 The sampler lives in the event loop of the rollout. An agent may be a plain function with the blocking client or a
 coroutine function; a coroutine gets an event loop of its own in its thread.

@@ -191,8 +191,8 @@ class Conversation:
         if ask.messages is not None:
             answer.num_messages = sum(message["role"] != "system" for message in ask.messages) + 1
             answer.place = len(ask.messages)
-            made = [(call.id, call.name, call.arguments) for call in calls]
-            answer.message = self.prompts.message(done.token_ids, text, made)
+            shown_calls = [(call.id, call.name, call.arguments) for call in calls]
+            answer.message = self.prompts.message(done.token_ids, text, shown_calls)
         return Choice(answer, text, calls, reason)
 
     async def _calls(self, tokens: Sequence[int], tools: Sequence[Any], text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -205,8 +205,8 @@ class Conversation:
             return text, ()
         if not calls:
             return text, ()  # what looks like a broken call stays visible
-        made = (ToolCall(f"call_{secrets.token_hex(12)}", str(call.name), str(call.arguments)) for call in calls)
-        return rest, tuple(made)
+        numbered = (ToolCall(f"call_{secrets.token_hex(12)}", str(call.name), str(call.arguments)) for call in calls)
+        return rest, tuple(numbered)
 
 
 def cut_at(done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> tuple[Completion, str]:

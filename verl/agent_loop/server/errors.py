@@ -13,8 +13,8 @@ def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 def unknown_model(name: str, served: tuple[str, ...]) -> ApiError:
     near = suggest(name, served)
-    known = ", ".join(repr(model) for model in served)
-    text = f"The model {name!r} does not exist. Served here: {known}. {near} "
+    names = ", ".join(repr(model) for model in served)
+    text = f"The model {name!r} does not exist. Served here: {names}. {near} "
     return ApiError(
         404, text + "The loop's setting 'models' names more of them ('*': any).", "model_not_found", "model"
     )

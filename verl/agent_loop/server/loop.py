@@ -65,9 +65,9 @@ class OpenAIAgentLoop(AgentLoopBase):
         output.metrics.tool_calls = max(0.0, time.perf_counter() - start - conversation.client.seconds)
         return output
 
-    async def _outcome(self, given: dict[str, Any]) -> AgentOutcome | AgentFailure:
+    async def _outcome(self, access: dict[str, Any]) -> AgentOutcome | AgentFailure:
         """What the agent returned or did wrong; it is ended early once no more is to be sampled for the batch."""
-        work = asyncio.ensure_future(run_agent(self.shared.function, given, self.shared.settings.timeout))
+        work = asyncio.ensure_future(run_agent(self.shared.function, access, self.shared.settings.timeout))
         try:
             while not work.done() and not self.server_manager.stop.is_set:
                 await asyncio.wait({work}, timeout=STOP_POLL)

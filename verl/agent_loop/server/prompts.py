@@ -1,4 +1,4 @@
-"""From the messages of a call to tokens that go on from what was sampled before; only what is new is templated.
+"""From the messages of a call to tokens that extend what was sampled before; only what is new is templated.
 
 The answers that a client sends back are recognised as messages; their tokens are those that were sampled, never what
 the template or the tokenizer would make of the text.
@@ -69,11 +69,11 @@ class Prompts:
 
     def message(self, tokens: Sequence[int], said: str, calls: Sequence[tuple[str, str, str]]) -> Message:
         """An answer as the extender understands it; ``calls`` are (id, name, arguments)."""
-        made = [
+        tool_calls = [
             {"id": name_of, "type": "function", "function": {"name": name, "arguments": arguments}}
             for name_of, name, arguments in calls
         ]
-        return assistant_message(self._extender({}).text(tokens), said, made)
+        return assistant_message(self._extender({}).text(tokens), said, tool_calls)
 
     def _in_chat(self, ask: CompletionRequest, messages: Sequence[Message], record: Record) -> Located:
         keys = [_message_key(message) for message in messages]
@@ -102,8 +102,8 @@ class Prompts:
         return self._extenders[key]
 
     def _in_text(self, prompt: str, record: Record) -> tuple[Answer | None, tuple[int, ...]]:
-        known = [a for a in record.answers if isinstance(a.key, str) and prompt.startswith(a.key) and a.key != prompt]
-        answer = max(known, key=lambda a: len(str(a.key)), default=None)
+        earlier = [a for a in record.answers if isinstance(a.key, str) and prompt.startswith(a.key) and a.key != prompt]
+        answer = max(earlier, key=lambda a: len(str(a.key)), default=None)
         rest = prompt if answer is None else prompt.removeprefix(str(answer.key))
         return answer, tuple(self._encode(rest))
 

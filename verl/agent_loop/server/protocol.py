@@ -77,7 +77,7 @@ class CompletionRequest:
     template_kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-def read_chat(given: Any, images: bool = False) -> CompletionRequest:
+def read_chat(payload: Any, images: bool = False) -> CompletionRequest:
     """The request in the body of ``/v1/chat/completions``.
 
     Args:
@@ -86,7 +86,7 @@ def read_chat(given: Any, images: bool = False) -> CompletionRequest:
     Raises:
         ApiError: naming the field.
     """
-    body = _body(given, CHAT)
+    body = _body(payload, CHAT)
     tools = _tools(body.get("tools"))
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
@@ -112,9 +112,9 @@ def read_chat(given: Any, images: bool = False) -> CompletionRequest:
     )
 
 
-def read_text(given: Any) -> CompletionRequest:
+def read_text(payload: Any) -> CompletionRequest:
     """The request in the body of ``/v1/completions``; without max_tokens it gets OpenAI's 16."""
-    body = _body(given, TEXT)
+    body = _body(payload, TEXT)
     logprobs = body.get("logprobs")
     if isinstance(logprobs, bool) or not (logprobs is None or logprobs in (0, 1)):
         raise bad("logprobs", "logprobs must be 0 or 1: the log-prob of each chosen token.", "unsupported_value")
@@ -127,17 +127,17 @@ def read_text(given: Any) -> CompletionRequest:
     )
 
 
-def _body(given: Any, known: set[str]) -> dict[str, Any]:
-    if not isinstance(given, dict):
+def _body(payload: Any, known: set[str]) -> dict[str, Any]:
+    if not isinstance(payload, dict):
         raise bad("body", "The body must be a JSON object.")
-    for name, value in given.items():
+    for name, value in payload.items():
         if name in known or name in WITHOUT_EFFECT or value is None:
             continue
         if name not in ONLY_DEFAULT:
             raise bad(name, f"Unknown field {name!r}. {suggest(name, known)}", "unknown_parameter")
         if value not in ONLY_DEFAULT[name]:
             raise bad(name, f"{name}={_short(value)} is not supported; leave it out.", "unsupported_parameter")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in payload.items() if value is not None}
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def _whole(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) 
     return value
 
 
-def _stops(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS:
         raise bad("stop", f"stop must be a text or a list of at most {MOST_STOPS} texts.")
     if not all(isinstance(stop, str) and stop for stop in stops):
@@ -195,13 +195,13 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _messages(given: Any, images: bool) -> list[Message]:
-    if not isinstance(given, list) or not given:
+def _messages(value: Any, images: bool) -> list[Message]:
+    if not isinstance(value, list) or not value:
         raise bad("messages", "messages must be a list with at least one message.")
-    if len(given) > MOST_MESSAGES:
-        raise bad("messages", f"{len(given)} messages are more than the {MOST_MESSAGES} that are allowed.")
+    if len(value) > MOST_MESSAGES:
+        raise bad("messages", f"{len(value)} messages are more than the {MOST_MESSAGES} that are allowed.")
     try:
-        messages = as_messages(given, where=lambda: "messages", images=images, padded=False)
+        messages = as_messages(value, where=lambda: "messages", images=images, padded=False)
     except (DataError, NotBuiltError, TypeError) as error:
         raise bad("messages", str(error)) from error
     for number, message in enumerate(messages):
@@ -224,12 +224,12 @@ def _address(image: Any) -> str | None:
     return image if isinstance(image, str) else None
 
 
-def _tools(given: Any) -> tuple[dict[str, Any], ...]:
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     try:
-        tools = as_tools(given if isinstance(given, list) else None, where=lambda: "tools", padded=False)
+        tools = as_tools(value if isinstance(value, list) else None, where=lambda: "tools", padded=False)
     except DataError as error:
         raise bad("tools", str(error)) from error
-    if given is not None and not isinstance(given, list):
+    if value is not None and not isinstance(value, list):
         raise bad("tools", "tools must be a list.")
     for number, tool in enumerate(tools or []):
         function = tool.get("function")
@@ -241,13 +241,13 @@ def _tools(given: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools or [])
 
 
-def _prompt(given: Any) -> str | tuple[int, ...]:
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
-        given = given[0]
-    if isinstance(given, str) and given:
-        return given
-    if isinstance(given, Sequence) and given and all(isinstance(i, int) and not isinstance(i, bool) for i in given):
-        return tuple(given)
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, Sequence) and value and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        return tuple(value)
     raise bad("prompt", "prompt must be one text or one list of token ids, and not empty.")
 
 

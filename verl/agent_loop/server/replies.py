@@ -44,11 +44,11 @@ def event(payload: Any) -> bytes:
 
 
 def usage(reply: ModelReply) -> dict[str, int]:
-    made = sum(len(choice.answer.done.token_ids) for choice in reply.choices)
+    num_tokens = sum(len(choice.answer.done.token_ids) for choice in reply.choices)
     return {
         "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": reply.prompt_tokens + made,
+        "completion_tokens": num_tokens,
+        "total_tokens": reply.prompt_tokens + num_tokens,
     }
 
 
@@ -62,8 +62,8 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
-    made = f"{'chatcmpl' if reply.ask.messages is not None else 'cmpl'}-{secrets.token_hex(12)}"
-    return {"id": made, "object": kind, "created": int(time.time()), "model": reply.ask.model}
+    reply_id = f"{'chatcmpl' if reply.ask.messages is not None else 'cmpl'}-{secrets.token_hex(12)}"
+    return {"id": reply_id, "object": kind, "created": int(time.time()), "model": reply.ask.model}
 
 
 def _chat_choice(number: int, choice: Choice, reply: ModelReply, prompts: Prompts) -> dict[str, Any]:

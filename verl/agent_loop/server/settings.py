@@ -24,7 +24,7 @@ class AgentSettings:
         timeout: seconds for one agent; then the row has failed.
         on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
             stops the run.
-        branches: what becomes of calls that do not go on from one another: ``error`` fails the row, ``last`` trains on
+        branches: what becomes of calls that do not continue one another: ``error`` fails the row, ``last`` trains on
             the last conversation and counts the sampled tokens that are left out.
         sampling: ``run`` samples with the run's settings whatever a request asks for, ``request`` follows requests.
         models: names under which the policy is served; ``*`` takes any.
@@ -42,14 +42,14 @@ class AgentSettings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> AgentSettings:
+    def read(cls, entry: Mapping[str, Any]) -> AgentSettings:
         """From the entry's arguments.
 
         Raises:
             ConfigError: an unknown one, or a value that cannot work.
         """
-        known_arguments(given, cls, "agent", "openai_agent needs to know which function to run", PLACES)
-        values = dict(given)
+        known_arguments(entry, cls, "agent", "openai_agent needs to know which function to run", PLACES)
+        values = dict(entry)
         for key, allowed in (("sampling", SAMPLING), ("branches", BRANCHES)):
             value = values.get(key, allowed[0])
             if value not in allowed:
