@@ -143,7 +143,7 @@ class Completion:
         routed_experts: (tokens, layers, top_k) int16 array, where the sampler was made to report them: the experts of
             each token of the prompt, of the prefix and of these, but of the last one, which went through no pass.
         num_preempted: how often the request lost its place and was computed again.
-        is_interrupted: new weights aborted it, so it is to go on (`verl.rollout.resume`).
+        is_interrupted: new weights aborted it, so it is to be resumed (`verl.rollout.resume`).
     """
 
     request_id: str
@@ -259,9 +259,9 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
     check_sampling(request.sampling, vocab_size)
     if not request.token_ids:
         raise RolloutError("the prompt is empty", key="token_ids", fix="A prompt needs at least one token.")
-    known = (*request.token_ids, *request.generated_prefix)
-    if min(known) < 0 or max(known) >= vocab_size:
-        bad = next(t for t in known if not 0 <= t < vocab_size)
+    tokens = (*request.token_ids, *request.generated_prefix)
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        bad = next(t for t in tokens if not 0 <= t < vocab_size)
         raise RolloutError(
             f"token id outside the vocabulary in request {request.id!r}",
             key="token_ids",

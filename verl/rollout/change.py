@@ -9,7 +9,7 @@ import asyncio
 
 
 class ChangeEvent:
-    """Coroutines that wait, of one event loop after another; they go on in the order in which they came."""
+    """Coroutines that wait, of one event loop after another; they resume in the order in which they came."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}

@@ -121,15 +121,15 @@ def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming it and the nearest one.
     """
-    known = {name for one in {kind, below} for name in TRANSPORTS.get(one).options()}
+    options_of_kinds = {name for one in {kind, below} for name in TRANSPORTS.get(one).options()}
     for name in options:
-        if name not in known:
+        if name not in options_of_kinds:
             raise ConfigError(
                 f"the transport {kind!r} has no such argument",
                 key=f"{_E}.engine_kwargs.{name}",
                 got=options[name],
-                allowed=sorted(known),
-                fix=suggest(name, known),
+                allowed=sorted(options_of_kinds),
+                fix=suggest(name, options_of_kinds),
             )
 
 

@@ -1,7 +1,7 @@
 """What replicas have drawn of requests in work, as they report it: a request whose replica is lost resumes from there.
 
 Consumes: nothing but answers of the replica to `Sampler.drawn`. Waits for: that answer, in a task of its own, which
-holds no lock and no slot; nobody waits for it. Unblocked by: the answer, or the replica's loss.
+holds no lock and no slot; no caller waits for it. Unblocked by: the answer, or the replica's loss.
 """
 
 from __future__ import annotations

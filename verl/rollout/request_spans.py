@@ -53,7 +53,7 @@ class RequestSpans:
         ended = {*conversations}
         for name in [name for name in self._work if _conversation(name) in ended]:
             self._work.pop(name).cancel()
-        return {name: notes for one in conversations for name, notes in self._noted.pop(one, {}).items()}
+        return {name: notes for prefix in conversations for name, notes in self._noted.pop(prefix, {}).items()}
 
     def follow(self, conversations: Sequence[str], spans: Mapping[str, Draws]) -> None:
         """The requests of these conversations draw what the spans say; one that has none there is an error."""

@@ -141,7 +141,7 @@ class SamplerService(Sampler):
         lost_seconds: that a lost replica may take to free its memory.
         report_seconds: between two reports of what a request has drawn, from which another replica resumes it if its
             own is lost; None: it starts from the prompt, so with ``rollout.full_determinism`` no bit depends on a loss.
-        is_elastic: somebody replaces lost replicas (`add`, `discard`); there may be none at first.
+        is_elastic: the caller replaces lost replicas (`add`, `discard`); there may be none at first.
 
     Example:
         >>> service = SamplerService({f"server {url}": ServerSampler(url, model) for url in urls})
@@ -478,7 +478,7 @@ class SamplerService(Sampler):
         return None
 
     async def ask_each(self, requests: Sequence[Request]) -> dict[str, list[Completion]]:
-        """Name of each replica that is not lost -> its own answers to these requests, which nobody else has."""
+        """Name of each replica that is not lost -> its own answers to these requests, which bypass the router."""
 
         async def answers(sampler: Sampler) -> list[Completion]:
             return await asyncio.gather(*(sampler.generate(request) for request in requests))

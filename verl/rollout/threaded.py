@@ -51,12 +51,12 @@ class ThreadedSampler(Sampler):
         return self.sampler.version
 
     async def generate(self, request: Request) -> Completion:
-        mine = asyncio.get_running_loop()
-        if mine not in self._gathered:
-            self._gathered[mine] = []
-            mine.call_soon(mine.call_soon, self._send, mine)  # two turns, as the engine waits for its first requests
-        call = _Call(lambda: self.sampler.generate(request), mine.create_future())
-        self._gathered[mine].append(call)
+        loop = asyncio.get_running_loop()
+        if loop not in self._gathered:
+            self._gathered[loop] = []
+            loop.call_soon(loop.call_soon, self._send, loop)  # two turns, as the engine waits for its first requests
+        call = _Call(lambda: self.sampler.generate(request), loop.create_future())
+        self._gathered[loop].append(call)
         return await self._answer(call)
 
     def _send(self, caller: asyncio.AbstractEventLoop) -> None:
@@ -97,10 +97,10 @@ class ThreadedSampler(Sampler):
 
     async def _after_requests(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of a call that comes behind the requests that were made before it."""
-        mine = asyncio.get_running_loop()
-        call = _Call(begin, mine.create_future())
-        self._gathered.setdefault(mine, []).append(call)
-        self._send(mine)
+        loop = asyncio.get_running_loop()
+        call = _Call(begin, loop.create_future())
+        self._gathered.setdefault(loop, []).append(call)
+        self._send(loop)
         return await self._answer(call)
 
     async def _answer(self, call: _Call[T]) -> T:
@@ -134,7 +134,7 @@ class _Call(Generic[T]):
             self._task.cancel()
 
     def _send(self, task: asyncio.Task[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop was closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the caller's loop was closed: the result has no waiter
             self.answer.get_loop().call_soon_threadsafe(self._arrive, task)
 
     def _arrive(self, task: asyncio.Task[T]) -> None:
@@ -168,7 +168,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 
 def _leave(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what is in flight, and stop once it has let go."""
+    """Cancel what is in flight, and stop once it has ended."""
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.call_soon(loop.call_soon, loop.stop)

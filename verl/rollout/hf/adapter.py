@@ -85,5 +85,5 @@ class AdapterBuffer:
 
     def changes_all_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether the next adapter contains all of these."""
-        ours = {id(self._weights[name]) for name in self._owners}
-        return all(id(tensor) in ours for tensor in tensors)
+        targets = {id(self._weights[name]) for name in self._owners}
+        return all(id(tensor) in targets for tensor in tensors)

@@ -49,7 +49,7 @@ class Adjustment:
             self._had.scatter_(1, tokens[self._places][:, None], True)
 
     def _seat(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
-        """Take over what is known of rows that go on, and look through the tokens of new ones."""
+        """Keep the state of rows that continue, and scan the tokens of new ones."""
         before, had = {row: i for i, row in enumerate(self._penalised)}, self._had
         self._rows = list(rows)
         places = [i for i, row in enumerate(rows) if row.request.sampling.repetition_penalty != 1]
@@ -65,5 +65,5 @@ class Adjustment:
             if had is not None and row in before:
                 self._had[i] = had[before[row]]
             else:
-                known = sorted({*row.prompt.token_ids, *row.tokens})
-                self._had[i, torch.tensor(known, device=device)] = True
+                seen_ids = sorted({*row.prompt.token_ids, *row.tokens})
+                self._had[i, torch.tensor(seen_ids, device=device)] = True

@@ -294,8 +294,8 @@ class PrefillPlan:
             tokens = slice(part.first, part.first + part.count)
             out = self._attend_set(part, layer, query[tokens], key[tokens], value[tokens], how)
             parts.append(out if part.scatter is None else out.index_select(0, part.scatter))
-        made = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return seeing_ahead(made, query, key, value, self.runs, how)
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return seeing_ahead(output, query, key, value, self.runs, how)
 
     def _attend_set(
         self,

@@ -46,7 +46,7 @@ class BufferPool:
     """Flat buffers by size; a buffer that is given back serves the next block of similar size.
 
     On CPU a fresh page costs many times its copy, so reuse is what makes growing blocks cheap. Elsewhere memory is
-    scarce and torch has a pool of its own: what does not fit the next block is let go, or every smaller version of a
+    scarce and torch has a pool of its own: what does not fit the next block is freed, or every smaller version of a
     block that grows would stay. Buffers hold finite numbers at all times, because attention multiplies unused cells by
     an exact zero.
     """
@@ -174,7 +174,7 @@ class KVBlock:
         for buffer in self._buffers:
             self.pool.give(buffer)
         self._buffers, self.room, self.groups = [], 0, []
-        self.keys = self.values = torch.empty(0)  # views of the buffers, and so memory that the pool may let go
+        self.keys = self.values = torch.empty(0)  # views of the buffers, and so memory that the pool may free
         self.prefix_keys = self.prefix_values = None
 
     def parts(self) -> list[torch.Tensor]:

@@ -150,9 +150,9 @@ class PaddedRunner:
             arguments["cache_params"] = cache
             if ids.shape[1] < mask.shape[1]:
                 del arguments["attention_mask"]
-        known = {name: value for name, value in arguments.items() if name in self._accepts}
+        accepted = {name: value for name, value in arguments.items() if name in self._accepts}
         with nullcontext() if self.recorder is None else self.recorder.recording():
-            logits = self.model(input_ids=ids, use_cache=True, **known).logits[:, -1]
+            logits = self.model(input_ids=ids, use_cache=True, **accepted).logits[:, -1]
             if self.recorder is None:
                 return logits, None
             return logits, self.recorder.take().unflatten(0, tuple(ids.shape)).cpu().numpy()

@@ -437,8 +437,8 @@ def _runs_ahead(chunks: Sequence[Chunk]) -> list[Run]:
     runs, start = list[Run](), 0
     for chunk in chunks:
         assert chunk.length == chunk.prompt.length, "a picture may be cut"
-        for one in () if chunk.prompt.view is None else chunk.prompt.view.placed:
-            for first, count in one.runs:
+        for picture in () if chunk.prompt.view is None else chunk.prompt.view.placed:
+            for first, count in picture.runs:
                 runs.append((start + first, start + first + count, ((start, start + first + count),)))
         start += chunk.length
     return runs

@@ -177,21 +177,21 @@ def compare(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> 
     vocab = vocab_size(model)
     prompts = [Prompt(tuple((7 * i + 3) % vocab for i in range(length))), Prompt((5 % vocab,))]
     rows = [Row.bare(prompts[0]), Row.bare(prompts[0]), Row.bare(prompts[1])]
-    ours = [runner.step([Chunk(p, 0, p.length) for p in prompts])[[0, 0, 1]]]
+    steps = [runner.step([Chunk(p, 0, p.length) for p in prompts])[[0, 0, 1]]]
     for number, row in enumerate(rows):
         row.tokens.append((11 * number + 2) % vocab)
     runner.place([(prompts[0], rows[:2]), (prompts[1], rows[2:])])
     for _ in range(2):
         logits = runner.step([])
         order = [runner.rows.index(row) for row in rows]
-        ours.append(logits[order])
+        steps.append(logits[order])
         for number, row in enumerate(rows):
             row.tokens.append((13 * number + 1) % vocab)
-    theirs = _reference(model, rows)
-    mine = torch.stack(ours, dim=1).float()
-    if not bool(torch.isfinite(theirs).all()):
+    reference = _reference(model, rows)
+    logits_stack = torch.stack(steps, dim=1).float()
+    if not bool(torch.isfinite(reference).all()):
         return  # weights that are not there yet (or broken ones) prove nothing
-    difference = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-30))
+    difference = float((logits_stack - reference).norm() / reference.norm().clamp(min=1e-30))
     if difference > TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE):
         raise UnsupportedModelError(f"its logits differ from the model's own (relative difference {difference:.1e})")
 

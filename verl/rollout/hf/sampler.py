@@ -496,8 +496,8 @@ class HFSampler(Sampler):
         empty = [row for row in rows if not row.uniforms]
         if empty:
             keys = np.stack([row.key for row in empty])
-            made = uniforms(keys, np.array([row.position() for row in empty]), UNIFORMS_AT_ONCE)
-            for row, numbers in zip(empty, made[:, ::-1].tolist()):
+            batch = uniforms(keys, np.array([row.position() for row in empty]), UNIFORMS_AT_ONCE)
+            for row, numbers in zip(empty, batch[:, ::-1].tolist()):
                 row.uniforms = numbers
         return [row.uniforms.pop() for row in rows]
 

@@ -106,7 +106,7 @@ class Scheduler:
         """Fill the free slots and the rest of the step's token budget.
 
         Args:
-            only_begun: go on with admitted prompts, and admit no further row.
+            only_begun: continue the prefill of admitted prompts, and admit no further row.
         """
         admission = Admission()
         budget = self.max_num_batched_tokens - num_running

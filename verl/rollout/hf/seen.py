@@ -64,12 +64,12 @@ class Views:
         return PromptView(tuple(placed), positions[:, :-1], shift, b"".join(one.picture.digest for one in placed))
 
     def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
-        known = self._known.get(id(inputs))
-        if known is None:
-            self._known[id(inputs)] = known = (inputs, self.family.pictures(inputs))
+        entry = self._known.get(id(inputs))
+        if entry is None:
+            self._known[id(inputs)] = entry = (inputs, self.family.pictures(inputs))
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        return known[1]
+        return entry[1]
 
 
 def check_sight(request: Request, model: Any, views: Views | None) -> None:
@@ -134,11 +134,11 @@ class Features:
         return VisionInputs({}, {"image": places}, features)
 
     def _encode(self, pictures: Mapping[bytes, Picture]) -> None:
-        missing = [one for digest, one in pictures.items() if digest not in self._kept]
+        missing = [picture for digest, picture in pictures.items() if digest not in self._kept]
         for digest in pictures.keys() & self._kept.keys():
             self._kept.move_to_end(digest)
         for kind in self.family.kinds:
-            of_kind = [one for one in missing if one.kind == kind]
+            of_kind = [picture for picture in missing if picture.kind == kind]
             size = 1 if self.one_by_one else max(1, len(of_kind))
             for first in range(0, len(of_kind), size):
                 self._through_tower(of_kind[first : first + size])
@@ -148,15 +148,15 @@ class Features:
         tensors = {name: tensor.to(device) for name, tensor in self.family.prepare(pictures).items()}
         backbone = language_backbone(self.model)
         encode = backbone.get_image_features if pictures[0].kind == "image" else backbone.get_video_features
-        made = encode(*tensors.values(), return_dict=True)
-        self._output = type(made)
-        deep = getattr(made, "deepstack_features", None) or ()
-        self._is_joined = torch.is_tensor(made.pooler_output)
+        features = encode(*tensors.values(), return_dict=True)
+        self._output = type(features)
+        deep = getattr(features, "deepstack_features", None) or ()
+        self._is_joined = torch.is_tensor(features.pooler_output)
         self._deep_is_joined = any(torch.is_tensor(layer) for layer in deep)
         counts = [sum(one.runs) for one in pictures]
         layers = [
             layer.flatten(0, -2).split(counts) if torch.is_tensor(layer) else layer
-            for layer in (made.pooler_output, *deep)
+            for layer in (features.pooler_output, *deep)
         ]
         for number, picture in enumerate(pictures):
             self._kept[picture.digest] = tuple(layer[number].flatten(0, -2) for layer in layers)
@@ -180,12 +180,12 @@ def _runs(view: PromptView, start: int, end: int, at: int) -> list[tuple[Picture
 
     A piece may begin or end within a picture.
     """
-    made = []
+    runs = []
     for placed in view.placed:
         feature = 0
         for first, count in placed.runs:
             begin, stop = max(first, start), min(first + count, end)
             if begin < stop:
-                made.append((placed.picture, feature + begin - first, stop - begin, at + begin - start))
+                runs.append((placed.picture, feature + begin - first, stop - begin, at + begin - start))
             feature += count
-    return sorted(made, key=lambda run: run[3])
+    return sorted(runs, key=lambda run: run[3])

@@ -55,7 +55,7 @@ class ByIdentity(Generic[T]):
 
 
 class _Shown:
-    """The name of images, which nobody else can guess, and their last transfer."""
+    """The name of images, which no other client can guess, and their last transfer."""
 
     def __init__(self, *_: Any):
         self.name = uuid.uuid4().hex

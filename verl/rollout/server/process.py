@@ -40,7 +40,7 @@ class ServerProcess:
     Args:
         command: starts it.
         url: where it will listen.
-        environment: beside this process's own.
+        environment: added to this process's own.
         name: for messages.
         pipes: descriptors that it keeps.
     """
@@ -145,7 +145,7 @@ class HostProcess(ServerProcess):
         arguments: of its command line.
         file: of its configuration, by name and text; it is there until the host is up.
         key: that several hosts share; None makes one.
-        environment: beside this process's own.
+        environment: added to this process's own.
     """
 
     def __init__(

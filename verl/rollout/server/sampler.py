@@ -430,14 +430,14 @@ class ServerSampler(GatedSampler):
         return self._tokenizer
 
     async def _folder(self, dialect: Dialect) -> WeightFolder:
-        theirs = await dialect.weights_folder()
-        if theirs is not None:
+        named_folder = await dialect.weights_folder()
+        if named_folder is not None:
             if self._weights_dir is not None:
                 raise ConfigError(
                     "this server names the folder itself", key=f"{_S}.weights_dir", got=self._weights_dir,
                     fix="Leave it out here and start the host with --weights-dir.",
                 )  # fmt: skip
-            return WeightFolder(theirs, self.model)
+            return WeightFolder(named_folder, self.model)
         if self._weights_dir is None:
             self._weights_dir = tempfile.mkdtemp(prefix="verl-weights-")
             atexit.register(shutil.rmtree, self._weights_dir, ignore_errors=True)

@@ -17,8 +17,8 @@ from verl.rollout.vllm.versions import ADAPTER_RANKS, CPU_HEAD_DIMS
 
 _R = "actor_rollout_ref.rollout"
 LAUNCHER = "mp"
-"""How an engine gets its workers: processes of its own. Beside Ray vLLM would ask Ray for them, which has given their
-devices to the trainers; with ``external_launcher`` every rank would have to hear of every request in one order."""
+"""How an engine gets its workers: processes of its own. On Ray vLLM would request them from Ray, which has given their
+devices to the trainers; with ``external_launcher`` every rank would need every request in one order."""
 OURS = {
     **dict.fromkeys(("model", "worker_extension_cls", "skip_tokenizer_init"), "Leave it out."),
     "logprobs_mode": f"Set {_R}.logprobs_mode.",

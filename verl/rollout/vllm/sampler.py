@@ -107,9 +107,9 @@ class VLLMSampler(GatedSampler):
         """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``."""
         versions.check_version(versions.installed_version())
         facts = ModelFacts.of(str(model.path))
-        ours = arguments.from_config(rollout, model, device, facts)
-        defaults = set(ours) - set(rollout.engine_kwargs.vllm or {})
-        sampler = cls(ours, facts=facts, ours=defaults, adapter=separate_adapter(rollout, model))
+        settings = arguments.from_config(rollout, model, device, facts)
+        defaults = set(settings) - set(rollout.engine_kwargs.vllm or {})
+        sampler = cls(settings, facts=facts, ours=defaults, adapter=separate_adapter(rollout, model))
         sampler.at_update = rollout.requests_at_update
         check_context(rollout, sampler.max_model_len)
         return sampler

@@ -89,10 +89,10 @@ def adapter_request(name: str, number: int, folder: str) -> Any:
     return request(lora_name=name, lora_int_id=number, lora_path=folder)
 
 
-def supported(function: Any, given: dict[str, Any]) -> dict[str, Any]:
+def supported(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Of these keyword arguments those that the function has in this version."""
     names = inspect.signature(function).parameters
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def reload_weights(worker: Any, weights: Any = None) -> None:
