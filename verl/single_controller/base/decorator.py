@@ -129,8 +129,8 @@ def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, colle
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
     """The mode for workers on a mesh: batches are split by its data-parallel size.
 
-    All workers of one data-parallel rank get the same part; only those that registered ``is_collect`` are heard. What a
-    worker's rank is, it says itself with `Worker.set_dispatch_collect`; the group asks at the first call.
+    All workers of one data-parallel rank get the same part; results come only from those with ``is_collect``. A worker
+    reports its rank with `Worker.set_dispatch_collect`; the group queries it at the first call.
     """
     return _functions(
         partial(modes.dispatch_nd_compute_data_proto, mesh_name),

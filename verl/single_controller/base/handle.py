@@ -52,7 +52,8 @@ def method_of(target: Any, name: str, where: str) -> Callable[..., Any]:
     kind, _, method = name.rpartition(".")
     classes = [base.__name__ for base in type(target).__mro__ if base is not object]
     if kind and kind not in classes:
-        endpoints = {base.__name__: one for base, one in target.endpoints().items()} if has_endpoints(target) else {}
+        held = target.endpoints() if hasattr(target, "endpoints") else {}
+        endpoints = {base.__name__: endpoint for base, endpoint in held.items()}
         if kind not in endpoints:
             served = [*classes, *endpoints]
             raise WorkerError(f"{where} has no object of the class {kind}", allowed=served, fix=suggest(kind, served))
@@ -62,11 +63,6 @@ def method_of(target: Any, name: str, where: str) -> Callable[..., Any]:
         methods = [label for label, _ in inspect.getmembers(type(target), inspect.isroutine) if label[0] != "_"]
         raise WorkerError(f"{where} has no method {method!r}", allowed=methods, fix=suggest(method, methods))
     return function
-
-
-def has_endpoints(target: Any) -> bool:
-    """Whether calls of a target may be meant for an object that it holds."""
-    return hasattr(target, "endpoints")
 
 
 class Handle(ABC):
@@ -89,7 +85,7 @@ class Handle(ABC):
 
     @abstractmethod
     def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """Run a method, ``Class.method``, and give its result; must let go when it is cancelled."""
+        """Run a method, ``Class.method``, and return its result; must end when it is cancelled."""
 
     @overload
     async def call(
@@ -162,6 +158,6 @@ def _sent_name(method: Callable[..., Any]) -> str:
 
 
 def _look(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for the call any more: its error concerns nobody, and asyncio would print it later."""
+    """Drop the error of a call that has no waiter any more: asyncio would print it later."""
     if not task.cancelled():
         task.exception()

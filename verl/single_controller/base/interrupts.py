@@ -1,7 +1,7 @@
 """How a thread of the controller is made to stop waiting for workers: what it waits for may have become pointless.
 
 Consumes: nothing. Waits for: nothing; a runtime that waits for workers looks here a few times a second. Unblocked by:
-`Interrupt.set` from any thread. The workers themselves go on with their calls.
+`Interrupt.set` from any thread. The workers themselves continue their calls.
 """
 
 from __future__ import annotations

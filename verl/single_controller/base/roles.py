@@ -38,8 +38,8 @@ class Role(Enum):
         for role in cls:
             if str(role) == name:
                 return role
-        known = [str(role) for role in cls]
-        raise ConfigError("unknown role", got=name, allowed=known, fix=suggest(name, known))
+        names = [str(role) for role in cls]
+        raise ConfigError("unknown role", got=name, allowed=names, fix=suggest(name, names))
 
 
 _ROLE_NAMES = {

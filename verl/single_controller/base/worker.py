@@ -1,7 +1,7 @@
 """`Worker`: the base of everything that computes under a controller.
 
 A worker knows its place (rank, world size, devices) and, per named mesh, which data-parallel rank it has and whether
-its results are heard. The place is passed in by the builder of the worker; only a worker that nobody placed (a
+its results are collected. The place is passed in by the builder of the worker; only a worker without a place (a
 process started by torchrun) reads it from the environment.
 """
 
@@ -149,14 +149,14 @@ class Worker:
         return dict(self._meshes)
 
     def _on_mesh(self, mesh_name: str) -> tuple[int, bool]:
-        known = self.meshes()
-        if mesh_name not in known:
+        ranks = self.meshes()
+        if mesh_name not in ranks:
             raise WorkerError(
                 f"{type(self).__name__} has no mesh {mesh_name!r}",
-                allowed=sorted(known) or "none is registered",
-                fix=suggest(mesh_name, known) or "Register it in init_model with set_dispatch_collect(mesh_name, ...).",
+                allowed=sorted(ranks) or "none is registered",
+                fix=suggest(mesh_name, ranks) or "Register it in init_model with set_dispatch_collect(mesh_name, ...).",
             )
-        return known[mesh_name]
+        return ranks[mesh_name]
 
     def endpoints(self) -> Mapping[type, object]:
         """Objects of this worker that handles on it reach, too, by the class whose methods are called (`Handle.call`).

@@ -1,7 +1,7 @@
 """One event loop for the async methods of all local workers.
 
 It lives in a thread of its own and stops with the program only, as the loop of a worker process would: tasks that a
-method leaves behind go on between calls, objects of different workers share a loop, and a caller that is itself in a
+method leaves behind continue between calls, objects of different workers share a loop, and a caller that is itself in a
 loop (a notebook) works.
 """
 

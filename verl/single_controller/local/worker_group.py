@@ -1,7 +1,7 @@
 """`LocalWorkerGroup`: workers in this process, called exactly as a remote group is called.
 
 Calls run at once and in order, also those that do not wait: their results, or exceptions, are ready when the caller
-asks. Nothing runs beside the controller, so a run is reproducible and a breakpoint in a worker stops everything.
+asks. Nothing runs while the controller does, so a run is reproducible and a breakpoint in a worker stops everything.
 Batches are passed without copying tensors, but with their own ``meta_info``, so that a worker's additions stay its
 own, as they would in another process.
 """
@@ -88,9 +88,9 @@ class LocalWorkerGroup(WorkerGroup):
         """One group per role of a colocated class, over the same workers, with the roles' own method names."""
         groups = {}
         for role in prefix_set:
-            known = list(self._workers[0].worker_dict) if isinstance(self._workers[0], ColocatedWorker) else []
-            if role not in known:
-                raise WorkerError(f"no role {role!r} lives in this group", allowed=known, fix=suggest(role, known))
+            roles = list(self._workers[0].worker_dict) if isinstance(self._workers[0], ColocatedWorker) else []
+            if role not in roles:
+                raise WorkerError(f"no role {role!r} lives in this group", allowed=roles, fix=suggest(role, roles))
             groups[role] = type(self).from_workers(
                 role,
                 self._workers[0].class_dict[role].cls,

@@ -173,7 +173,7 @@ class Fleet:
     def look_at(self) -> list[Process]:
         """State and stacks of all processes, also of those that serve these; each node looks at its own."""
         nodes: dict[str, list[Member]] = {}
-        for member in [*self.members, *(one for fleet in self.helpers for one in fleet.members)]:
+        for member in [*self.members, *(helper for fleet in self.helpers for helper in fleet.members)]:
             nodes.setdefault(member.node_id, []).append(member)
         return [process for members in nodes.values() for process in _look_at(members)]
 

@@ -152,7 +152,7 @@ class AsyncWorkerHost(HostBase):
         return await work
 
     async def request(self, request: Request, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method for a handle, beside others."""
+        """Run a method for a handle, concurrently with others."""
         target, method = request
         if self.place.is_async(target, method):
             return await self.place.attend(target, method, args, kwargs)

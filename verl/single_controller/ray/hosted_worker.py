@@ -1,7 +1,7 @@
 """Inside a worker's process: the worker, its random numbers, and how one of its methods is run.
 
 A process has one set of python, numpy and torch generators. They belong to whichever role was called last and are
-swapped only when another role is called: the swap costs as much as the call, and nobody else draws here.
+swapped only when another role is called: the swap costs as much as the call, and no other role draws here.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class HostedWorker:
         return inspect.iscoroutinefunction(function)
 
     async def attend(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an async method in this event loop, beside others; it must draw random numbers by key."""
+        """Run an async method in this event loop, concurrently with others; it must draw random numbers by key."""
         name, worker, _ = self._target(target)
         with reported(_place(name, method)):
             function = method_of(worker, method, name)
-            if transfer.refers(args, kwargs):  # other requests go on while values are fetched
+            if transfer.refers(args, kwargs):  # other requests continue while values are fetched
                 args, kwargs = await asyncio.to_thread(_fetched, function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
             result = await function(*args, **kwargs)
@@ -125,8 +125,8 @@ class HostedWorker:
 
     def _target(self, target: str) -> tuple[str, Any, RngState]:
         if target not in self._targets:
-            known = [role for role in self._targets if role]
-            raise WorkerError(f"no role {target!r} lives in this process", allowed=known, fix=suggest(target, known))
+            roles = [role for role in self._targets if role]
+            raise WorkerError(f"no role {target!r} lives in this process", allowed=roles, fix=suggest(target, roles))
         return self._targets[target]
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:

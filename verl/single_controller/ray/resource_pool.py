@@ -224,7 +224,7 @@ def _reserve(
 ) -> list[PlacementGroup]:
     """One placement group per count on nodes that differ, the largest first; then in the order of the addresses."""
     deadline = time.monotonic() + PLACEMENT_SECONDS
-    made: list[PlacementGroup] = []
+    reserved: list[PlacementGroup] = []
     used: list[str] = []
     try:
         for number, count in enumerate(sorted(counts, reverse=True)):
@@ -236,16 +236,16 @@ def _reserve(
                 lifetime="detached" if detached else None,
                 bundle_label_selector=[elsewhere] * count if used else None,
             )
-            made.append(group)
+            reserved.append(group)
             if not group.wait(max(0.0, deadline - time.monotonic())):
                 raise _occupied(counts, bundle)
             used += {slot.node_id for slot in _of(group)}
     except BaseException:
-        for group in made:
+        for group in reserved:
             remove_placement_group(group)
         raise
     order = {node.id: position for position, node in enumerate(cluster.nodes())}
-    return sorted(made, key=lambda group: order[_of(group)[0].node_id])
+    return sorted(reserved, key=lambda group: order[_of(group)[0].node_id])
 
 
 def _occupied(counts: Sequence[int], bundle: dict[str, float]) -> ConfigError:

@@ -65,7 +65,7 @@ def folder_for_files() -> str:
     ``/tmp`` also where the path of a socket in ``TMPDIR`` would be longer than the kernel allows.
 
     Raises:
-        ConfigError: the name is taken by somebody else, or others may enter the folder.
+        ConfigError: another user has taken the name, or others may enter the folder.
     """
     place = env.get("RAY_TMPDIR") or env.get("TMPDIR") or "/tmp"
     needed = len(os.fsencode(f"{place}/verl-{os.geteuid()}/ray")) + _IN_SESSION

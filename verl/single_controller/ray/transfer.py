@@ -1,6 +1,6 @@
 """How values travel to and from workers: tensors as flat buffers, shared arguments once, batches by reference.
 
-A large value is stored once in the node's shared memory and read there without a copy. Nobody may write to such a
+A large value is stored once in the node's shared memory and read there without a copy. No code may write to such a
 tensor: torch cannot mark memory as read-only, so the worker's process checks after each call.
 """
 
@@ -38,7 +38,7 @@ def install() -> None:
 def stored(result: Any) -> Any:
     """A result in which the columns of a batch stay in this node's object store, and their references travel.
 
-    They live as long as somebody holds them: with the last batch that has their rows the store frees them.
+    They live as long as a process holds a reference: with the last batch that has their rows the store frees them.
     """
     if not isinstance(result, DataProto) or result.batch is None:
         return result

@@ -122,7 +122,7 @@ def end_process(pid: int, title: str) -> None:
     """End a process of this machine and wait until it is gone; one that goes by another title is let be.
 
     Args:
-        title: what Ray calls the process, which somebody else may have the number of by now.
+        title: what Ray calls the process, whose PID another process may have by now.
     """
     end = time.monotonic() + KILL_SECONDS
     if _runs(pid, title):

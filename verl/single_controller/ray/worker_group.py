@@ -144,17 +144,17 @@ class RayWorkerGroup(WorkerGroup):
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
         """One group per role of a colocated class, over the same workers, with the roles' own method names."""
-        known = self._worker_class.class_dict if issubclass(self._worker_class, ColocatedWorker) else {}
+        roles = self._worker_class.class_dict if issubclass(self._worker_class, ColocatedWorker) else {}
         groups = {}
         for role in prefix_set:
-            if role not in known:
+            if role not in roles:
                 raise WorkerError(
-                    f"no role {role!r} lives in this group", allowed=list(known), fix=suggest(role, known)
+                    f"no role {role!r} lives in this group", allowed=list(roles), fix=suggest(role, roles)
                 )
             group = type(self).__new__(type(self))
             WorkerGroup.__init__(group, self.resource_pool)
             group._register_seconds = self._register_seconds
-            group._attach(role, known[role].cls, self._fleet, self._master, target=role)
+            group._attach(role, roles[role].cls, self._fleet, self._master, target=role)
             groups[role] = group
         return groups
 
@@ -192,7 +192,7 @@ class RayWorkerGroup(WorkerGroup):
         return results
 
     def handle(self, rank: int = 0, timeout: float | None = None, max_concurrency: int = 1) -> RayHandle:
-        """The asynchronous form of one worker: its async methods run beside each other, plain ones in order."""
+        """The asynchronous form of one worker: its async methods run concurrently, plain ones in order."""
         if max_concurrency != 1:
             raise WorkerError(
                 "the plain methods of a worker run one at a time",
@@ -305,9 +305,9 @@ def _named_actor(name: str) -> Any:
     try:
         return ray.get_actor(name)
     except ValueError:
-        known = ray.util.list_named_actors()
+        names = ray.util.list_named_actors()
         raise WorkerError(
             f"no detached worker {name!r} runs on this cluster",
-            allowed=known or "there are none",
-            fix=suggest(name, known) or "Workers are found in the Ray namespace in which they were made.",
+            allowed=names or "there are none",
+            fix=suggest(name, names) or "Workers are found in the Ray namespace in which they were made.",
         ) from None

@@ -107,8 +107,8 @@ class Spmd:
         lengths = tensors["attention_mask"].sum(-1).tolist() if balance else [0] * len(batch)
         self.ranks.agree("the batch", self.ranks.exchange([len(batch), _fingerprint(tensors["input_ids"])]))
         units = [sum(lengths[first : first + together]) for first in range(0, len(lengths), together)]
-        mine = split_rows(units, self.world_size)[self.rank]
-        return batch[[unit * together + n for unit in mine for n in range(together)]]
+        local_units = split_rows(units, self.world_size)[self.rank]
+        return batch[[unit * together + n for unit in local_units for n in range(together)]]
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over ranks, in double precision."""
