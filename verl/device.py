@@ -94,9 +94,9 @@ def set_threads(count: int | None = None) -> int:
 
     Without ``count``: the value of OMP_NUM_THREADS if the shell set it, else the number of cores this process may use.
     """
-    wanted = count or env.get_int("OMP_NUM_THREADS", usable_cores())
-    torch.set_num_threads(wanted)
-    return wanted
+    num_threads = count or env.get_int("OMP_NUM_THREADS", usable_cores())
+    torch.set_num_threads(num_threads)
+    return num_threads
 
 
 def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -109,13 +109,13 @@ def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
 def keep_freed_memory() -> None:
     """Let this process's allocator keep freed blocks for the next tensors, until `give_memory_back`.
 
-    By default glibc returns them to the system, and takes them anew: a tenth of the time of sampling or training a
+    By default glibc returns them to the system, and maps them again: a tenth of the time of sampling or training a
     small model on a CPU goes into fresh pages. What the shell says of its allocator wins (``MALLOC_MMAP_THRESHOLD_``,
     ``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``).
     """
-    told = any(env.get(name) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
+    is_set = any(env.get(name) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
     mallopt = _glibc("mallopt")
-    if mallopt is not None and not told:
+    if mallopt is not None and not is_set:
         mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 

@@ -28,9 +28,9 @@ def printable(text: str) -> str:
 
 def suggest(name: str, choices: Iterable[str], limit: int = 3) -> str:
     """A sentence with the nearest names: ``Did you mean 'grpo'?``; empty if nothing is near."""
-    known = _likely(str(name), [str(c) for c in choices])
-    near = difflib.get_close_matches(str(name), known, n=limit, cutoff=0.6)
-    lowered = {c.lower(): c for c in known}
+    candidates = _likely(str(name), [str(c) for c in choices])
+    near = difflib.get_close_matches(str(name), candidates, n=limit, cutoff=0.6)
+    lowered = {c.lower(): c for c in candidates}
     if not near and str(name).lower() in lowered:
         near = [lowered[str(name).lower()]]
     if not near:
@@ -134,7 +134,7 @@ class DataError(VerlError, ValueError):
 
 
 class BatchError(DataError, AssertionError):
-    """Rows, keys or shapes of a `DataProto` do not fit what was asked; an AssertionError too, which upstream raises."""
+    """Rows, keys or shapes of a `DataProto` do not fit the call; an AssertionError too, which upstream raises."""
 
 
 class ModelError(VerlError, ValueError):
@@ -150,11 +150,11 @@ class SandboxError(VerlError, RuntimeError):
 
 
 class EngineError(VerlError, RuntimeError):
-    """A training backend cannot do what was asked."""
+    """A training backend cannot do what a call or a setting needs."""
 
 
 class RolloutError(VerlError, RuntimeError):
-    """A sampler cannot do what was asked."""
+    """A sampler cannot do what a request or a setting needs."""
 
 
 class WorkerError(VerlError, RuntimeError):

@@ -1,4 +1,4 @@
-"""JSON that somebody else has written, read with a limit on its nesting.
+"""JSON from other programs and models, read with a limit on its nesting.
 
 A model, a tool, a file or a peer chooses how deep its JSON goes. What reads, copies, renders or writes a value goes one
 level of the stack down with each of its levels, so a value that could just be read would end the run later. Nothing

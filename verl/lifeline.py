@@ -1,4 +1,4 @@
-"""Runs a program that must not outlive whoever started it: ``python verl/lifeline.py PID command...``.
+"""Runs a program that must not outlive its parent: ``python verl/lifeline.py PID command...``.
 
 For programs that do not end by themselves when the process PID is killed. However that process ends, the program and
 everything that it started are ended. Standard input and output are the program's. Only the standard library is used, so
@@ -50,8 +50,8 @@ def main(caller: int, command: list[str]) -> int:
 
 
 def _wait(program: subprocess.Popen[bytes]) -> int:
-    """The program's status. Orphans that end before it are collected: somebody may wait for them to be gone."""
-    # Nobody else may collect the program, or this would wait for the next process that ends.
+    """The program's status. Orphans that end before it are collected: another process may wait for their end."""
+    # No other code may reap the program, or this would wait for the next process that ends.
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != program.pid:
         os.waitpid(ended.si_pid, os.WNOHANG)
     return program.wait()

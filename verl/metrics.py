@@ -77,8 +77,8 @@ class MetricSet:
         return len(self._metrics)
 
     def _put(self, name: str, metric: Metric) -> None:
-        known = self._metrics.get(name)
-        self._metrics[name] = metric if known is None else known.merge(metric)
+        earlier = self._metrics.get(name)
+        self._metrics[name] = metric if earlier is None else earlier.merge(metric)
 
 
 class Timers:

@@ -1,6 +1,6 @@
 """Ports that are chosen now and opened a little later, by this process or another one.
 
-In between, the system must give the port to nobody else. Asked for any port it gives one of those from which it serves
+In between, the system must give the port to no other process. For port 0 it gives one of those from which it serves
 every connection of the machine, so these are left out, and so are those that Ray gives to its workers.
 """
 
@@ -14,7 +14,7 @@ RANGE = (20000, 32767)
 
 
 def free_port(ports: tuple[int, int] | None = None) -> int:
-    """A port that nobody uses at the moment, different from call to call.
+    """A port that is free at the moment, different from call to call.
 
     Args:
         ports: take it from this range (first, last), for instance one that a firewall lets through.

@@ -1,7 +1,7 @@
 """The stacks of running processes, on demand, and their signs of life: what a process does, seen without its help.
 
 A process that calls `listen` writes its stacks, on a signal and even while native code holds the interpreter, into a
-file in memory that belongs to it. Whoever may see the process reads them there. Linux only; elsewhere nothing is read.
+file in memory that belongs to it. Any process of the same user reads them there. Linux only; elsewhere nothing is read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def listen(name: str = "") -> None:
 
 
 def mark() -> None:
-    """This process goes on with what it was asked for: it has drawn tokens, or answered a request."""
+    """A heartbeat: this process makes progress, as it has drawn tokens or answered a request."""
     global _last_mark
     _last_mark = time.monotonic()
     if _marks is not None:
@@ -134,8 +134,8 @@ def name_of(pid: int) -> str:
 def below(pid: int) -> list[int]:
     """A process and all its descendants, parents first."""
     listed = [pid]
-    for one in listed:
-        for place in Path(f"/proc/{one}/task").glob("*/children"):
+    for process in listed:
+        for place in Path(f"/proc/{process}/task").glob("*/children"):
             with suppress(OSError):
                 listed += [int(number) for number in place.read_text().split()]
     return listed

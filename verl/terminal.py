@@ -45,8 +45,8 @@ def outlive(file: str | Path) -> None:
         stream.flush()
         raw = _Outlasting(stream.fileno(), "wb", closefd=False)
         buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
-        kept = stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
-        setattr(sys, name, io.TextIOWrapper(buffer, *kept))
+        options = stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, *options))
 
 
 def tell(sentence: str) -> None:
@@ -80,15 +80,15 @@ def say_exits() -> None:
 
 def _replace(descriptor: int, error: OSError) -> None:
     """Lead a descriptor to the file, and say so: on standard error, which leads there, too, once it is gone."""
-    kept = _file
+    path = _file
     try:
-        os.makedirs(os.path.dirname(kept) or ".", exist_ok=True)
-        opened = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
-        kept, opened = os.devnull, os.open(os.devnull, os.O_WRONLY)
+        path, opened = os.devnull, os.open(os.devnull, os.O_WRONLY)
     os.dup2(opened, descriptor)
     os.close(opened)
-    where = "is lost" if kept == os.devnull else f"is in {kept}"
+    where = "is lost" if path == os.devnull else f"is in {path}"
     name = "error" if descriptor == 2 else "output"
     reason = os.strerror(error.errno or 0)
     tell(f"standard {name} is closed ({reason}): the run continues; what it prints from now on {where}")
