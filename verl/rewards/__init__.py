@@ -1,6 +1,6 @@
 """Rewards: from a text to a score. Scorers by ``data_source``, users' functions, and the managers that score a batch.
 
-Nothing here loads torch until a manager is asked for: a reward file can be checked in a second.
+Nothing here loads torch until a manager is loaded: a reward file can be checked in a second.
 """
 
 from verl.rewards.dispatch import check_data_sources, default_compute_score

@@ -1,6 +1,6 @@
 """Tries a reward function on real rows: ``python -m verl.rewards.check my_reward.py --data train.parquet``.
 
-For each row the ground truth is wrapped in the forms in which models write answers, beside an empty and a wrong answer
+For each row the ground truth is wrapped in the forms in which models write answers, plus an empty and a wrong answer
 (or the answers of ``--answers``); a table shows scores, times and errors. The exit code is 1 if anything failed.
 """
 
@@ -75,7 +75,7 @@ def try_rows(arguments: argparse.Namespace) -> tuple[RewardFunction, list[Trial]
     if function.is_builtin:
         check_data_sources([row[column] for row in rows] if column in rows[0] else None, column)
     samples = make_samples(rows, column, function)
-    given = read_texts(arguments.answers) if arguments.answers else None
+    answers = read_texts(arguments.answers) if arguments.answers else None
     through = tokenizer_pass(arguments.tokenizer) if arguments.tokenizer else lambda text: text
     scorer = Scorer(function, ScoringLimits(timeout=arguments.timeout, num_workers=1))
     scorer.prepare()  # so that no measured time holds the start of a process
@@ -83,7 +83,7 @@ def try_rows(arguments: argparse.Namespace) -> tuple[RewardFunction, list[Trial]
         return function, [
             try_one(scorer, sample, through(text))
             for i, sample in enumerate(samples)
-            for text in (candidates(sample.ground_truth) if given is None else given[i : i + 1])
+            for text in (candidates(sample.ground_truth) if answers is None else answers[i : i + 1])
         ]
     finally:
         scorer.close()

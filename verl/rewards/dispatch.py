@@ -117,7 +117,7 @@ def default_compute_score(
 
     Args:
         sandbox_fusion_url: a service that runs programs; without it the local sandbox does.
-        concurrent_semaphore: held while the service is asked, instead of one of ``max_concurrent`` places.
+        concurrent_semaphore: held during a request to the service, instead of one of ``max_concurrent`` places.
         memory_limit_mb: memory of a program.
         allow_missing: layers that the local sandbox may lack.
     """
@@ -159,10 +159,10 @@ def _known(data_source: str) -> BuiltinScorer | None:
 
 
 def _options_of(scorer: BuiltinScorer, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name for one in (*SCORERS.values(), *PREFIXES.values()) for name in inspect.signature(one).parameters}
-    for name in kwargs.keys() - known:
+    names = {name for fn in (*SCORERS.values(), *PREFIXES.values()) for name in inspect.signature(fn).parameters}
+    for name in kwargs.keys() - names:
         notice(
-            f"reward option {name}", f"no built-in scorer has it, so it has no effect. {suggest(name, known)}".strip()
+            f"reward option {name}", f"no built-in scorer has it, so it has no effect. {suggest(name, names)}".strip()
         )
     return {name: value for name, value in kwargs.items() if name in inspect.signature(scorer).parameters}
 

@@ -63,7 +63,7 @@ def report_failures(
 
 
 def failure_metrics(results: Sequence[RewardResult], ours: bool = False) -> dict[str, Metric]:
-    """How many samples got no score from their function, and which share; a built-in scorer's own failures apart."""
+    """How many samples got no score from their function, and their share; a built-in scorer's failures separately."""
     failed = sum(result.failure is not None or (result.caught is not None and not ours) for result in results)
     metrics = {
         "reward/unscorable": Metric(float(failed), "sum"),

@@ -58,7 +58,7 @@ def read_form(
     """Read the form of a function.
 
     Args:
-        given: the names in ``reward_kwargs``, which are passed beside the form's own fields.
+        given: the names in ``reward_kwargs``, which are passed with the form's fields.
         where: the function and its file, for the message.
         default: the form of a function that takes everything as ``**kwargs``.
 

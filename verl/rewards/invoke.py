@@ -20,7 +20,7 @@ from verl.rewards.undecided import REASONS
 
 LARGEST = 1e18
 """A score whose square float32 holds, in which advantages are computed."""
-WANTED = "a finite float, int or bool, or a dict with the key 'score'"
+ALLOWED = "a finite float, int or bool, or a dict with the key 'score'"
 
 
 def invoke(function: RewardFunction, samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -74,8 +74,8 @@ def raised(error: BaseException) -> RewardFailure:
 def _last_own_line(trace: TracebackType | None) -> str:
     """``file.py, line 5: return 1 / 0``: the last line of a traceback in the file in which it begins."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    in_file = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{in_file[-1].filename}, line {in_file[-1].lineno}: {in_file[-1].line}" if in_file else ""
 
 
 def results_of(function: RewardFunction, raw: Any, count: int) -> list[RewardResult]:
@@ -117,7 +117,7 @@ def _read(value: Any) -> RewardResult:
     if not math.isfinite(score):
         return _failed(f"returned {score}, which is no score")
     if abs(score) > LARGEST:
-        return _failed(f"returned {score:g}, which is too large: a score lies between -{LARGEST:g} and {LARGEST:g}")
+        return _failed(f"returned {score:g}, which is too large: a score is between -{LARGEST:g} and {LARGEST:g}")
     if extra:
         extra["score"] = score
     return RewardResult(score, extra)
@@ -147,7 +147,7 @@ def _kind(value: Any) -> str:
 
 
 def _bad(what: str, *details: str) -> RewardFailure:
-    return RewardFailure("value", " ".join([f"{what}.", *filter(None, details), f"Allowed: {WANTED}."]))
+    return RewardFailure("value", " ".join([f"{what}.", *filter(None, details), f"Allowed: {ALLOWED}."]))
 
 
 def _failed(*parts: str) -> RewardResult:

@@ -29,7 +29,7 @@ ROUTER, RM_TOKENIZER = "reward_router_address", "reward_model_tokenizer"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A generative reward model on a server, as functions and managers are told of it.
+    """A generative reward model on a server, as functions and managers receive it.
 
     Args:
         address: host and port (``reward_router_address``).
@@ -80,9 +80,9 @@ def resolve_reward_manager_cls(config: Any) -> type:
     classes = {
         n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__ and n[0] != "_"
     }
-    for wanted in (name, _at(section, "module.name")):
-        if wanted in classes:
-            return classes[wanted]
+    for class_name in (name, _at(section, "module.name")):
+        if class_name in classes:
+            return classes[class_name]
     managers = [c for c in classes.values() if "__call__" in dir(c) and not inspect.isabstract(c)]
     if len(managers) == 1:
         return managers[0]
@@ -197,12 +197,12 @@ def _fitting(cls: type, parameters: Mapping[str, inspect.Parameter], kwargs: dic
             continue
         takers = [taker for taker, its in _parameters_of_builtins().items() if name in its]
         if not takers:
-            own = [n for n in parameters if n not in ours and n != "limits"] + list(LIMIT_NAMES)
+            allowed = [n for n in parameters if n not in ours and n != "limits"] + list(LIMIT_NAMES)
             raise ConfigError(
                 f"{cls.__name__} has no such setting",
                 key=f"reward.reward_kwargs.{name}",
-                allowed=own,
-                fix=suggest(name, own),
+                allowed=allowed,
+                fix=suggest(name, allowed),
             )
         notice(f"reward.reward_kwargs.{name}", f"has an effect only with {NAME_KEY}={' or '.join(takers)}")
     return {name: value for name, value in kwargs.items() if name in parameters}

@@ -16,7 +16,7 @@ NOT_COMPILED = ("SyntaxError:", "IndentationError:", "TabError:")
 
 
 class CodeRunner(Protocol):
-    """Runs programs apart from this process. Called from several threads."""
+    """Runs programs outside this process. Called from several threads."""
 
     def run(self, code: str, stdin: str, seconds: float) -> Outcome:
         """How a program ended. Raises `SandboxError` where none could be run, for which the program is not to blame."""
@@ -40,7 +40,7 @@ class Sandbox:
             return self._place.run(code, stdin, Limits(seconds, self._memory_mb, output_kb=OUTPUT_KB))
 
     def check(self) -> None:
-        """Run a right program and a wrong one, so that trouble is told before a run and not in the middle of it.
+        """Run a right program and a wrong one, to report trouble before a run and not in the middle of it.
 
         Raises `SandboxError` unless they come out right and wrong.
         """

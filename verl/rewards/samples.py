@@ -28,8 +28,8 @@ class RewardSample:
     def place(self) -> str:
         """Where the sample stands, in words that a person can look up."""
         index = self.extra_info.get("index") if isinstance(self.extra_info, dict) else None
-        known = "" if index is None else f", extra_info.index {index}"
-        return f"row {self.row} of the batch (data_source {self.data_source!r}{known})"
+        place = "" if index is None else f", extra_info.index {index}"
+        return f"row {self.row} of the batch (data_source {self.data_source!r}{place})"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A finite score with what the function reported beside it, or a failure; exactly one of the two.
+    """A finite score with the function's other values, or a failure; exactly one of the two.
 
     ``caught`` is the failure of a call whose sample has a score all the same: a built-in scorer that failed on a text
     (scored as an empty answer), or ``reward.on_error=zero``. ``undecided`` says why an answer could not be compared

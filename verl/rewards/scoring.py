@@ -70,7 +70,7 @@ class ScoringLimits:
 
 
 class Pace:
-    """Times at which calls may begin: evenly spread, in the order in which they are asked for. Safe between threads.
+    """Times at which calls may begin: evenly spread, in request order. Safe between threads.
 
     Args:
         per_minute: most calls; None: no limit.
@@ -78,18 +78,18 @@ class Pace:
     """
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic):
-        self._apart = 0.0 if per_minute is None else 60.0 / per_minute
+        self._interval = 0.0 if per_minute is None else 60.0 / per_minute
         # Threads that score; held while a place is taken, not while it is waited for.
         self._clock, self._lock, self._free_at = clock, threading.Lock(), 0.0
 
     def reserve(self) -> float:
         """Take the next place; how many seconds to wait until it."""
-        if not self._apart:
+        if not self._interval:
             return 0.0
         with self._lock:
             now = self._clock()
             at = max(now, self._free_at)
-            self._free_at = at + self._apart
+            self._free_at = at + self._interval
             return at - now
 
     def wait(self) -> None:
@@ -149,11 +149,11 @@ class Scorer:
         if failure.kind == "refused":
             return result
         empty = replace(sample, solution_str="")
-        known = invoke(self.function, [empty])[0] if self.function.is_builtin else RewardResult(0.0)
-        return RewardResult(known.score or 0.0, known.extra, caught=failure)
+        result = invoke(self.function, [empty])[0] if self.function.is_builtin else RewardResult(0.0)
+        return RewardResult(result.score or 0.0, result.extra, caught=failure)
 
     def _score_singly(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One call for each, all that may run at once beside each other."""
+        """One call for each, as many at once as may run."""
         runner, paced = self._runner, self._paced(samples)
         if isinstance(runner, InlineRunner):  # a future for each would cost more than the scorer itself
             return [invoke(self.function, [sample])[0] for sample in paced]
@@ -177,8 +177,8 @@ class Scorer:
         notice(
             "reward.num_workers",
             f"scoring {count} samples took {seconds:.0f} s, {at_once} at once on {cores} cores "
-            f"({self.function.label}). {more}an async def is asked about up to {MOST_AT_ONCE} samples at once, and "
-            "reward.while_sampling=true scores beside sampling.",
+            f"({self.function.label}). {more}an async def gets up to {MOST_AT_ONCE} samples at once, and "
+            "reward.while_sampling=true scores during sampling.",
         )
 
     def _paced(self, samples: Sequence[RewardSample]) -> Iterator[RewardSample]:

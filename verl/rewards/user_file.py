@@ -1,4 +1,4 @@
-"""Loads a user's Python file or module; whatever goes wrong is told with the name of the file and the line."""
+"""Loads a user's Python file or module; every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _line_of(error: BaseException, file: Path) -> str:
 
 def _hint(error: BaseException, file: Path) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and (file.parent / f"{error.name}.py").is_file():
-        return f"{error.name}.py lies beside it: put {file.parent} on PYTHONPATH."
+        return f"{error.name}.py is next to it: put {file.parent} on PYTHONPATH."
     if isinstance(error, ImportError) and "relative import" in str(error):
         return f"The file is loaded by itself: import without the dots, with {file.parent} on PYTHONPATH."
     return ""

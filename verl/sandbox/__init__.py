@@ -3,7 +3,7 @@
 `run` and `Pool` start a program in a sandbox made of the kernel's own walls and return an `Outcome`; `Pool.run_cases`
 judges it on tests. Where the machine does not offer a wall, nothing runs, and the error says what is missing.
 
-Names are loaded when they are first asked for: the processes inside the sandbox import this package too, every run is a
+Names are loaded on first use: the processes inside the sandbox import this package too, every run is a
 fork of them, and a fork takes the longer the more is loaded.
 """
 

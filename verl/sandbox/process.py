@@ -43,7 +43,7 @@ class KeeperProcess:
         packages: whether programs may import the packages that are installed here (they can read them, never write).
         preload: modules that are imported once, so that programs get them without paying for it.
         without: layers that are not used even where they are there.
-        newest_landlock: the version of Landlock beyond which nothing is asked of the kernel.
+        newest_landlock: the newest version of Landlock whose features are used.
 
     Raises:
         SandboxRefused: this machine lacks a layer.
@@ -132,8 +132,8 @@ class KeeperProcess:
         if not reply:
             assert self._process.stderr is not None
             self._process.kill()
-            said = self._process.stderr.read()[-2000:].decode("utf-8", "replace").strip()
-            raise SandboxError(f"the sandbox did not start: {said or 'it ended without a word'}")
+            message = self._process.stderr.read()[-2000:].decode("utf-8", "replace").strip()
+            raise SandboxError(f"the sandbox did not start: {message or 'it ended without a word'}")
         self._control.settimeout(None)
         answer = read_json(reply)
         self.missing, self.not_preloaded = answer["missing"], answer.get("failed", {})

@@ -16,7 +16,7 @@ from verl.sandbox.verdicts import Compare, judge
 PATH = "/run_code"
 COMPILE_SECONDS = 10.0
 EXTRA_SECONDS = 20.0
-"""What a request may take beside the program's own time: a place in the service's queue, and attempts."""
+"""What a request may take on top of the program's own time: a place in the service's queue, and attempts."""
 
 
 class RemoteSandbox:
@@ -35,8 +35,8 @@ class RemoteSandbox:
     def __init__(
         self, url: str, max_concurrent: int = 64, language: str = "python", key: str = "reward.sandbox_fusion.url"
     ):
-        whole = url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
-        self._service = Service(whole, key, max_concurrent=max_concurrent)
+        endpoint = url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
+        self._service = Service(endpoint, key, max_concurrent=max_concurrent)
         self._language = language
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
@@ -89,8 +89,8 @@ class RemoteSandbox:
 def _read(answer: Any, limits: Limits, url: str) -> Outcome:
     """The service's answer as an outcome."""
     if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
-        said = answer.get("message") if isinstance(answer, dict) else answer
-        raise SandboxError(f"the sandbox service at {url} failed: {str(said)[:200]}")
+        message = answer.get("message") if isinstance(answer, dict) else answer
+        raise SandboxError(f"the sandbox service at {url} failed: {str(message)[:200]}")
     compiled, ran = _result(answer, "compile_result"), _result(answer, "run_result")
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code") not in (0, None)):
         return _outcome("error", compiled, limits, "it does not compile")
@@ -105,7 +105,7 @@ def _read(answer: Any, limits: Limits, url: str) -> Outcome:
 
 
 def _outcome(status: Status, result: dict[str, Any], limits: Limits, detail: str) -> Outcome:
-    """The texts are cut as in our own sandbox, and a program that wrote too much is told so there, too."""
+    """The texts are cut as in our own sandbox, and a program that wrote too much has the same outcome."""
     most = limits.output_kb * 1024
     texts = [str(result.get(name) or "") for name in ("stdout", "stderr")]
     if status == "ok" and any(len(text) > most for text in texts):

@@ -1,7 +1,7 @@
 """Walls around a process of our own that reads untrusted text: from now on it reads, computes, and answers on its pipe.
 
 For graders, whose code is the library's and whose input is the policy's. Python's own guard, an audit hook, is passed
-by whoever gets to run Python code there (``_posixsubprocess``, C functions); the kernel's walls are not. There are no
+by any Python code that runs there (``_posixsubprocess``, C functions); the kernel's walls are not. There are no
 namespaces: the process was started before, with its pipes.
 """
 

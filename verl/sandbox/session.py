@@ -18,7 +18,7 @@ class Session:
     """Variables, imports and temporary files stay from cell to cell. Between cells the process stands still.
 
     A cell that is stopped by a limit, or ends the interpreter, takes everything with it: the outcome's ``detail`` says
-    so, and the next cell begins anew. It keeps a process, and no place of the pool, while it waits.
+    so, and the next cell starts from scratch. It keeps a process, and no place of the pool, while it waits.
 
     Args:
         limits: of each cell; memory, processes and files are those of the whole session.
@@ -60,7 +60,7 @@ class Session:
             return Outcome(**{**vars(outcome), "detail": detail})
 
     def close(self) -> None:
-        """End its process. The session begins anew with the next cell."""
+        """End its process. The next cell starts a new session."""
         with self._lock:
             self._forget(wait=True)
 

@@ -27,8 +27,8 @@ def same_value(got: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)) and isinstance(got, (list, tuple)):
         return len(got) == len(expected) and all(map(same_value, got, expected))
     if isinstance(expected, dict) and isinstance(got, dict):
-        wanted = {str(key): value for key, value in expected.items()}
-        return got.keys() == wanted.keys() and all(same_value(got[key], wanted[key]) for key in wanted)
+        entries = {str(key): value for key, value in expected.items()}
+        return got.keys() == entries.keys() and all(same_value(got[key], entries[key]) for key in entries)
     return type(got) is type(expected) and got == expected
 
 
@@ -48,7 +48,7 @@ def _same_number(got: float, expected: float) -> bool:
         return got == expected
     try:
         return math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(got) and math.isnan(expected))
-    except OverflowError:  # an int beyond any float beside a float
+    except OverflowError:  # an int beyond any float, compared with a float
         return False
 
 

@@ -1,4 +1,4 @@
-"""Reward managers: a batch in, token-level scores out. The classes load when the registry is asked for them."""
+"""Reward managers: a batch in, token-level scores out. The classes load on first use."""
 
 from verl.rewards.loading import load_reward_manager, resolve_reward_manager_cls
 

@@ -18,7 +18,7 @@ from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
 from verl.rewards.managers.abstract import AbstractRewardManager
-from verl.rewards.managers.rows import RM_SCORE, SampleRow, given, known_results, prompt_text, read_rows, tensor
+from verl.rewards.managers.rows import RM_SCORE, SampleRow, is_scored, known_results, prompt_text, read_rows, tensor
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Scorer, ScoringLimits
 from verl.rewards.truths import needs_truth, notice_numbers
@@ -75,9 +75,9 @@ class RewardManager(AbstractRewardManager):
         Raises:
             RewardError: every sample failed, or one did and ``on_error`` is ``raise``, or a ``data_source`` is unknown.
         """
-        if given(data):
-            known = given_scores(data)
-            return known if return_dict else known["reward_tensor"]
+        if is_scored(data):
+            early = given_scores(data)
+            return early if return_dict else early["reward_tensor"]
         by_model = self._function.is_builtin and RM_SCORE in data.non_tensor_batch
         rows = read_rows(data, self.tokenizer, self.reward_fn_key, None if by_model else self._needed_by)
         samples = [row.sample for row in rows]
@@ -112,8 +112,8 @@ class RewardManager(AbstractRewardManager):
     ) -> list[RewardResult]:
         if self._function.is_builtin:
             check_data_sources([s.data_source for s in samples] if has_sources else None, self.reward_fn_key)
-        asked = [sample for sample, result in zip(samples, known, strict=True) if result is None]
-        scored = iter(self._scorer.score(asked))
+        unscored = [sample for sample, result in zip(samples, known, strict=True) if result is None]
+        scored = iter(self._scorer.score(unscored))
         return [next(scored) if result is None else result for result in known]
 
     @property
@@ -156,7 +156,7 @@ class RewardManager(AbstractRewardManager):
 
 
 def gather_extra(results: Sequence[RewardResult]) -> dict[str, list[Any]]:
-    """What the functions reported beside the score: one list per name, None for rows without it."""
+    """The functions' values other than the score: one list per name, None for rows without it."""
     names = list(dict.fromkeys(name for result in results for name in result.extra))
     gathered = {name: [result.extra.get(name) for result in results] for name in names}
     if "score" in gathered:  # rows whose function returned a bare number have a score all the same

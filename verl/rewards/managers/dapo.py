@@ -1,4 +1,4 @@
-"""DAPO's manager [2503.14476]: a soft punishment for answers that nearly fill the response; accuracy stays apart."""
+"""DAPO's manager [2503.14476]: a soft punishment for answers that nearly fill the response; accuracy is separate."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.invoke import LARGEST
 from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
-from verl.rewards.managers.rows import given, tensor
+from verl.rewards.managers.rows import is_scored, tensor
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, zeroed
 from verl.rewards.scoring import Pace, ScoringLimits
 
@@ -27,7 +27,7 @@ class ForeignManager:
         self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
-        if given(data):
+        if is_scored(data):
             scored = given_scores(data)
             return scored if return_dict else scored["reward_tensor"]
         self._pace.wait()

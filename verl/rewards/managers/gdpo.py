@@ -1,6 +1,6 @@
 """GDPO's manager [2601.05242]: every answer is scored as by the naive one, and its rewards must have names.
 
-Which of them are normalised apart is said by ``algorithm.gdpo_reward_keys``.
+``algorithm.gdpo_reward_keys`` names those that are normalised separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMELESS = "returned a score alone. Allowed: a dict with the key 'score' and one
 
 
 class GDPORewardManager(NaiveRewardManager):
-    """Refuses a score without the named rewards, which the estimator ``gdpo`` could not tell apart.
+    """Refuses a score without the named rewards, which the estimator ``gdpo`` could not separate.
 
     Args:
         config: the whole configuration, for ``algorithm.gdpo_reward_keys``; None asks for any names.

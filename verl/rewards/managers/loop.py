@@ -16,7 +16,7 @@ from verl.rewards.dispatch import default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.invoke import raised, result_of
 from verl.rewards.managers.base import gather_extra, given_scores
-from verl.rewards.managers.rows import given, known_results, last_sampled, tensor
+from verl.rewards.managers.rows import is_scored, known_results, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample, zeroed
 from verl.rewards.scoring import SAMPLE_TIMEOUT, Pace, ScoringLimits
@@ -79,12 +79,12 @@ class RewardManagerBase(ABC):
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         """Score a batch; the same contract as the other managers."""
-        if given(data):
+        if is_scored(data):
             scores_given = given_scores(data)
             return scores_given if return_dict else scores_given["reward_tensor"]
-        known = known_results(data)
-        waiting = [None if known[i] else self._submit(data[i : i + 1]) for i in range(len(data))]
-        results = [result or future.result()[0] for result, future in zip(known, waiting, strict=True)]  # type: ignore[union-attr]
+        early = known_results(data)
+        waiting = [None if early[i] else self._submit(data[i : i + 1]) for i in range(len(data))]
+        results = [result or future.result()[0] for result, future in zip(early, waiting, strict=True)]  # type: ignore[union-attr]
         if self.limits.on_error == "zero":
             results = list(map(zeroed, results))
         sources = data.non_tensor_batch.get("data_source", [None] * len(data))

@@ -63,7 +63,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: Re
     last = _last_positions(sampled)
     lengths = there.sum(-1).tolist()
     tokens = iter(responses[there].tolist())  # those of all rows in one go
-    columns, known = data.non_tensor_batch, known_results(data)
+    columns, results = data.non_tensor_batch, known_results(data)
     eos = getattr(tokenizer, "eos_token", None)  # tests and users bring tokenizers that only decode
     rows = []
     for i, length in enumerate(lengths):
@@ -71,7 +71,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: Re
         sample = RewardSample(
             data_source=_cell(columns, reward_fn_key, i),
             solution_str=text.removesuffix(eos) if isinstance(eos, str) and eos else text,
-            ground_truth=_ground_truth(columns, i, needed_by if known[i] is None else None),
+            ground_truth=_ground_truth(columns, i, needed_by if results[i] is None else None),
             extra_info=_extra_info(columns, i),
             row=i,
         )
@@ -95,13 +95,13 @@ def has(data: DataProto, name: str) -> bool:
     return data.batch is not None and name in data.batch.keys()
 
 
-def given(data: DataProto) -> bool:
+def is_scored(data: DataProto) -> bool:
     """Whether the batch was scored while it was sampled; scores of a reward model are only part of a reward."""
     return has(data, "rm_scores") and RM_SCORE not in data.non_tensor_batch
 
 
 def known_results(data: DataProto) -> list[RewardResult | None]:
-    """What is known of each row before its function is asked: its loop's own score, or a result from earlier."""
+    """The result of each row before its function is called: its loop's own score, or a result from earlier."""
     columns, nothing = data.non_tensor_batch, [None] * len(data)
     results: list[RewardResult | None] = list(nothing)
     for row, packed in enumerate(columns.get(EARLY, nothing)):
@@ -155,8 +155,8 @@ def _ground_truth(columns: Mapping[str, np.ndarray], row: int, needed_by: Reward
 def _extra_info(columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
     """The row's ``extra_info`` (a copy) with what the run knows: turns, rewards of tools, the reward model's score."""
     info = _cell(columns, "extra_info", row)
-    known = dict(info) if isinstance(info, Mapping) else {}
+    extra_info = dict(info) if isinstance(info, Mapping) else {}
     for column, name in KNOWN.items():
         if column in columns and columns[column][row] is not None:  # another loop's rows may have it alone
-            known[name] = columns[column][row]
-    return known
+            extra_info[name] = columns[column][row]
+    return extra_info

@@ -121,7 +121,7 @@ class RunnerPool:
         self._waiting: deque[Call] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings at least once for each call that waits
         self._threads: set[PoolThread] = set()
-        # Whoever submits, the pool's threads, and `close`; held for a change of the fields below, never while waiting.
+        # Submitters, the pool's threads, and `close`; held for a change of the fields below, never while waiting.
         self._lock = threading.Lock()
         self._idle = 0
         self._unanswered = 0

@@ -36,7 +36,7 @@ class _State:
     """The loop with its calls; it outlives the runner just long enough to be closed.
 
     ``lock`` guards the change of loops only. What the garbage collector may call takes no lock: the calls are taken out
-    of their dict, which is atomic, by whoever answers them.
+    of their dict, which is atomic, by the thread that answers them.
     """
 
     def __init__(self, work: Work, timeout: float):
@@ -142,7 +142,7 @@ class _Steps:
                 self.state.stepping = None
             try:
                 sent = yield waits_for
-            except BaseException as error:  # a cancellation: it goes on to the call
+            except BaseException as error:  # a cancellation: carried over to the call
                 step = functools.partial(steps.throw, error)
             else:
                 step = functools.partial(steps.send, sent)
@@ -185,10 +185,10 @@ def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
         if again:
             _open(state)
         for number, call in again.items():
-            anew = next(state.numbers)
-            state.calls[anew] = _Call(call.samples, call.future)
+            new_number = next(state.numbers)
+            state.calls[new_number] = _Call(call.samples, call.future)
             state.calls.pop(number, None)  # only now, so that closing meanwhile finds the call under one of the two
-            _schedule(state, anew)
+            _schedule(state, new_number)
     for number, samples in failed.items():
         state.answer(number, all_failed(samples, failure))
     loop.call_soon_threadsafe(loop.stop)

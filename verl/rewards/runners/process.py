@@ -136,11 +136,11 @@ class Child:
             return answer(self._broken[0])
         started, left = time.monotonic(), len(calls)
         try:
-            for said in self._ask(calls, self._timeout):
+            for reply in self._ask(calls, self._timeout):
                 if self._killed:
-                    said = self._again(calls[-left])
+                    reply = self._again(calls[-left])
                 left -= 1
-                answer(said if isinstance(said, RewardFailure) else wire.unpack_results(said))
+                answer(reply if isinstance(reply, RewardFailure) else wire.unpack_results(reply))
         finally:
             if left or self._unread:  # what it says from now on would be taken for answers to other calls
                 self._end()
@@ -151,7 +151,7 @@ class Child:
     def _again(self, call: Sequence[Any]) -> Any:
         """The answer to a call whose process was killed from outside, as the kernel does where memory is short.
 
-        That is no fault of the sample, so other processes are asked; of a sample that has them all killed it is one.
+        That is no fault of the sample, so another process scores it; a sample that gets them all killed is at fault.
         """
         notice("the process of a reward function", "it was killed from outside (SIGKILL); its sample is scored again")
         answer: Any = None
@@ -284,7 +284,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _room(pipe: IO[bytes]) -> int:
-    """Half of what a pipe holds; where the system cannot be asked, of the 16 KiB that every one has."""
+    """Half of what a pipe holds; where the system cannot say, of the 16 KiB that every one has."""
     asks = getattr(fcntl, "F_GETPIPE_SZ", None)  # of Linux
     return (SMALLEST_PIPE if asks is None else int(fcntl.fcntl(pipe, asks))) // 2
 

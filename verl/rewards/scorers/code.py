@@ -40,12 +40,12 @@ CALL = """
 
 def _call_of_the_test():
     import json as j, sys as s
-    given = j.loads(s.stdin.read())
-    name, scope = given["name"], globals()
+    request = j.loads(s.stdin.read())
+    name, scope = request["name"], globals()
     target = getattr(scope["Solution"](), name) if name not in scope and "Solution" in scope else scope[name]
-    result = target(*given["arguments"])
+    result = target(*request["arguments"])
     s.stdout.flush()
-    s.stdout.write("\\n" + given["mark"] + j.dumps(result, default=list) + "\\n")
+    s.stdout.write("\\n" + request["mark"] + j.dumps(result, default=list) + "\\n")
     s.stdout.flush()
 
 
@@ -171,8 +171,8 @@ def _try(code: str, test: Test, name: str | None, runner: CodeRunner, seconds: f
     spent = outcome.seconds or (seconds if outcome.status == "timeout" else time.monotonic() - start)
     if right:
         return True, "passed", spent
-    said = "wrong" if outcome.ok else "not compiled" if does_not_compile(outcome) else outcome.status
-    return False, said, spent
+    verdict = "wrong" if outcome.ok else "not compiled" if does_not_compile(outcome) else outcome.status
+    return False, verdict, spent
 
 
 def _arguments(given: Any) -> list[Any]:
@@ -228,12 +228,12 @@ def same_output(printed: str, expected: str) -> bool:
     ours, theirs = _lines(printed), _lines(expected)
     if ours == theirs:
         return True
-    words, wanted = " ".join(ours).split(), " ".join(theirs).split()
-    if words == wanted:
+    words, expected_words = " ".join(ours).split(), " ".join(theirs).split()
+    if words == expected_words:
         return True
-    if len(words) != len(wanted) or not words or len(words) > LONGEST_NUMBERS:
+    if len(words) != len(expected_words) or not words or len(words) > LONGEST_NUMBERS:
         return False
-    return all(a == b or _same_number(a, b) for a, b in zip(words, wanted))
+    return all(a == b or _same_number(a, b) for a, b in zip(words, expected_words))
 
 
 def _lines(text: str) -> Sequence[str]:
@@ -245,10 +245,10 @@ def _same_number(first: str, second: str) -> bool:
     if len(first) > 60 or len(second) > 60 or not (NUMBER.fullmatch(first) and NUMBER.fullmatch(second)):
         return False
     a, b = Fraction(first), Fraction(second)
-    whole = [text.lstrip("+-").isdigit() for text in (first, second)]
-    if a == b or all(whole):
+    integers = [text.lstrip("+-").isdigit() for text in (first, second)]
+    if a == b or all(integers):
         return a == b
-    written = [one for one, is_whole in ((a, whole[0]), (b, whole[1])) if is_whole]
+    written = [one for one, is_whole in ((a, integers[0]), (b, integers[1])) if is_whole]
     return _near(float(first), float(second), RELATIVE * RELATIVE) and (not written or same_integer(a, b))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.rewards.scorers.math_boxed import is_equiv
 from verl.rewards.scorers.symbolic import equal
-from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, named_apart, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, names_conflict, text_of
 
 LONGEST_ANSWER = 400
 UNITS = re.compile(
@@ -68,7 +68,7 @@ def same_answer(answer: str, truth: str) -> bool:
         return bool(answer.strip()) and answer.strip() == truth.strip()
     if is_equiv(answer, truth):
         return True
-    if named_apart(answer, truth):
+    if names_conflict(answer, truth):
         return False
     first, second = simplify(answer), simplify(truth)
     if not first or not second:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.rewards.scorers.text import MENTION, RAISED, closing_brace, joins_digits, named_apart, text_of
+from verl.rewards.scorers.text import MENTION, RAISED, closing_brace, joins_digits, names_conflict, text_of
 
 INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
 REMOVED_FIRST = ("\n", r"\!")
@@ -87,7 +87,7 @@ def is_equiv(first: str | None, second: str | None) -> bool:
     if first is None or second is None:
         return first is second
     normal = normalize(first)
-    return bool(normal) and normal == normalize(second) and not named_apart(first, second)
+    return bool(normal) and normal == normalize(second) and not names_conflict(first, second)
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:

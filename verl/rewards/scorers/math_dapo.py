@@ -2,7 +2,7 @@ r"""DAPO and AIME [2503.14476]: the last ``Answer: ...``, normalised by the rule
 
 Upstream reads the last 300 characters alone; here the last line counts wherever it stands.
 
-A wrong answer scores -1, not 0, and the result tells ``acc`` apart from ``score``, because the overlong penalty is
+A wrong answer scores -1, not 0, and the result separates ``acc`` from ``score``, because the overlong penalty is
 added to the score while groups are filtered by accuracy.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, named_apart, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, last_braced, names_conflict, text_of
 
 LONGEST_ANSWER = 300
 NO_ANSWER = "[INVALID]"
@@ -88,5 +88,5 @@ def compute_score(
     else:
         answers = ANSWER_LINE.findall(solution_str)
         pred = normalize_final_answer(answers[-1]) if answers else NO_ANSWER
-        right = bool(pred) and pred == normalize_final_answer(truth) and not named_apart(answers[-1], truth)
+        right = bool(pred) and pred == normalize_final_answer(truth) and not names_conflict(answers[-1], truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

@@ -1,6 +1,6 @@
 r"""The package ``math-verify`` as a scorer: it reads LaTeX and compares formulas, sets, intervals and matrices.
 
-It is asked in a process that is sealed (no programs, files to write, connections) and killed when it takes too long or
+It runs in a process that is sealed (no programs, files to write, connections) and killed when it takes too long or
 too much memory, and only its reader of LaTeX is used: its reader of plain expressions would evaluate them. No data
 source uses it by itself: ``reward.custom_reward_function.path=verl.rewards.scorers.math_verify``.
 """

@@ -14,7 +14,7 @@ from typing import Any
 from verl.rewards.scorers.geo3k import simplify
 from verl.rewards.scorers.math_boxed import is_equiv, last_boxed
 from verl.rewards.scorers.symbolic import equal
-from verl.rewards.scorers.text import join_thousands, joins_digits, named_apart, same_integer, text_of
+from verl.rewards.scorers.text import join_thousands, joins_digits, names_conflict, same_integer, text_of
 
 WINDOW = 4000  # characters on either side of the words that announce an answer
 LONGEST_ANSWER = 400
@@ -74,7 +74,7 @@ def same_answer(answer: str, truth: str, same_formula: Equal = equal) -> bool:
     """Equal as texts after normalisation, as tuples, intervals or matrices of equal elements, or as equations."""
     if not answer.strip() or not truth.strip() or max(len(answer), len(truth)) > LONGEST_ANSWER:
         return bool(answer.strip()) and answer.strip() == truth.strip()
-    if named_apart(answer, truth):
+    if names_conflict(answer, truth):
         return False
     if is_equiv(answer, truth) or _close(answer, truth, same_formula):
         return True
@@ -172,8 +172,8 @@ def _close(answer: str, truth: str, same_formula: Equal) -> bool:
 
 def _near(ours: Fraction, theirs: Fraction) -> bool:
     """Within 1e-4 of each other; where one is whole, the other one means the same whole number."""
-    whole = ours.denominator == 1 or theirs.denominator == 1
-    return abs(ours - theirs) <= RELATIVE * abs(theirs) and (not whole or same_integer(ours, theirs))
+    has_integer = ours.denominator == 1 or theirs.denominator == 1
+    return abs(ours - theirs) <= RELATIVE * abs(theirs) and (not has_integer or same_integer(ours, theirs))
 
 
 def _number(text: str) -> Fraction | None:

@@ -40,8 +40,8 @@ def normalize_answer(text: str) -> str:
     A decimal point stays, and the minus sign of a number: ``-5``, but ``covid 19`` and ``2010 2015``.
     """
     signed = MINUS.sub(KEPT_MINUS, join_thousands(text))
-    apart = BETWEEN_DIGITS.sub(" ", DECIMAL_POINT.sub(KEPT, signed))
-    bare = " ".join(ARTICLES.sub(" ", apart.lower().translate(NO_PUNCTUATION)).split())
+    spaced = BETWEEN_DIGITS.sub(" ", DECIMAL_POINT.sub(KEPT, signed))
+    bare = " ".join(ARTICLES.sub(" ", spaced.lower().translate(NO_PUNCTUATION)).split())
     return bare.replace(KEPT, ".").replace(KEPT_MINUS, "-")
 
 
@@ -85,9 +85,9 @@ def _score(solution_str: str, ground_truth: Any, format_score: float, score: flo
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    wanted = normalize_answer(answer)
+    prediction = normalize_answer(answer)
     golds = filter(None, map(normalize_answer, gold_answers(ground_truth)))
-    if not wanted or not any(matches(gold, wanted) for gold in golds):
+    if not prediction or not any(matches(gold, prediction) for gold in golds):
         return format_score
     crowded = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MOST_TAGS
     return score / PENALTY_FOR_MANY_TAGS if crowded else score

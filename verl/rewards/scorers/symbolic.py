@@ -1,8 +1,8 @@
 r"""Whether two formulas have the same value: ``\frac{\sqrt{8}}{2}`` and ``\sqrt2``, ``(x+1)^2`` and ``x^2+2x+1``.
 
-A process is asked that is killed when it takes too long or too much memory. What runs there (`formulas`) reads texts
-with a reader of its own (`expression`), tells most unequal pairs apart by their values at fixed points, and lets sympy
-prove the rest. What is not proved in time is not equal.
+A process compares them and is killed when it takes too long or too much memory. What runs there (`formulas`) reads
+texts with a reader of its own (`expression`), rejects most unequal pairs by their values at fixed points, and lets
+sympy prove the rest. What is not proved in time is not equal.
 """
 
 from __future__ import annotations

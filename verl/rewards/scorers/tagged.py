@@ -25,8 +25,8 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
 
 def same_option(solution_str: str, ground_truth: Any) -> float:
     """1.0 if both have the same text within tags, in upper or lower case; else 0.0."""
-    given, wanted = answer(solution_str), answer(text_of(ground_truth))
-    return float(given is not None and wanted is not None and given.upper() == wanted.upper() != "")
+    prediction, truth = answer(solution_str), answer(text_of(ground_truth))
+    return float(prediction is not None and truth is not None and prediction.upper() == truth.upper() != "")
 
 
 def has_format(text: str) -> float:

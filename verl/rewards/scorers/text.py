@@ -72,9 +72,9 @@ def joins_digits(before: str, after: str) -> bool:
         return False
     if len(before) > LONGEST_COMPARED:
         return True
-    known = _numbers(before) | _numbers(join_thousands(before))
+    numbers = _numbers(before) | _numbers(join_thousands(before))
     return not all(
-        len(run) == 1 or any(run in one or run.removeprefix("0") in one for one in known) for run in runs - known
+        len(run) == 1 or any(run in n or run.removeprefix("0") in n for n in numbers) for run in runs - numbers
     )
 
 
@@ -87,7 +87,7 @@ def same_integer(first: Fraction, second: Fraction) -> bool:
     return abs(first - second) <= Fraction(1, 10**4)
 
 
-def named_apart(first: str, second: str) -> bool:
+def names_conflict(first: str, second: str) -> bool:
     """Whether two answers name different units or unknowns: ``5 minutes`` and ``5 hours``, ``x=5`` and ``y=5``.
 
     Scorers drop both, so that an answer may leave them out. Texts that are too long to be looked at name nothing.

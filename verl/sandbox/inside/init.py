@@ -35,8 +35,8 @@ def main(channel: socket.socket, stand: walls.Walls) -> NoReturn:
         os.closerange(channel.fileno() + 1, HIGHEST_FD)
         _Run(channel, stand).serve()
         code = 0
-    except Exception as error:  # the boundary to the caller, who is told, if it is there: never an outcome of a program
-        _tell(channel, pack_broken(said(error)))
+    except Exception as error:  # the boundary to the caller, if it lives: never an outcome of a program
+        _tell(channel, pack_broken(reason_of(error)))
     finally:
         os._exit(code)
 
@@ -84,15 +84,15 @@ class _Run:
         pipe that is closed before the program begins, so that no program can say it.
         """
         inputs, outputs, errors, report, cells, trouble = (os.pipe() for _ in range(6))
-        own = [inputs[0], outputs[1], errors[1], report[1], *([cells[0]] if stdin is None else [])]
+        pipe_ends = [inputs[0], outputs[1], errors[1], report[1], *([cells[0]] if stdin is None else [])]
         init = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_program(own, trouble[1], init, prepare)
+                self._become_program(pipe_ends, trouble[1], init, prepare)
             finally:
                 os._exit(1)
-        for fd in (*own, trouble[1]):
+        for fd in (*pipe_ends, trouble[1]):
             os.close(fd)
         with os.fdopen(trouble[0], "rb") as pipe:
             heard = pipe.read()
@@ -106,27 +106,27 @@ class _Run:
         return ProgramWatch(pid, ends, data, self._limits, self._proc, everything=self._walls.has("namespaces"))
 
     def _become_program(
-        self, own: list[int], trouble: int, init: int, prepare: Callable[[], Callable[[], NoReturn]]
+        self, pipe_ends: list[int], trouble: int, init: int, prepare: Callable[[], Callable[[], NoReturn]]
     ) -> None:
         """Keep the pipes as descriptors 0 to 4, close all others, put up the last walls, run."""
-        kept = [*own, trouble, *([] if self._proc is None else [self._proc])]
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LOW_FDS) for fd in kept]
+        open_fds = [*pipe_ends, trouble, *([] if self._proc is None else [self._proc])]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LOW_FDS) for fd in open_fds]
         os.closerange(0, LOW_FDS)
         for fd in range(LOW_FDS, max(high)):
             if fd not in high:
                 os.close(fd)
         os.closerange(max(high) + 1, HIGHEST_FD)
-        for place in range(len(own)):
+        for place in range(len(pipe_ends)):
             os.dup2(high[place], place, inheritable=place < program.REPORT_FD)
             os.close(high[place])
-        trouble = high[len(own)]
+        trouble = high[len(pipe_ends)]
         try:
             proc = high[-1] if self._proc is not None else None
             walls.enter_program(self._walls, self._limits, proc, self._folder, init)
             body = prepare()
             os.write(trouble, READY)
         except BaseException as error:  # the boundary behind which the program begins: not its doing, whatever it is
-            os.write(trouble, said(error).encode("utf-8", "replace"))
+            os.write(trouble, reason_of(error).encode("utf-8", "replace"))
             return
         os.close(trouble)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -142,7 +142,7 @@ class _Run:
         return self._waiting.pop(0)
 
 
-def said(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """An error in words: the kernel's own, else with the name of its class."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 

@@ -27,7 +27,7 @@ MAX_START = 1 << 20
 
 
 class _Refused(Exception):
-    """The caller is to be told what is missing, and nothing runs."""
+    """Reports what is missing to the caller; nothing runs."""
 
 
 def main() -> NoReturn:
@@ -122,7 +122,7 @@ class Keeper:
             pid = self._fork(channel)
         except OSError as error:  # out of processes or memory: the caller reads the reason, then the end
             with suppress(OSError):
-                channel.sendall(init.pack_broken(init.said(error)))
+                channel.sendall(init.pack_broken(init.reason_of(error)))
             channel.close()
             return True
         exited = os.pidfd_open(pid)

@@ -28,7 +28,7 @@ def visible(paths: Sequence[str]) -> list[str]:
 
 
 def place(path: str) -> str:
-    """Where a path of the machine is shown: a program's own /tmp would hide what lies below the machine's."""
+    """Where a path of the machine is shown: a program's own /tmp would hide the machine's."""
     return MOVED + path if path.startswith(f"{TEMPORARY}/") else path
 
 
@@ -71,7 +71,7 @@ def mount_processes() -> int:
 
 
 def hide_processes() -> None:
-    """Nothing in /proc for whoever looks by path."""
+    """Nothing in /proc for lookups by path."""
     calls.mount("none", PROC, "tmpfs", calls.MS_RDONLY | _HARMLESS | calls.MS_NOEXEC, "mode=0555,size=4k,nr_inodes=2")
 
 

@@ -33,9 +33,9 @@ class Tasks:
 
     def __init__(self, proc: int, limits: Mapping[str, Any]):
         self._proc, self._limits = proc, limits
-        own = self._stat("self")
-        assert own is not None
-        self._size, self._resident = int(own[_SIZE]), int(own[_RESIDENT])
+        stat = self._stat("self")
+        assert stat is not None
+        self._size, self._resident = int(stat[_SIZE]), int(stat[_RESIDENT])
         self._most_working = self._seen_working = 0
         self._core: int | None = None
 
@@ -159,5 +159,5 @@ class Tasks:
 
 
 def _priority(working: int) -> int:
-    """The priority at which so many tasks together weigh as much as one: each step takes away a fifth."""
+    """The priority at which ``working`` tasks together weigh as much as one: each step takes away a fifth."""
     return min(LOWEST_PRIORITY, math.ceil(math.log(max(working, 1)) / math.log(1.25)))

@@ -51,7 +51,7 @@ def raise_outer(
 
     Args:
         without: layers that are not to be used even if they are there.
-        accept: is told what is missing (layer: reason), and raises to refuse.
+        accept: receives what is missing (layer: reason), and raises to refuse.
         newest_landlock: the version of Landlock of an older kernel that is to be taken for this one.
 
     Raises:
@@ -196,7 +196,7 @@ def _write(proc: int, name: str, text: str) -> None:
 def _enter_namespaces(shown: Sequence[str]) -> None:
     """User, mount, network, ipc and, for the children, pid namespace; outside, this process becomes an ordinary user.
 
-    Root builds the file system first, because nobody else may read what lies in root's folders; then it becomes nobody.
+    Root builds the file system first, because nobody else may read the files in root's folders; then it becomes nobody.
     """
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     privileged = os.geteuid() == 0 and _has_capabilities(_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN)
@@ -219,29 +219,29 @@ def _try_in_child(step: Callable[[], None]) -> None:
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
-        said = b"it ended without a word"
+        message = b"it ended without a word"
         try:
             step()
             grandchild = os.fork()  # the first of a new pid namespace
             if grandchild == 0:
                 os._exit(0)
             os.waitpid(grandchild, 0)
-            said = b""
+            message = b""
         except OSError as error:
-            said = str(error.strerror or error).encode()
-        except Exception as error:  # our own mistake: it is told like a wall that the kernel refuses, at this boundary
-            said = f"{type(error).__name__}: {error}".encode()
+            message = str(error.strerror or error).encode()
+        except Exception as error:  # our own bug: reported like a wall that the kernel refuses, at this boundary
+            message = f"{type(error).__name__}: {error}".encode()
         finally:
-            os.write(theirs, said)
+            os.write(theirs, message)
             os._exit(0)
     os.close(theirs)
     with os.fdopen(ours, "rb") as pipe:
-        said = pipe.read()
+        message = pipe.read()
     os.waitpid(child, 0)
-    if said:
-        raise OSError(0, said.decode("utf-8", "replace"))
+    if message:
+        raise OSError(0, message.decode("utf-8", "replace"))
 
 
-def _has_capabilities(*wanted: int) -> bool:
+def _has_capabilities(*required: int) -> bool:
     effective = calls.capabilities()
-    return all(effective >> capability & 1 for capability in wanted)
+    return all(effective >> capability & 1 for capability in required)

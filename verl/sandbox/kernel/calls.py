@@ -50,8 +50,8 @@ def check(result: int, name: str) -> int:
 
 def syscall(name: str, number: int, *arguments: object) -> int:
     """A system call by number; integers travel as 64 bits, buffers as pointers."""
-    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return check(_libc.syscall(ctypes.c_long(number), *given), name)
+    c_arguments = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return check(_libc.syscall(ctypes.c_long(number), *c_arguments), name)
 
 
 def landlock(step: str, *arguments: object) -> int:
@@ -73,8 +73,8 @@ def prctl(option: int, *arguments: int) -> int:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    given = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
-    check(_libc.mount(*given[:3], ctypes.c_ulong(flags), given[3]), f"mount {kind or source or ''} on {target}")
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]), f"mount {kind or source or ''} on {target}")
 
 
 def set_mount_flags(target: str, flags: int) -> None:

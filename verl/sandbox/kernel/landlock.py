@@ -1,8 +1,8 @@
 """Landlock: what a process and all its descendants may reach in the file system, whatever the file modes say.
 
 Needs Linux 5.13. Later kernels also take away the cutting off of files (6.2), TCP (6.7), device commands (6.10),
-abstract sockets and signals to outside processes (6.12). A kernel is asked for all that its version has and for no
-more: it refuses a bit that it does not know. Other walls stand in the same place where it has not.
+abstract sockets and signals to outside processes (6.12). A ruleset requests all that the version has and no
+more: a kernel refuses a bit that it does not know. Other walls stand in the same place where it has not.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def version(newest: int = NEWEST) -> int:
 
 def offered(alone: bool, newest: int = NEWEST) -> int:
     """`version`; raises OSError also where it must stand ``alone``, without namespaces, and is below 3."""
-    given = version(newest)
-    if alone and given < 3:
+    kernel_version = version(newest)
+    if alone and kernel_version < 3:
         raise OSError(errno.EOPNOTSUPP, "Landlock before Linux 6.2 does not keep files from being cut off")
-    return given
+    return kernel_version
 
 
 def restrict(read: Sequence[str], write: Sequence[str], devices: Sequence[str], version: int) -> None:
