@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_is_told_once_and_ends_nothing(backend, tmp_path, m
     table = rows(*[ASK] * 4)
     assert same(play(tmp_path, table, trace__backend="mlflow"), play(tmp_path, table))
     (text,) = [text for key, text in notices().items() if key == KEY]
-    assert ("no server" if fails == "at once" else "no trace within") in text and "the run goes on" in text
+    assert ("no server" if fails == "at once" else "no trace within") in text and "the run continues" in text
 
 
 def test_a_call_that_fails_and_a_row_that_is_masked_say_so_in_their_traces(backend, tmp_path):

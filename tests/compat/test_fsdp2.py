@@ -52,7 +52,7 @@ def test_a_checkpoint_without_a_schedule_is_loaded_and_a_schedule_is_told_that_i
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     reset_notices()
     FSDPCheckpointManager(other, again, schedule_again).load_checkpoint(str(tmp_path))
-    assert schedule_again.last_epoch == 0 and "the schedule begins anew" in notices()["lr_scheduler"]
+    assert schedule_again.last_epoch == 0 and "the schedule starts from scratch" in notices()["lr_scheduler"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_that_differs(tmp_path):

@@ -72,8 +72,8 @@ class Groups:
         -inf where there is none.
         """
         largest = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
-        kept = torch.where(among & self.counted, values.double(), -torch.inf)
-        return largest.scatter_reduce_(0, self.ids, kept, "amax")[self.ids]
+        candidates = torch.where(among & self.counted, values.double(), -torch.inf)
+        return largest.scatter_reduce_(0, self.ids, candidates, "amax")[self.ids]
 
     def std(self, centred: Tensor) -> Tensor:
         """(B,): the sample standard deviation (n - 1) of each row's group, from values that `centre` returned."""

@@ -55,8 +55,8 @@ def check_kl_kind(kind: str, key: str = "kl_loss_type", logits_at_hand: bool = F
             fix="Set it to full." if logits_at_hand else "Pass logits over the whole vocabulary.",
         )
     if name not in ESTIMATORS:
-        known = [*ESTIMATORS, "full"]
-        raise ConfigError("unknown KL estimator", key=key, got=kind, allowed=known, fix=suggest(name, known))
+        estimators = [*ESTIMATORS, "full"]
+        raise ConfigError("unknown KL estimator", key=key, got=kind, allowed=estimators, fix=suggest(name, estimators))
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
@@ -136,7 +136,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The coefficient of the configuration stays: it is the one that the person asked for now."""
+        """The configured coefficient stays: a changed setting applies to a resumed run."""
 
 
 class AdaptiveKLController:

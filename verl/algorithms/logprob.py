@@ -24,10 +24,10 @@ class ChosenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
         probabilities = torch.softmax(z, dim=-1)
-        chosen = probabilities.gather(-1, labels[:, None]).squeeze(-1)
-        log_probs = chosen.log()
+        label_probs = probabilities.gather(-1, labels[:, None]).squeeze(-1)
+        log_probs = label_probs.log()
         # A probability too small for its dtype has lost digits or is 0, and its logarithm with it.
-        rare = (chosen < torch.finfo(z.dtype).tiny).nonzero().squeeze(-1)
+        rare = (label_probs < torch.finfo(z.dtype).tiny).nonzero().squeeze(-1)
         if len(rare):
             log_probs[rare] = z[rare, labels[rare]] - torch.logsumexp(z[rare], dim=-1)
         ctx.save_for_backward(probabilities, labels)

@@ -75,7 +75,7 @@ def mean_weight(
 
     Args:
         passes: yields the log-probs (b, T) of the present policy and their rows, micro-batch by micro-batch; called
-            only if the mean is asked for.
+            only if the mean is needed.
         sum_over_ranks: of a tensor of two numbers. Collective.
     """
     shares = getattr(loss_fn, "weight_shares", None)

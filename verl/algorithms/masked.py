@@ -1,4 +1,4 @@
-"""Masked reductions that never read what lies outside the mask.
+"""Masked reductions that never read positions outside the mask.
 
 Padding may hold anything, NaN and infinity included: it is replaced by zero before the arithmetic, not multiplied by
 zero after it. Half precision is computed in float32; float64 stays float64.
@@ -26,8 +26,8 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum over the positions with mask 1, along ``axis`` or over everything."""
-    kept = zero_outside(values, mask)
-    return kept.sum() if axis is None else kept.sum(dim=axis)
+    valid = zero_outside(values, mask)
+    return valid.sum() if axis is None else valid.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
@@ -43,8 +43,8 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     Raises:
         ValueError: with ``unbiased`` and fewer than two valid positions there is no variance.
     """
-    kept = zero_outside(values, mask)
-    variance = masked_mean((kept - masked_mean(kept, mask)) ** 2, mask)
+    valid = zero_outside(values, mask)
+    variance = masked_mean((valid - masked_mean(valid, mask)) ** 2, mask)
     if not unbiased:
         return variance
     count = mask.bool().expand_as(values).sum()
@@ -61,11 +61,11 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
     Fewer than two valid positions have no variance: the values minus their mean are returned, and a notice is given.
     """
-    kept = zero_outside(values, mask)  # first, because junk would come back through the gradient of the square
-    mean = masked_mean(kept, mask)
-    centred = kept - mean
+    valid = zero_outside(values, mask)  # first, because junk would come back through the gradient of the square
+    mean = masked_mean(valid, mask)
+    centred = valid - mean
     if mask.bool().expand_as(values).sum() < 2:
         notice("advantages", "a batch with fewer than 2 valid tokens was centred but not scaled")
     else:
-        centred = centred * torch.rsqrt(masked_var(kept, mask) + EPSILON)
+        centred = centred * torch.rsqrt(masked_var(valid, mask) + EPSILON)
     return zero_outside(centred if shift_mean else centred + mean, mask)

@@ -33,7 +33,7 @@ def mini_batches(
         num_rows: rows of the whole batch, over all ranks.
         mini_batch_size: rows (not prompts) per optimizer step; see `rows_per_mini_batch`.
         shuffle: draw a new order of the rows for every epoch, from ``seed`` and the epoch alone.
-        together: so many consecutive rows stay consecutive, also where they are shuffled.
+        together: number of consecutive rows that stay consecutive, also when shuffled.
 
     Raises:
         ConfigError: the rows do not divide into such mini-batches.
@@ -96,14 +96,14 @@ def plan_micro_batches(
     Args:
         lengths: (n,) tokens of each row.
         group_ids: (n,) rows with the same id stay in one micro-batch (a shared prompt is computed once).
-        min_count: at least so many micro-batches (pipeline stages, or what another rank needs).
+        min_count: the least number of micro-batches (pipeline stages, or what another rank needs).
         count_multiple: their number is rounded up to a multiple of this (virtual pipeline stages).
 
     Returns:
         Lists of row indices; under a token budget ordered so that the ones with little work come first and last.
 
     Raises:
-        ConfigError: both limits, a row or group beyond the limit, or fewer rows than micro-batches asked for.
+        ConfigError: both limits, a row or group beyond the limit, or fewer rows than ``min_count`` micro-batches.
     """
     if micro_batch_size is not None and max_tokens is not None:
         raise ConfigError(
@@ -131,17 +131,17 @@ def agree_on_micro_batches(plan: Callable[[int], Plan], all_reduce_max: Callable
     """A plan with the same number of micro-batches on every data-parallel rank, so that their collectives match.
 
     Args:
-        plan: makes this rank's plan with at least so many micro-batches.
+        plan: makes this rank's plan for a least number of micro-batches.
         all_reduce_max: the largest of a number over the ranks; None on a single rank.
     """
     count = 1
     while True:
         agreed = plan(count)
-        wanted = len(agreed) if all_reduce_max is None else all_reduce_max(len(agreed))
+        largest = len(agreed) if all_reduce_max is None else all_reduce_max(len(agreed))
         # Every rank sees the same maximum, so all leave the loop together.
-        if wanted == count or all_reduce_max is None:
+        if largest == count or all_reduce_max is None:
             return agreed
-        count = wanted
+        count = largest
 
 
 def restore_order(plan: Sequence[Sequence[int]]) -> list[int]:

@@ -148,7 +148,7 @@ class DPOLoss:
 class RewardModelLoss:
     """Metrics: ``accuracy`` (chosen above rejected), ``margin``, ``score/chosen``, ``score/rejected``.
 
-    The score of an answer is the value at its one asked position (behind its last token).
+    The score of an answer is the value at the only position of its mask (behind its last token).
 
     Args:
         centering: weight of the squared sum of both scores, which keeps scores around zero.
@@ -163,8 +163,8 @@ class RewardModelLoss:
     def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
         scores = answer_sums(outputs["values"], field(batch, "response_mask"))
         chosen, rejected = scores[0::2], scores[1::2]
-        wanted = optional_field(batch, MARGIN)
-        loss = bradley_terry_loss(chosen, rejected, 0.0 if wanted is None else wanted[0::2].to(scores), self.centering)
+        margin = optional_field(batch, MARGIN)
+        loss = bradley_terry_loss(chosen, rejected, 0.0 if margin is None else margin[0::2].to(scores), self.centering)
         metrics = {
             "accuracy": (chosen > rejected).float(),
             "margin": chosen - rejected,

@@ -22,9 +22,9 @@ def reweight_probabilities(scores: Tensor, method: str = "pow", weight_pow: floa
     1e-8 is added to every weight, so that scores that are all 0 are drawn evenly. A score of NaN weighs nothing.
     """
     if method not in get_args(ReweightMethod):
-        known = get_args(ReweightMethod)
+        methods = get_args(ReweightMethod)
         key = "algorithm.pf_ppo.reweight_method"
-        raise ConfigError("unknown way to reweight", key=key, got=method, allowed=known, fix=suggest(method, known))
+        raise ConfigError("unknown way to reweight", key=key, got=method, allowed=methods, fix=suggest(method, methods))
     scores, finite = scores.double(), scores.isfinite()
     if not finite.any():
         return torch.full_like(scores, 1.0 / max(1, len(scores)))

@@ -38,13 +38,13 @@ def generate(model: Any, prompts: Any, *, n: int = 1, tokenizer: Any = None, **s
     from verl.trainer.main_generation import run_generation
 
     folder = new_folder("generate")
-    given = {
+    derived = {
         "data.path": files_of(prompts, folder / "data" / "prompts.parquet", "prompts", is_prompts=True),
         "data.output_path": str(folder / "answers.parquet"),
         "data.n_samples": n,
         **model_setting("generation", model, tokenizer, folder),
     }
-    return _frame(_run("generation", given, settings, folder, run_generation, look_at_questions))
+    return _frame(_run("generation", derived, settings, folder, run_generation, look_at_questions))
 
 
 def evaluate(answers: Any, reward: Reward | None = None, **settings: Any) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def evaluate(answers: Any, reward: Reward | None = None, **settings: Any) -> dic
     folder = new_folder("evaluate")
     report = folder / "report.json"
     source = SOURCE if reward is not None else None
-    given = {
+    derived = {
         "data.path": files_of(answers, folder / "data" / "answers.parquet", "answers", is_prompts=True, source=source),
         "report.json": str(report),
     }
     if reward is not None:
         function = reward_settings(reward, folder / "reward.py")
-        given |= {f"custom_reward_function.{key}": value for key, value in function.items()}
-    _run("evaluation", given, settings, folder, run_eval)
+        derived |= {f"custom_reward_function.{key}": value for key, value in function.items()}
+    _run("evaluation", derived, settings, folder, run_eval)
     scores: dict[str, Any] = read_json(report.read_text(encoding="utf-8"))
     return scores
 

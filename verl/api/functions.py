@@ -131,7 +131,7 @@ def _free_names(fn: FunctionType, text: str) -> set[str]:
 
 def _globals_of(code: CodeType) -> set[str]:
     """Global names that a code object and those inside of it load."""
-    names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
@@ -148,7 +148,7 @@ def _value(fn: FunctionType, name: str) -> tuple[bool, Any]:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Whether a function or class lies under its name in a module that another process can import."""
+    """Whether another process can import a function or class by its name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     name = getattr(value, "__qualname__", "")
     return module is not None and module.__name__ != "__main__" and getattr(module, name, None) is value

@@ -94,10 +94,10 @@ def prompt_row(row: dict[str, Any], number: int, key: str) -> dict[str, Any]:
         if name is not None:
             made["reward_model"] = {"style": "rule", "ground_truth": further.pop(name)}
     if further:
-        known = made.get("extra_info")
-        if known is not None and not isinstance(known, Mapping):
-            raise DataError("extra_info is no mapping", key=key, got=f"row {number}: {known!r}")
-        made["extra_info"] = {**further, **(known or {})}
+        info = made.get("extra_info")
+        if info is not None and not isinstance(info, Mapping):
+            raise DataError("extra_info is no mapping", key=key, got=f"row {number}: {info!r}")
+        made["extra_info"] = {**further, **(info or {})}
     return made
 
 

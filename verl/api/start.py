@@ -105,22 +105,22 @@ def _from_objects(
 ) -> Run:
     """Write what no setting can hold into the run's folder, and begin; a run that is refused leaves no folder."""
     method = METHODS[name]
-    said = words_of(method.configuration, settings)
-    folder, is_new = folder_in(said), False
+    words = words_of(method.configuration, settings)
+    folder, is_new = folder_in(words), False
     if folder is None:
         folder, is_new = new_folder(name), True
     try:
-        given = {FOLDER: str(folder)} if is_new else {}
+        derived = {FOLDER: str(folder)} if is_new else {}
         source = SOURCE if reward is not None else None
-        given |= _data(method, folder, data, val, source) | model_setting(
+        derived |= _data(method, folder, data, val, source) | model_setting(
             method.configuration, model, tokenizer, folder
         )
         if reward is not None:
             function = reward_settings(reward, folder / "reward.py")
-            given |= {f"reward.custom_reward_function.{key}": value for key, value in function.items()}
-        keys = {word.partition("=")[0] for word in said}
-        given = {key: value for key, value in given.items() if key not in keys}
-        return begin(name, [*words_of(method.configuration, given), *said])
+            derived |= {f"reward.custom_reward_function.{key}": value for key, value in function.items()}
+        keys = {word.partition("=")[0] for word in words}
+        derived = {key: value for key, value in derived.items() if key not in keys}
+        return begin(name, [*words_of(method.configuration, derived), *words])
     except VerlError:
         if is_new and not any(folder.glob("*.yaml")):  # nothing of it ran
             shutil.rmtree(folder, ignore_errors=True)
@@ -130,7 +130,7 @@ def _from_objects(
 def begin(name: str, words: Sequence[str], stops: bool = True) -> Run:
     """Run a method's program in this process on the settings of a command line.
 
-    A run lies in ``trainer.default_local_dir``; where nothing names it, in ``runs/<method>-<date>-<time>``. Metrics,
+    A run is in ``trainer.default_local_dir``; where nothing names it, in ``runs/<method>-<date>-<time>``. Metrics,
     checkpoints and a record for `resume` are there.
 
     Args:
@@ -154,8 +154,8 @@ def begin(name: str, words: Sequence[str], stops: bool = True) -> Run:
     defaults = [*method.defaults, word_of(FOLDER, str(folder)), *usual]
     config = load_config(method.configuration, [*words, *_shown_here(words)], look_of(method), defaults=defaults)
     place = Path(config.trainer.default_local_dir)
-    own = [] if named or place != folder else [word_of(FOLDER, str(folder))]
-    run = Run(place, name, (*own, *words))
+    folder_words = [] if named or place != folder else [word_of(FOLDER, str(folder))]
+    run = Run(place, name, (*folder_words, *words))
     record, steps = place / RECORD, run.steps
     former = record.read_text(encoding="utf-8") if record.is_file() else None
     with writable(place):
@@ -223,14 +223,14 @@ def _data(method: Method, folder: Path, data: Any, val: Any, source: str | None)
     is_prompts = method.configuration == "ppo_trainer"
     train = files_of(data, folder / "data" / "train.parquet", "data", is_prompts, source)
     held_out = None if val is None else files_of(val, folder / "data" / "val.parquet", "val", is_prompts, source)
-    given = {"data.train_files": train, "data.val_files": held_out, "trainer.total_epochs": 1}
+    values = {"data.train_files": train, "data.val_files": held_out, "trainer.total_epochs": 1}
     rows = _number_of_rows(train)
     if rows is not None:
         batch = rows // -(-rows // ROWS)  # rows that fill no batch are not trained on: as few as can be
-        given["data.train_batch_size"] = batch
+        values["data.train_batch_size"] = batch
         if is_prompts:
-            given["actor_rollout_ref.actor.ppo_mini_batch_size"] = batch
-    return given
+            values["actor_rollout_ref.actor.ppo_mini_batch_size"] = batch
+    return values
 
 
 def _number_of_rows(files: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""What a person wants to know when a run is over: where everything lies, how good it got, what comes next."""
+"""What a person wants to know when a run is over: where everything is stored, how good it got, what comes next."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def next_of(run: Run) -> list[str]:
     """What may come next, as commands: twice the steps, and answers of the trained model."""
     if run.checkpoint is None:
         return []
-    said = dict(word.split("=", 1) for word in run.words if "=" in word)
-    lengths = [f" rollout.{one}={said[f'data.max_{one}']}" for one in LENGTHS if f"data.max_{one}" in said]
+    overrides = dict(word.split("=", 1) for word in run.words if "=" in word)
+    lengths = [f" rollout.{one}={overrides[f'data.max_{one}']}" for one in LENGTHS if f"data.max_{one}" in overrides]
     return [
         f"verl resume {run.folder} trainer.total_training_steps={2 * run.steps}",
         f"verl generate model.path={run.model_path} data.path=prompts.jsonl{''.join(lengths)}",

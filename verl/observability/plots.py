@@ -67,8 +67,8 @@ def series(rows: Sequence[tuple[int, dict[str, float]]], key: str) -> Series:
     """
     points = [(step, data[key]) for step, data in rows if data.get(key) is not None]
     if not points:
-        known = sorted({k for _, data in rows for k in data})
-        raise DataError("this metric was never logged", got=key, fix=suggest(key, known))
+        metrics = sorted({k for _, data in rows for k in data})
+        raise DataError("this metric was never logged", got=key, fix=suggest(key, metrics))
     return Series(key, tuple(s for s, _ in points), tuple(float(v) for _, v in points))
 
 
@@ -126,19 +126,19 @@ def plot_run(
     for name, rows in zip(_names(paths), map(read_metrics, paths), strict=True):
         places = positions(rows, x)
         for key in keys or default_keys(rows):
-            one = replace(series(rows, key), label=f"{name}{key}")
-            kinds.setdefault(_kind(key), []).append((one, [places[step] for step in one.steps]))
+            line = replace(series(rows, key), label=f"{name}{key}")
+            kinds.setdefault(_kind(key), []).append((line, [places[step] for step in line.steps]))
     figure, axes = plt.subplots(1, len(kinds), figsize=(5.2 * len(kinds), 3.6), squeeze=False, layout="constrained")
     for axis, (kind, group) in zip(axes[0], sorted(kinds.items(), key=lambda kind: kind[0] == HELD_OUT)):
-        for one, across in group:
-            _draw(axis, one, across, smooth)
+        for line, across in group:
+            _draw(axis, line, across, smooth)
         axis.set_xlabel(x)
         axis.set_title(kind, fontsize=10)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-        if all(0 <= v <= 1 for one, _ in group for v in one.values):
+        if all(0 <= v <= 1 for line, _ in group for v in line.values):
             axis.set_ylim(-0.03, 1.03)
-    figure.suptitle(title or ", ".join(dict.fromkeys(Path(one).stem for one in paths)))
+    figure.suptitle(title or ", ".join(dict.fromkeys(Path(run).stem for run in paths)))
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
@@ -165,7 +165,7 @@ def _kind(key: str) -> str:
 
 def _names(paths: Sequence[str | Path]) -> list[str]:
     """Where the paths of runs differ, before the names of their metrics; nothing for a single run."""
-    stems = [os.path.splitext(os.path.abspath(one))[0] for one in paths]
+    stems = [os.path.splitext(os.path.abspath(path))[0] for path in paths]
     above = os.path.commonpath([os.path.dirname(stem) for stem in stems])
     return [f"{os.path.relpath(stem, above)}: " for stem in stems] if len(stems) > 1 else [""]
 

@@ -2,7 +2,7 @@
 
 A trace opens in https://ui.perfetto.dev or chrome://tracing, a memory snapshot in https://pytorch.org/memory_viz. torch
 records one trace at a time in a process, so colocated roles share the recording that the first of them began; ranges
-named ``<role>/<method>`` tell them apart. With ``discrete`` every call of a role's method has a file of its own.
+named ``<role>/<method>`` separate them. With ``discrete`` every call of a role's method has a file of its own.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Trace:
     def __init__(self, path: Path, settings: ProfilerToolTorchConfig):
         self._path, self._cycles, plan = path, 0, settings.schedule
         self._counts = plan.active > 0
-        wanted = set(settings.contents) or {"cpu", "cuda"}
-        activities = [ProfilerActivity.CPU] if "cpu" in wanted else []
-        if "cuda" in wanted and torch.cuda.is_available():
+        contents = set(settings.contents) or {"cpu", "cuda"}
+        activities = [ProfilerActivity.CPU] if "cpu" in contents else []
+        if "cuda" in contents and torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities or [ProfilerActivity.CPU],
@@ -53,9 +53,9 @@ class Trace:
             if self._counts
             else None,
             on_trace_ready=self._write,
-            record_shapes="shapes" in wanted,
-            profile_memory="memory" in wanted,
-            with_stack="stack" in wanted,
+            record_shapes="shapes" in contents,
+            profile_memory="memory" in contents,
+            with_stack="stack" in contents,
             # Samplers and agent loops compute in threads of their own.
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )
@@ -151,9 +151,9 @@ class RoleProfiler:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A range of the recording that runs in this process, or a recording of its own."""
-        own = None
+        recording = None
         if self._step is not None and self._is_discrete:
-            own = self._begin(f"{self.role}_{name}_{self._calls}_rank{self.rank}")
+            recording = self._begin(f"{self.role}_{name}_{self._calls}_rank{self.rank}")
             self._calls += 1
         if _running is None:
             yield
@@ -162,8 +162,8 @@ class RoleProfiler:
             with _range(f"{self.role}/{name}"):
                 yield
         finally:
-            if own is not None:
-                _end(own)
+            if recording is not None:
+                _end(recording)
 
     @property
     def _is_discrete(self) -> bool:

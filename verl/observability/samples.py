@@ -42,8 +42,8 @@ def shorten(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     """The text, or its beginning and its end where it is longer than ``limit`` characters."""
     if len(text) <= limit:
         return text
-    half = limit // 2
-    return f"{text[:half]} …({len(text) - 2 * half} characters)… {text[-half:]}"
+    side = limit // 2
+    return f"{text[:side]} …({len(text) - 2 * side} characters)… {text[-side:]}"
 
 
 def dump_generations(

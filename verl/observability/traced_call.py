@@ -14,7 +14,7 @@ LONGEST_TEXT, LARGEST, DEEPEST = 1000, 65536, 12
 """Characters that are kept of a value which is shown by its ``repr``; elements of an array, and levels of containers,
 above which it is shown so."""
 TEXTS = {"prompt_ids": "prompt_text", "response_ids": "response_text", "token_ids": "response_text"}
-"""Where a value is token ids: the name under which ``token2text`` puts their text beside them."""
+"""Where a value is token ids: the name under which ``token2text`` stores their text."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class TraceBackend(ABC):
 
 
 def add_texts(call: TracedCall, decode: Callable[[Sequence[int]], str]) -> None:
-    """The text of tokens beside them, in a trace and all its calls."""
+    """The text of tokens next to their ids, in a trace and all its calls."""
     for values in (call.inputs, call.outputs):
         if isinstance(values, dict):
             ids = {name: values[name] for name in TEXTS if isinstance(values.get(name), list)}

@@ -34,7 +34,7 @@ class Traces:
     """Where the traces of this process go.
 
     Args:
-        name: of the backend; ``token2text`` puts the text of tokens beside them.
+        name: of the backend; ``token2text`` adds the text of tokens.
         most: prompts per step whose samples are recorded; None: all.
     """
 
@@ -90,14 +90,14 @@ class Traces:
             try:
                 if not self.is_off:
                     self.backend.write(trace)
-            except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run goes on
+            except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run continues
                 self._switch_off(f"{type(error).__name__}: {error}")
             self._written += 1
             future.set_result(None)
 
     def _switch_off(self, reason: str) -> None:
         self.is_off = True
-        notice(f"{KEY}={self.name}", f"failed and is off from now on ({reason}); the run goes on without traces")
+        notice(f"{KEY}={self.name}", f"failed and is off from now on ({reason}); the run continues without traces")
 
 
 _active: Traces | None = None
@@ -113,7 +113,7 @@ def active() -> Traces | None:
 def start(
     backend: str, project: str | None, experiment: str | None, token2text: bool = False, most: int | None = None
 ) -> Traces:
-    """Record traces in this process from now on; the same once more goes on with what there is, unless it failed.
+    """Record traces in this process from now on; the same settings again reuse what is running, unless it failed.
 
     Raises:
         ConfigError: an unknown backend.
@@ -121,12 +121,12 @@ def start(
     """
     global _active
     names = (backend, project or "verl", experiment or "rollouts")
-    known = _active
-    if known is not None and not known.is_off:
-        if (known.name, known.backend.project, known.backend.experiment) == names:
-            known.token2text, known.most = token2text, most
-            return known
-        known.close()
+    running = _active
+    if running is not None and not running.is_off:
+        if (running.name, running.backend.project, running.backend.experiment) == names:
+            running.token2text, running.most = token2text, most
+            return running
+        running.close()
     _active = Traces(backend, _backend(*names), token2text, most)
     return _active
 
@@ -157,8 +157,8 @@ def trace(
                 call.attributes = plain_dict(attributes)
             yield call
         return
-    known = {"experiment_name": traces.backend.experiment, **attributes}
-    root = TracedCall(name, kind, plain_dict(inputs), time.time_ns(), attributes=plain_dict(known))
+    labels = {"experiment_name": traces.backend.experiment, **attributes}
+    root = TracedCall(name, kind, plain_dict(inputs), time.time_ns(), attributes=plain_dict(labels))
     try:
         with _inside(root):
             yield root

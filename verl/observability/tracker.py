@@ -45,7 +45,7 @@ class Tracker(ABC):
     place: Path | None = None
     """The file or folder of this run alone, known once the run has begun; None where a tracker has none."""
     before: str | None = None
-    """The name of that in the run that goes on; set before `start`."""
+    """Its name in the run that is resumed; set before `start`."""
     hides_secrets = False
     """It gets the configuration as it is, and leaves secrets out of what it stores by itself."""
 

@@ -53,8 +53,8 @@ class Tracking:
         for name in names:
             try:
                 tracker = TRACKERS.get(name)
-                given = config if getattr(tracker, "hides_secrets", False) or config is None else hide(config)
-                self.logger[name] = tracker(project_name, experiment_name, given)
+                shown_config = config if getattr(tracker, "hides_secrets", False) or config is None else hide(config)
+                self.logger[name] = tracker(project_name, experiment_name, shown_config)
             except VerlError:
                 raise
             except (Exception, SystemExit) as error:  # boundary: a third-party tracker that cannot start
@@ -62,10 +62,10 @@ class Tracking:
         _current = weakref.ref(self)
 
     def start(self, total_steps: int, first_step: int = 0, before: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The run begins, or goes on behind ``first_step``; says where it is written.
+        """The run begins, or resumes behind ``first_step``; says where it is written.
 
         Args:
-            before: what this returned in the run that goes on.
+            before: what this returned in the run that is resumed.
 
         Returns:
             The name of the file or folder of each tracker that has one of its own for every run.
@@ -75,8 +75,8 @@ class Tracking:
         self._each(lambda tracker: tracker.start(total_steps, first_step))
         places = {name: tracker.place for name, tracker in self.logger.items() if tracker.place is not None}
         if places:
-            told = ", ".join(f"{place} ({name})" for name, place in places.items())
-            notice("trainer.logger", f"the metrics of this run are in {told}")
+            shown = ", ".join(f"{place} ({name})" for name, place in places.items())
+            notice("trainer.logger", f"the metrics of this run are in {shown}")
         return {name: place.name for name, place in places.items()}
 
     def log(self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None) -> None:
@@ -101,12 +101,12 @@ class Tracking:
         self.finish(0 if kind is None else 1)
 
     def _each(self, action: Callable[[Tracker], None], backend: str | Sequence[str] | None = None) -> None:
-        wanted = {backend} if isinstance(backend, str) else set(self.logger if backend is None else backend)
+        backends = {backend} if isinstance(backend, str) else set(self.logger if backend is None else backend)
         for name, tracker in list(self.logger.items()):
-            if name in wanted:
+            if name in backends:
                 try:
                     action(tracker)
-                except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run goes on
+                except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run continues
                     self._switch_off(name, error)
 
     def _switch_off(self, name: str, error: BaseException) -> None:

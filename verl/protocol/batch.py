@@ -216,12 +216,12 @@ class DataProto:
         tensors = self._existing(batch_keys, self._tensor_keys(), "batch")
         columns = self._existing(non_tensor_batch_keys, list(self.non_tensor_batch), "non_tensor_batch")
         metas = self._existing(meta_info_keys, list(self.meta_info), "meta_info")
-        chosen = type(self)(
+        selection = type(self)(
             batch=None if self.batch is None else self.batch.select(*tensors),
             non_tensor_batch={key: self.non_tensor_batch[key] for key in columns},
             meta_info=self.meta_info if meta_info_keys is None else {key: self.meta_info[key] for key in metas},
         )
-        return copy.deepcopy(chosen) if deepcopy else chosen
+        return copy.deepcopy(selection) if deepcopy else selection
 
     def pop(
         self,
@@ -413,8 +413,8 @@ class DataProto:
         rows = cast(Any, range(len(self)))  # indices are all the loader needs to see
         loader = DataLoader(rows, batch_size=mini_batch_size, collate_fn=list, generator=generator, **loader_options)
         for _ in range(epochs):
-            for chosen in loader:
-                yield self.select_idxs(chosen)
+            for indices in loader:
+                yield self.select_idxs(indices)
 
     def to(self, device: str | torch.device) -> DataProto:
         """Move the tensors, in place; returns self."""
@@ -487,14 +487,14 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=self.meta_info)
 
     @staticmethod
-    def _existing(wanted: Sequence[str] | None, present: list[str], where: str) -> list[str]:
-        """The wanted keys (None: all), each of which must be present."""
-        if wanted is None:
+    def _existing(keys: Sequence[str] | None, present: list[str], where: str) -> list[str]:
+        """The listed keys (None: all), each of which must be present."""
+        if keys is None:
             return present
-        for key in names(wanted):
+        for key in names(keys):
             if key not in present:
                 raise missing_key_error(key, present, where)
-        return names(wanted)
+        return names(keys)
 
 
 def _check_batch_dims(num_batch_dims: int) -> None:

@@ -199,10 +199,10 @@ class Encoder:
 
     def _once(self, value: Any, encode: Callable[[Any], Any]) -> Any:
         """The encoding of an object that may come again, whose bytes are stored when it first comes."""
-        known = self._shared.get(id(value))
-        if known is None:
-            known = self._shared[id(value)] = (value, encode(value))
-        return known[1]
+        cached = self._shared.get(id(value))
+        if cached is None:
+            cached = self._shared[id(value)] = (value, encode(value))
+        return cached[1]
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         return self._once(tensor, self._tensor_bytes)

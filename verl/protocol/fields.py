@@ -32,7 +32,7 @@ class Field:
     """One column.
 
     ``dtype`` is a torch dtype, or ``object`` for a non-tensor column. ``padding_value`` is a number, ``"pad_token"``
-    (``meta_info["pad_token_id"]``) or ``"edge"`` (the outermost value goes on, as position ids do).
+    (``meta_info["pad_token_id"]``) or ``"edge"`` (the outermost value continues, as position ids do).
 
     Example:
         >>> declare_field("turn_ids", torch.int32, ("B", "T"), "my_recipe.collect", padding_value=-1)
@@ -74,10 +74,10 @@ def declare_field(
     field = Field(name, dtype, tuple(shape), producer, padding_value, doc)
     if field.shape[:1] != ("B",) or sum(symbol in TIME_SYMBOLS for symbol in field.shape) > 1:
         raise ConfigError(f"the shape of field {name!r} must start with B and have at most one time axis", got=shape)
-    known = _FIELDS.setdefault(name, field)
-    if known != field:
-        raise ConfigError(f"the field {name!r} is declared already, by {known.producer or 'another module'}", got=field)
-    return known
+    prior = _FIELDS.setdefault(name, field)
+    if prior != field:
+        raise ConfigError(f"the field {name!r} is declared already, by {prior.producer or 'another module'}", got=field)
+    return prior
 
 
 def declared_field(name: str) -> Field | None:
@@ -90,7 +90,7 @@ def declared_fields() -> Iterator[Field]:
 
 
 def missing_key_error(key: str, present: list[str], where: str = "the batch") -> BatchError:
-    """The error for a column that is asked for and is not there."""
+    """The error for a missing column."""
     field = _FIELDS.get(key)
     fix = suggest(key, present)
     if field is not None and field.producer and not fix:

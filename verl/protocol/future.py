@@ -43,12 +43,12 @@ class DataProtoFuture:
 
     def get(self) -> Any:
         """Wait, put the parts together and select."""
-        whole = self.collect_fn(resolve(self.futures))
-        return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
+        result = self.collect_fn(resolve(self.futures))
+        return result if self.dispatch_fn is None else self.dispatch_fn(result)
 
 
-def _part(whole: Any, before: Callable[[Any], Any] | None, chunks: int, index: int) -> Any:
+def _part(result: Any, before: Callable[[Any], Any] | None, chunks: int, index: int) -> Any:
     """A module-level function, so that a future can travel to another process."""
     if before is not None:
-        whole = before(whole)
-    return whole.chunk(chunks)[index]
+        result = before(result)
+    return result.chunk(chunks)[index]

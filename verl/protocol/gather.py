@@ -35,10 +35,10 @@ def all_gather_data_proto(data: DataProto, process_group: Any = None) -> None:
     pad_token = {key: value for key, value in data.meta_info.items() if key == PAD_TOKEN_KEY}
     for part in parts:
         part.meta_info.update(pad_token)
-    whole = DataProto.concat(parts)
-    if whole.batch is not None and data.batch is not None and data.batch.device is not None:
-        whole.to(data.batch.device)
-    data.batch, data.non_tensor_batch = whole.batch, whole.non_tensor_batch
+    gathered = DataProto.concat(parts)
+    if gathered.batch is not None and data.batch is not None and data.batch.device is not None:
+        gathered.to(data.batch.device)
+    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
 
 
 def _transfer_device(process_group: Any) -> torch.device:

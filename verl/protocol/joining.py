@@ -70,8 +70,8 @@ def join_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 merged[key] = value
     if metrics:
         gathered: dict[str, list[Any]] = {}
-        for one in metrics:
-            for name, value in one.items():
+        for entry in metrics:
+            for name, value in entry.items():
                 gathered.setdefault(name, []).append(value)
         merged["metrics"] = gathered
     return merged

@@ -92,7 +92,7 @@ def fetched(value: Any) -> Any:
 
 
 def fetched_tensors(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """All columns as ordinary tensors; what lies elsewhere is fetched in one go."""
+    """All columns as ordinary tensors; remote blocks are fetched in one go."""
     fetch(block for value in columns.values() if isinstance(value, LazyColumn) for block in value.plan.needs())
     return {name: fetched(value) for name, value in columns.items()}
 
@@ -234,12 +234,12 @@ def _rows(index: Any, count: int) -> Index | None:
         return index
     if isinstance(index, LazyColumn) or not isinstance(index, list | np.ndarray | Tensor):
         return None
-    chosen = np.asarray(index)
-    if chosen.ndim != 1:
+    indices = np.asarray(index)
+    if indices.ndim != 1:
         return None
-    if chosen.dtype == bool:
-        return np.flatnonzero(chosen) if len(chosen) == count else None
-    return chosen.astype(np.int64)
+    if indices.dtype == bool:
+        return np.flatnonzero(indices) if len(indices) == count else None
+    return indices.astype(np.int64)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """`ShardSpec`: which part of a tensor one rank holds.
 
-Engines give ``name -> (ShardSpec, tensor)``. Whoever receives the parts (a checkpoint, say) plans from the specs alone
+Engines give ``name -> (ShardSpec, tensor)``. The receiver of the parts (a checkpoint, say) plans from the specs alone
 who writes or sends what, and needs to know no layout.
 """
 
@@ -75,7 +75,7 @@ class ShardSpec:
 
 
 def make_up(boxes: Iterable[ShardSpec], shape: Sequence[int]) -> bool:
-    """Whether boxes make up a tensor of this shape: each lies inside, and every element is in exactly one."""
+    """Whether boxes make up a tensor of this shape: each is inside, and every element is in exactly one."""
     boxes = list(boxes)
     if any(len(box.start) != len(shape) or len(box.lengths) != len(shape) for box in boxes):
         return False

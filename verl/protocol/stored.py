@@ -125,8 +125,8 @@ class Facts:
 
     @property
     def num_bytes(self) -> int:
-        known = (fact for fact in (self.sums, self.highest, self.lowest, self.last) if fact is not None)
-        return sum(fact.numel() * fact.element_size() for fact in known)
+        facts = (fact for fact in (self.sums, self.highest, self.lowest, self.last) if fact is not None)
+        return sum(fact.numel() * fact.element_size() for fact in facts)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Facts:
         """The same facts, each tensor changed."""
@@ -138,16 +138,16 @@ class Facts:
     @staticmethod
     def joined(parts: Sequence[Facts | None]) -> Facts | None:
         """Of the rows of all parts; None where one of them has none."""
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
             return None
 
         def cat(name: str) -> Tensor | None:
-            facts = [getattr(part, name) for part in known]
+            facts = [getattr(part, name) for part in present]
             return None if any(fact is None for fact in facts) else torch.cat(facts)
 
-        return Facts(torch.cat([part.sums for part in known]), cat("highest"), cat("lowest"), cat("last"),
-                     is_mask=all(part.is_mask for part in known))  # fmt: skip
+        return Facts(torch.cat([part.sums for part in present]), cat("highest"), cat("lowest"), cat("last"),
+                     is_mask=all(part.is_mask for part in present))  # fmt: skip
 
 
 def _sums(numbers: Tensor, split: int) -> Tensor:
@@ -205,11 +205,11 @@ class Stored:
             return self
         number = np.concatenate([[ZEROS], np.cumsum(is_read) - 1]).astype(np.int32)
         where = np.stack([number[self.where[:, 0] + 1], self.where[:, 1]], axis=1)
-        kept = np.flatnonzero(is_read)
+        read_blocks = np.flatnonzero(is_read)
         return replace(
             self,
-            blocks=tuple(self.blocks[i] for i in kept),
-            edits=tuple(self.edits[i] for i in kept),
+            blocks=tuple(self.blocks[i] for i in read_blocks),
+            edits=tuple(self.edits[i] for i in read_blocks),
             where=where,
         )
 

@@ -2,8 +2,8 @@
 
 On a transport that understands out-of-band buffers (pickle protocol 5, as Ray's object store does) every tensor,
 array and encoded object column is one or more flat numpy arrays, which numpy passes on without a copy. A row slice is
-sent as its rows only, never with the whole storage behind it. Of a column that lies elsewhere (`LazyColumn`) its plan
-is sent, with the references that the rows need. What arrives lies on the CPU and may be read-only memory: a worker that
+sent as its rows only, never with the whole storage behind it. Of a column stored elsewhere (`LazyColumn`) its plan
+is sent, with the references that the rows need. What arrives is on the CPU and may be read-only memory: a worker that
 wants to write into a tensor clones it first.
 """
 

@@ -61,9 +61,9 @@ def _plain_column(column: pa.ChunkedArray, name: str, file: str) -> pa.ChunkedAr
         column.validate(full=True)
         if depth(column.type) > DEPTH:
             raise DataError(f"column {name!r} is nested deeper than {DEPTH} levels", key=file)
-        wanted = _plain(column.type, f"column {name!r}", file)
-        if wanted != column.type:
-            column = column.cast(wanted)
+        plain_type = _plain(column.type, f"column {name!r}", file)
+        if plain_type != column.type:
+            column = column.cast(plain_type)
         _check_times(column, name, file)
         return column
     except (pa.ArrowException, UnicodeError) as failure:

@@ -44,7 +44,7 @@ def copy_to_local(
         src: local path (``~`` and variables are expanded), ``hdfs://`` path, or a hub name ``owner/name``; with
             VERL_USE_MODELSCOPE set, hub names are looked up at ModelScope.
         cache_dir: where HDFS files land, default ``~/.cache/verl``; hub models land in the hub's own cache.
-        filelock: suffix of the lock file beside a fetched thing.
+        filelock: suffix of the lock file next to a fetched thing.
         always_recopy: fetch again even if it is there.
         use_shm: return a copy in a folder of this user's alone in ``/dev/shm``; without room there, a notice and the
             path itself.
@@ -80,10 +80,10 @@ class NotPrivateError(Exception):
 
 
 def private_folder(place: Path) -> Path:
-    """A folder of this user's alone where everybody may make one; whoever made it, its owner and mode are looked at.
+    """A folder of this user's alone where everybody may make one; its owner and mode are checked.
 
     Args:
-        place: where it lies; the user's number becomes part of its name.
+        place: its parent folder; the user's number becomes part of its name.
 
     Raises:
         NotPrivateError: the name is taken by a link, a file, another user, or a folder that others may enter.

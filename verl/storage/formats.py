@@ -228,14 +228,14 @@ def _read_csv(path: Path) -> pa.Table:
         wrong.append(row)
         return "error"
 
-    whole = pv.ReadOptions(use_threads=False)  # only then rows have numbers
+    ordered = pv.ReadOptions(use_threads=False)  # only then rows have numbers
     quoted = pv.ParseOptions(newlines_in_values=True, invalid_row_handler=refuse)
     try:
-        names = pv.open_csv(path, whole, quoted).schema.names
+        names = pv.open_csv(path, ordered, quoted).schema.names
         as_text = pv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False, quoted_strings_can_be_null=False
         )
-        table = pv.read_csv(path, whole, quoted, as_text)
+        table = pv.read_csv(path, ordered, quoted, as_text)
     except (pa.ArrowException, OSError, UnicodeError) as failure:
         if wrong:
             row = wrong[0]

@@ -25,7 +25,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def expand(path: str | Path) -> str:
-    """``~`` and ``$VARIABLES`` expanded; a URL keeps its form apart from the variables."""
+    """``~`` and ``$VARIABLES`` expanded; a URL keeps its form but for the variables."""
     return env.expand(str(path))
 
 
@@ -42,11 +42,11 @@ def is_hub_name(path: str | Path) -> bool:
 
 def missing_path(path: str | Path, *, error: type[VerlError] = DataError, key: str | None = None) -> VerlError:
     """The error for a local path that does not exist: names what is near in the folder, or how far the path exists."""
-    asked = Path(path)
-    folder = asked.parent
+    missing = Path(path)
+    folder = missing.parent
     if folder.is_dir():
         names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-        near = suggest(asked.name, names)
+        near = suggest(missing.name, names)
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         fix = near or (f"The folder {folder} has: {shown}." if names else f"The folder {folder} is empty.")
     else:

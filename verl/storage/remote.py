@@ -59,7 +59,7 @@ class RemoteFolder(ABC):
         """Copy a file here."""
 
     def time_for(self, size: int) -> float:
-        """Seconds that the copy of a file with so many bytes may take."""
+        """Seconds that the copy of a file of ``size`` bytes may take."""
         return self.seconds + size / SLOWEST
 
     @abstractmethod
@@ -122,12 +122,12 @@ class HDFSFolder(RemoteFolder):
         self._run("-rm", "-r", "-f", "-skipTrash", self._at(path))
 
     def _exists(self, path: str) -> bool:
-        asked = self._run("-test", "-e", self._at(path), check=False)
+        probe = self._run("-test", "-e", self._at(path), check=False)
         # Of what is not there it says nothing; a cluster that does not answer has the same exit status.
-        refused = [line for line in asked.stderr.splitlines() if line.startswith("test: ") and ABSENT not in line]
-        if asked.returncode and refused:
+        refused = [line for line in probe.stderr.splitlines() if line.startswith("test: ") and ABSENT not in line]
+        if probe.returncode and refused:
             raise DataError(f"'hdfs dfs -test -e' failed: {refused[0][:500]}", got=self._at(path))
-        return asked.returncode == 0
+        return probe.returncode == 0
 
     def _run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return run_hdfs(*arguments, check=check, seconds=self.seconds)
@@ -148,9 +148,9 @@ class FsspecFolder(RemoteFolder):
                 f"the package for {scheme}:// is not installed: {first_line(error)}", got=url
             ) from error
         except ValueError as error:
-            known = ", ".join(["hdfs", "s3", "gs", "abfs", "file"])
+            schemes = ", ".join(["hdfs", "s3", "gs", "abfs", "file"])
             raise DataError(
-                f"no file system has this form of URL: {first_line(error)}", got=url, allowed=known
+                f"no file system has this form of URL: {first_line(error)}", got=url, allowed=schemes
             ) from error
         self._root, self._is_local = root.rstrip("/"), scheme in ("file", "local")
 
@@ -203,7 +203,7 @@ class FsspecFolder(RemoteFolder):
             raise self._failure(error) from error
 
     def _ask(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """What a request answers, or its error in our words; what was listed before is listed anew.
+        """What a request answers, or its error in our words; cached listings are dropped first.
 
         Raises:
             FileNotFoundError: there is no such file or folder.

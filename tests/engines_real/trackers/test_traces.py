@@ -64,4 +64,4 @@ def test_mlflow_keeps_traces_with_their_tags_and_calls_and_tells_once_that_it_ca
         asyncio.run(conversation(index))
     RolloutTraceConfig.reset()
     (text,) = notices().values()
-    assert "trace_info" in text and "the run goes on without traces" in text
+    assert "trace_info" in text and "the run continues without traces" in text

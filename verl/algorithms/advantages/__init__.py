@@ -58,24 +58,24 @@ def call_estimator(
     Raises:
         ConfigError: the estimator requires an input that this run does not have, or returns something else.
     """
-    given = {"token_level_rewards": token_level_rewards, "response_mask": response_mask}
-    given.update({name: value for name, value in inputs.items() if value is not None})
-    _check_required(estimator, given)
-    wanted = accepted(estimator, given)
-    check_shapes({name: x for name, x in wanted.items() if name in PER_TOKEN})
-    result = estimator(**wanted)
+    available = {"token_level_rewards": token_level_rewards, "response_mask": response_mask}
+    available.update({name: value for name, value in inputs.items() if value is not None})
+    _check_required(estimator, available)
+    arguments = accepted(estimator, available)
+    check_shapes({name: x for name, x in arguments.items() if name in PER_TOKEN})
+    result = estimator(**arguments)
     return _checked(estimator, result, response_mask)
 
 
-def _check_required(estimator: AdvantageFn, given: Mapping[str, Any]) -> None:
+def _check_required(estimator: AdvantageFn, available: Mapping[str, Any]) -> None:
     for parameter in inspect.signature(estimator).parameters.values():
-        optional = parameter.default is not parameter.empty or parameter.name in given or parameter.name == "config"
+        optional = parameter.default is not parameter.empty or parameter.name in available or parameter.name == "config"
         if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         raise ConfigError(
             f"the advantage estimator {name_of(estimator)} requires {parameter.name!r}, which this run does not have",
             key="algorithm.adv_estimator",
-            allowed=sorted(given),
+            allowed=sorted(available),
             fix=WHERE_FROM.get(parameter.name, "Give the parameter a default, or take another estimator."),
         )
 

@@ -68,7 +68,7 @@ def components(config: Any) -> tuple[list[str], list[float]]:
     keys = None if config is None else config.gdpo_reward_keys
     if not keys:
         raise ConfigError(
-            "the estimator gdpo normalises several rewards apart, and none is named",
+            "the estimator gdpo normalises several rewards separately, and none is named",
             key="algorithm.gdpo_reward_keys",
             got=keys,
             fix="List the keys that your scorer returns, e.g. algorithm.gdpo_reward_keys=[accuracy,format].",

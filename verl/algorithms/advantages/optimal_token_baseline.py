@@ -106,8 +106,8 @@ def settled(advantages: Tensor, returns: Tensor, groups: Groups, singleton: Sing
     ones = torch.ones(len(groups.ids), dtype=torch.float64, device=advantages.device)
     alone = settle_singletons(torch.zeros_like(ones), ones, groups, singleton)
     grouped = torch.where(groups.counted & (groups.size() > 1), 1.0, 0.0)
-    chosen = torch.where(grouped[:, None] > 0, advantages, torch.where(alone[:, None] > 0, returns, 0.0))
-    return chosen, torch.where(groups.counted[:, None], returns, 0.0)
+    result = torch.where(grouped[:, None] > 0, advantages, torch.where(alone[:, None] > 0, returns, 0.0))
+    return result, torch.where(groups.counted[:, None], returns, 0.0)
 
 
 def _baseline(returns: Tensor, weight: Tensor, groups: Groups, epsilon: float) -> Tensor:
@@ -136,8 +136,8 @@ def _without_holes(mask: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[
     target = torch.where(mask, mask.cumsum(dim=-1) - 1, width)
 
     def close_up(values: Tensor) -> Tensor:
-        kept = zero_outside(values, mask)
-        return kept.new_zeros(len(kept), width + 1).scatter_(1, target, kept)[:, :width]
+        valid = zero_outside(values, mask)
+        return valid.new_zeros(len(valid), width + 1).scatter_(1, target, valid)[:, :width]
 
     def put_back(values: Tensor) -> Tensor:
         return torch.nn.functional.pad(at_least_float32(values), (0, 1)).gather(1, target)

@@ -86,8 +86,8 @@ def prime(
     groups = Groups.of(index, (lengths > 0) & acc.isfinite() & process.isfinite().all(dim=-1))
     others = (groups.size() - 1).clamp(min=1)
     means = process.sum(dim=-1).double() / lengths.clamp(min=1)
-    own = 0.0 if form == "compat" else torch.where(groups.counted, means, 0.0)
-    shift = (groups.sum(means) - own) / others
+    self_means = 0.0 if form == "compat" else torch.where(groups.counted, means, 0.0)
+    shift = (groups.sum(means) - self_means) / others
     scale = groups.size() / others if form == "compat" else torch.ones_like(others)
     outcome = (acc.double() - (groups.sum(acc) - acc.double()) / others)[:, None]
     centred = process_coef * (scale[:, None].to(process) * process - shift[:, None].to(process))

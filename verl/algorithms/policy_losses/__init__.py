@@ -36,7 +36,7 @@ def call_policy_loss(
     rollout_is_weights: Tensor | None = None,
     ref_log_prob: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Call a policy loss so that its result is normalised over the mini-batch, whoever wrote it.
+    """Call a policy loss so that its result is normalised over the mini-batch; also a user's loss.
 
     A function without a ``norm`` parameter is normalised through `verl.trainer.ppo.core_algos.agg_loss`. If it calls
     neither, its result is taken for a mean over the tokens of the micro-batch and weighted by their share.
@@ -63,9 +63,9 @@ def call_policy_loss(
     if ref_log_prob is not None:
         inputs["ref_log_prob"] = zero_outside(ref_log_prob, response_mask)
     takes_norm = names_parameter(policy_loss, "norm")
-    given = accepted(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
+    arguments = accepted(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
     with normalised_by(norm) as running:
-        loss, metrics = _unpack(policy_loss, policy_loss(**given))
+        loss, metrics = _unpack(policy_loss, policy_loss(**arguments))
     num_tokens = float(response_mask.bool().sum())
     if not takes_norm and not running.used:
         notice(

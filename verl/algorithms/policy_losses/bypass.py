@@ -42,7 +42,7 @@ def bypass_mode(
     ``loss_type`` of ``policy_loss.rollout_correction`` (which follows ``algorithm.rollout_correction``)::
 
         ppo_clip   `vanilla` on the ratio pi / mu: the clip is the correction, and no weights come on top of it
-        reinforce  `reinforce` with w = min(pi / mu, threshold), constant, computed anew for every micro-batch
+        reinforce  `reinforce` with w = min(pi / mu, threshold), constant, recomputed for every micro-batch
 
     With ``rollout_is_batch_normalize`` the weights of `reinforce` are divided by their mean over the mini-batch, all of
     its micro-batches and ranks (``norm.mean_weight``, measured before the first backward pass).

@@ -1,4 +1,4 @@
-"""How far two policies are apart on what one of them sampled: divergences and perplexities.
+"""How far two policies differ on what one of them sampled: divergences and perplexities.
 
 Names carry no prefix: the trainer logs them as ``mismatch/mismatch_*`` or as ``rollout_corr/*``, whichever form of the
 correction runs. KL here is KL(sampler || trainer), because the sampler drew the tokens. Shapes: B rows, T tokens.

@@ -1,7 +1,7 @@
 """The ratio between the trainer's and the sampler's probability of what was sampled, in log space.
 
 Shapes: B rows, T response tokens, N valid tokens, S rows with at least one of them. Everything is float32 (float64
-stays), and what lies outside the mask is never read.
+stays), and positions outside the mask are never read.
 """
 
 from __future__ import annotations

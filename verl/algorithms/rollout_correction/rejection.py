@@ -53,13 +53,13 @@ def rejection_mask(
     rows = Rows.of(response_mask, log_ratio.dtype)
     if not rows.filled.any():
         return response_mask, {}
-    kept, metrics = rows.mask, dict[str, float]()
+    accepted, metrics = rows.mask, dict[str, float]()
     for rejection in rejections:
         values = statistic(log_ratio, rows, rejection.level, rejection.divergence)
         metrics |= rejection_metrics(rejection.option, values, rows, rejection.upper, rejection.lower)
-        kept = kept & ~_beyond(_on_tokens(values, rows), rejection.upper, rejection.lower)
-    metrics |= _shares("rollout_rs", rows, kept)
-    return torch.where(kept, response_mask, torch.zeros_like(response_mask)), metrics
+        accepted = accepted & ~_beyond(_on_tokens(values, rows), rejection.upper, rejection.lower)
+    metrics |= _shares("rollout_rs", rows, accepted)
+    return torch.where(accepted, response_mask, torch.zeros_like(response_mask)), metrics
 
 
 def rejection_metrics(

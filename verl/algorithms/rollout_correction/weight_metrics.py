@@ -23,7 +23,7 @@ QUANTILES = (25, 50, 75, 95, 99)
 
 @torch.no_grad()
 def weight_metrics(weights: Weights, rows: Rows, level: str, bounds: Bounds) -> dict[str, float]:
-    """Metrics of the weights before bounding; what is bounded shows in the shares of what lies outside.
+    """Metrics of the weights before bounding; the shares outside the bounds show what is clamped.
 
     Args:
         bounds: also clamp the weights for ``std`` and ``eff_sample_size``, so that one outlier does not hide the rest.

@@ -32,7 +32,7 @@ class BasePPOActor:
         )
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of the responses and, if asked for, entropies, (B, T); logits are divided by ``temperature`` first.
+        """Log-probs of the responses and, on request, entropies, (B, T); logits are divided by ``temperature`` first.
 
         ``temperature`` is read from ``data.meta_info``, 1.0 if it is not there; also by `update_policy`.
         """

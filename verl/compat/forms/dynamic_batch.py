@@ -1,4 +1,4 @@
-"""Micro-batches of at most so many tokens, for code that runs a model by hand; the engines plan their own."""
+"""Micro-batches within a token budget, for code that runs a model by hand; the engines plan their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def split_by_tokens(
     Args:
         all_reduce_max: makes the number of micro-batches equal on all data-parallel ranks.
         order_by_work: little work at both ends; else in the order of their first rows.
-        group_size: so many consecutive rows stay together.
+        group_size: number of consecutive rows that stay together.
 
     Returns:
         The micro-batches and the row indices of each.

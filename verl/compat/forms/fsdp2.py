@@ -143,9 +143,9 @@ def fill(saved: StateSection, targets: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: a tensor was not saved, or with another shape, or there is none for a saved one; nothing is
             copied then.
     """
-    apart = sorted(set(saved) ^ set(targets))
-    if apart:
-        raise CheckpointError(f"the checkpoint is of another model or optimizer: {apart[0]} is in one of the two only")
+    extra = sorted(set(saved) ^ set(targets))
+    if extra:
+        raise CheckpointError(f"the checkpoint is of another model or optimizer: {extra[0]} is in one of the two only")
     tensors = {name: target for name, target in targets.items() if isinstance(target, Tensor)}
     for name, target in tensors.items():
         if saved.shape(name) != target.shape:
@@ -162,7 +162,7 @@ class FSDPCheckpointManager:
     """Saves and loads what FSDP2 shards; a checkpoint loads at any number of processes.
 
     Args:
-        processing_class: a tokenizer or processor, saved beside the weights.
+        processing_class: a tokenizer or processor, saved next to the weights.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class FSDPCheckpointManager:
         ranks.together(lambda: (write_part(folder, state, hf=self._write_rest), None))
 
     def _write_rest(self, folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> None:
-        """What lies beside the weights, and on one rank they themselves."""
+        """The files next to the weights, and on one rank the weights."""
         folder.mkdir(parents=True, exist_ok=True)
         if weights is not None:
             write_tensors(folder / "model.safetensors", dict(weights))
@@ -207,19 +207,19 @@ class FSDPCheckpointManager:
         if local_path is None:
             return
         state, _ = _ranks().together(lambda: (read_part(Path(local_path)), None))
-        weights, own = state_of(self.model, self.optimizer)
+        weights, optimizer_state = state_of(self.model, self.optimizer)
         saved = state.section("optimizer")
         _ranks().together(lambda: (fill(state.section("model"), weights), None))  # in place: they are the model's
-        if own and saved:
-            own |= state.scalars["optimizer"]
-            values, _ = _ranks().together(lambda: (fill(saved, _by_name(own["state"])), None))
+        if optimizer_state and saved:
+            optimizer_state |= state.scalars["optimizer"]
+            values, _ = _ranks().together(lambda: (fill(saved, _by_name(optimizer_state["state"])), None))
             for full, value in values.items():
                 name, _, key = full.rpartition("/")
-                own["state"][name][key] = value
-            set_optimizer_state_dict(self.model, self.optimizer, own)
+                optimizer_state["state"][name][key] = value
+            set_optimizer_state_dict(self.model, self.optimizer, optimizer_state)
         epoch = state.scalars["extra"].get("scheduler")
         if self.lr_scheduler is not None and epoch is None:
-            notice("lr_scheduler", f"{local_path} was saved without one: the schedule begins anew")
+            notice("lr_scheduler", f"{local_path} was saved without one: the schedule starts from scratch")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), "last_epoch": epoch})
 

@@ -38,18 +38,18 @@ def with_defaults(defaults: Sequence[str], argv: Sequence[str]) -> list[str]:
     Upstream's configurations of these programs are its PPO configuration of the engine with such defaults.
     """
     words = [_CONFIG_NAME.sub(r"\1ppo_\2", word) for word in argv]
-    said = dict(word.lstrip("+").lower().partition("=")[::2] for word in words)
-    return [*defaults, *_own_pool(said), *words]
+    overrides = dict(word.lstrip("+").lower().partition("=")[::2] for word in words)
+    return [*defaults, *_own_pool(overrides), *words]
 
 
-def _own_pool(said: Mapping[str, str]) -> list[str]:
+def _own_pool(overrides: Mapping[str, str]) -> list[str]:
     """What samplers in a pool of their own need besides: a size, and a way for weights to get there."""
-    if said.get("actor_rollout_ref.hybrid_engine") != "false":
+    if overrides.get("actor_rollout_ref.hybrid_engine") != "false":
         return []
     backend = "nccl" if device.device_count("cuda") else "gloo"
     needs = [f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}"]
     sized = {"rollout.nnodes", "actor_rollout_ref.rollout.nnodes", "trainer.resource_pools"}
-    return needs if sized & said.keys() else [*needs, "actor_rollout_ref.rollout.nnodes=1"]
+    return needs if sized & overrides.keys() else [*needs, "actor_rollout_ref.rollout.nnodes=1"]
 
 
 def one_step_off(argv: Sequence[str] | None = None) -> int:

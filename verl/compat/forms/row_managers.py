@@ -17,7 +17,7 @@ class NaiveRowManager(RewardManagerBase):
     key = "data_source"
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """The score of the function and what it said beside it.
+        """The score of the function and its other values.
 
         Raises:
             RuntimeError: the function failed.
@@ -47,8 +47,8 @@ class DAPORowManager(NaiveRowManager):
     of = dapo.DAPORewardManager
 
     def arguments(self) -> dict[str, Any]:
-        given = self.config.reward.reward_kwargs
-        return {name: given[name] for name in ("max_resp_len", "overlong_buffer_cfg") if name in given}
+        kwargs = self.config.reward.reward_kwargs
+        return {name: kwargs[name] for name in ("max_resp_len", "overlong_buffer_cfg") if name in kwargs}
 
 
 class GDPORowManager(NaiveRowManager):

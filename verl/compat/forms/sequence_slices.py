@@ -80,10 +80,10 @@ def gather_and_unpad(
     group = _group if group is None else group
     if group is None:
         return x
-    whole = _Gather.apply(x, gather_dim, grad_scaler, group)  # type: ignore[no-untyped-call]
+    gathered = _Gather.apply(x, gather_dim, grad_scaler, group)  # type: ignore[no-untyped-call]
     if unpad_dim is None or not padding_size:
-        return whole
-    return whole.narrow(unpad_dim, 0, whole.shape[unpad_dim] - padding_size)
+        return gathered
+    return gathered.narrow(unpad_dim, 0, gathered.shape[unpad_dim] - padding_size)
 
 
 class _Gather(torch.autograd.Function):
@@ -98,5 +98,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own = grads[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)[dist.get_rank(ctx.group)]
-        return own * ctx.factor, None, None, None
+        local = grads[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)[dist.get_rank(ctx.group)]
+        return local * ctx.factor, None, None, None

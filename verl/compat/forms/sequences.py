@@ -102,8 +102,8 @@ def postprocess_data(
             fix="Raise the limit, or set data.truncation to left, right or middle.",
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
-    kept = torch.cat([torch.arange(head), torch.arange(length - (max_length - head), length)]).to(input_ids.device)
-    return input_ids[..., kept], attention_mask[..., kept]
+    positions = torch.cat([torch.arange(head), torch.arange(length - (max_length - head), length)]).to(input_ids.device)
+    return input_ids[..., positions], attention_mask[..., positions]
 
 
 def tokenize_and_postprocess_data(

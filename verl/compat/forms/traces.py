@@ -50,11 +50,11 @@ class RolloutTraceConfig:
     @classmethod
     def get_instance(cls) -> RolloutTraceConfig:
         """What holds now."""
-        known = traces.active()
-        if known is None:
+        active = traces.active()
+        if active is None:
             return cls()
-        names = known.backend.project, known.backend.experiment
-        return cls(known.name, known.backend.client, known.token2text, *names, known.most)
+        names = active.backend.project, active.backend.experiment
+        return cls(active.name, active.backend.client, active.token2text, *names, active.most)
 
     @classmethod
     def get_backend(cls) -> str | None:
@@ -88,9 +88,9 @@ def rollout_trace_attr(
         with traces.left_out():
             yield
         return
-    known = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}
-    given = {key: value for key, value in known.items() if value is not None}
-    with traces.trace(name, {}, {**given, "validate": validate}):
+    labels = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}
+    attributes = {key: value for key, value in labels.items() if value is not None}
+    with traces.trace(name, {}, {**attributes, "validate": validate}):
         yield
 
 
@@ -98,7 +98,7 @@ def rollout_trace_op(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: calls of a function or method, plain or async, stand in the trace with arguments and result.
 
     Outside of any trace a call is one of its own. With ``token2text`` the tokens of a result (``prompt_ids``,
-    ``response_ids``) have their text beside them, if the object that has the method has a ``tokenizer``.
+    ``response_ids``) have their text next to them, if the object that has the method has a ``tokenizer``.
     """
     parameters = inspect.signature(func)
     if inspect.iscoroutinefunction(func):
@@ -133,8 +133,8 @@ def _call(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> It
             if call is not None:
                 has_tokens = hasattr(result, "prompt_ids") and hasattr(result, "__dict__")
                 call.returns(vars(result) if has_tokens else result)
-                known = traces.active()
-                if known is not None and known.token2text and decode is not None:
+                active = traces.active()
+                if active is not None and active.token2text and decode is not None:
                     add_texts(call, decode)
             return result
 

@@ -92,8 +92,8 @@ class ConsoleTracker(Tracker):
         self.console = Console()
         if not self.console.is_terminal:
             self.console = Console(width=max(self.console.width, 120))
-        chosen = ((config or {}).get("trainer") or {}).get("console") or "auto"
-        self._parts = PARTS.get(chosen, ("table",) if self.console.is_terminal else ("line",))
+        mode = ((config or {}).get("trainer") or {}).get("console") or "auto"
+        self._parts = PARTS.get(mode, ("table",) if self.console.is_terminal else ("line",))
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total, self._first, self._began = 0, 0, time.monotonic()

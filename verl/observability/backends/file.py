@@ -26,7 +26,7 @@ class FileTracker(Tracker):
     """One line ``{"step": n, "data": {...}}`` per step, written through at once; NaN and infinity become null.
 
     A run that begins has a file of its own: ``<experiment>.jsonl``, or ``<experiment>-2.jsonl`` and so on where former
-    runs have those. One that goes on does so in its own, behind the step that it resumes from; lines that it will
+    runs have those. A resumed run appends to its own, behind the step that it resumes from; lines that it will
     repeat go to ``<its file>.replaced.jsonl``.
     """
 

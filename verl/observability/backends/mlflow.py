@@ -51,8 +51,8 @@ class MlflowTracker(Tracker):
         if named:
             self._client.update_run(named, status="RUNNING")
             return named
-        known = self._client.get_experiment_by_name(self.project_name)
-        experiment = known.experiment_id if known else self._client.create_experiment(self.project_name)
+        existing = self._client.get_experiment_by_name(self.project_name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(self.project_name)
         return self._client.create_run(experiment, run_name=self.experiment_name).info.run_id
 
     def log(self, data: Mapping[str, Any], step: int) -> None:

@@ -66,9 +66,9 @@ class MlflowTraces(TraceBackend):
         """The number of the experiment; another process may make it at the same moment."""
         client = self.client.MlflowClient()
         for _ in range(2):
-            known = client.get_experiment_by_name(self.project)
-            if known is not None:
-                return str(known.experiment_id)
+            experiment = client.get_experiment_by_name(self.project)
+            if experiment is not None:
+                return str(experiment.experiment_id)
             try:
                 return str(client.create_experiment(self.project))
             except self.client.MlflowException as error:

@@ -52,8 +52,8 @@ class NotebookTracker(Tracker):
             self._display.update(HTML(text))
 
     def _table(self) -> str:
-        known = {key for row in self._rows.values() for key in row}
-        columns = [key for key in SHOWN if key in known] + sorted(key for key in known if key.startswith("val-core/"))
+        logged = {key for row in self._rows.values() for key in row}
+        columns = [key for key in SHOWN if key in logged] + sorted(key for key in logged if key.startswith("val-core/"))
         head = "".join(f"<th>{html.escape(key)}</th>" for key in ("step", *columns))
         lines = [self._line(step, columns) for step in sorted(self._rows)[-LAST:]]
         title = html.escape(f"{self.experiment_name}: step {max(self._rows)} of {self._total}")

@@ -14,7 +14,7 @@ from verl.observability.tracker import Sample, Tracker, numbers, opened
 class SwanlabTracker(Tracker):
     """One SwanLab run; completions become texts with their score as caption.
 
-    Where no mode is asked for and SwanLab's servers cannot be used (no key, no network), the run is written to disk in
+    Where no mode is set and SwanLab's servers cannot be used (no key, no network), the run is written to disk in
     its ``offline`` form, which ``swanlab sync <folder>`` uploads later; a notice says so.
     """
 
@@ -33,21 +33,21 @@ class SwanlabTracker(Tracker):
         self.run = self._open(env.get("SWANLAB_MODE"))
 
     def _open(self, mode: str | None) -> Any:
-        asked = {"project": self.project_name, "name": self.experiment_name, "config": dict(self.config or {})}
+        options = {"project": self.project_name, "name": self.experiment_name, "config": dict(self.config or {})}
         folder = env.get("SWANLAB_LOG_DIR")
         if folder:
-            asked["log_dir"] = env.expand(folder)
+            options["log_dir"] = env.expand(folder)
         if mode:
-            return self._swanlab.init(mode=mode, **asked)
+            return self._swanlab.init(mode=mode, **options)
         try:
-            return self._swanlab.init(**asked)
+            return self._swanlab.init(**options)
         except Exception as error:  # boundary: no key, no network, a server that refuses
             notice(
                 "SWANLAB_MODE",
                 f"the run is tracked offline, because SwanLab's servers cannot be used ({error}); upload it later "
                 "with `swanlab sync <folder>`, or set SWANLAB_API_KEY. SWANLAB_MODE=offline asks for it.",
             )
-            return self._swanlab.init(mode="offline", **asked)
+            return self._swanlab.init(mode="offline", **options)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self.run.log(numbers(data), step=step)

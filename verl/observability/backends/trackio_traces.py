@@ -48,9 +48,9 @@ class TrackioTraces(TraceBackend):
 
 def _messages(trace: TracedCall) -> list[dict[str, Any]]:
     """The conversation: the messages that it began with, and its answer, as text where there is one."""
-    given = trace.inputs.get("raw_prompt")
-    known = isinstance(given, list) and all(isinstance(one, dict) and "role" in one for one in given)
-    messages = list(given) if known and given else [{"role": "user", "content": _text(trace.inputs)}]
+    raw_prompt = trace.inputs.get("raw_prompt")
+    is_chat = isinstance(raw_prompt, list) and all(isinstance(m, dict) and "role" in m for m in raw_prompt)
+    messages = list(raw_prompt) if is_chat and raw_prompt else [{"role": "user", "content": _text(trace.inputs)}]
     outputs = trace.outputs if isinstance(trace.outputs, dict) else {"output": trace.outputs}
     answer = trace.error or outputs.get("response_text") or _text(outputs)
     return [*messages, {"role": "assistant", "content": answer}]
