@@ -88,7 +88,7 @@ def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsy
 
 def test_groups_that_one_thread_samples_at_once_are_lanes_and_no_stages_of_that_thread(tmp_path):
     spans, _ = recorded(tmp_path)
-    first, second = spans.apart("gen", 1, "group 0"), spans.apart("gen", 2, "group 1")
+    first, second = spans.on_lane("gen", 1, "group 0"), spans.on_lane("gen", 2, "group 1")
     first.__enter__()
     time.sleep(1e-4)  # times are written in microseconds
     second.__enter__()

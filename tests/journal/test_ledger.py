@@ -31,7 +31,7 @@ def run_of_two_steps(folder: Path) -> tuple[Ledger, Journal, Position]:
     The position is that of the checkpoint of step 1.
     """
     book, journal = opened(folder)
-    book.asked(1, 0, [A0, A1, B0, B1], rows=[7, 7, 9, 9])
+    book.requested(1, 0, [A0, A1, B0, B1], rows=[7, 7, 9, 9])
     book.noted("sampled", 1, [A0, A1, B0, B1], turns=[1, 1, 1, 3], tokens=[5, 6, 7, 8], finish=["stop"] * 3 + ["abort"],
                newest_version=[0] * 4, oldest_version=[0] * 4)  # fmt: skip
     book.noted("scored", 1, [A0, A1, B0, B1], score=[0.5, float("nan"), 0.0, 0.0])
@@ -40,7 +40,7 @@ def run_of_two_steps(folder: Path) -> tuple[Ledger, Journal, Position]:
     book.trained(1, [A0], {"unscorable": [A1]})
     position = journal.position()
     book.end(1)
-    book.asked(2, 1, [("a2", 0), ("a2", 1)])
+    book.requested(2, 1, [("a2", 0), ("a2", 1)])
     return book, journal, position
 
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_replaces_what_its_repeated_steps_had_written_and_what_its
     ]  # fmt: skip
     assert {name: held[-2][name] for name in ("step", "after")} == {"step": 1, "after": 8}
     assert held[-1] == {"event": "end", "step": 1}
-    again.asked(2, 1, [("a2", 0), ("a2", 1)])
+    again.requested(2, 1, [("a2", 0), ("a2", 1)])
     again.check([("a2", 0), ("a2", 1)])
     assert again.account.sampled == ledger_reader.History.of(journal.path).sampled == 6
     third, _ = opened(tmp_path, 1, position, [("late", 0)])
@@ -122,7 +122,7 @@ def test_a_run_that_resumes_from_what_another_process_had_left_behind_has_that_h
     first.trained(2, [("a2", 0)], {"unscorable": [("a2", 1)]})
     two = journal.position()
     other, _ = opened(tmp_path, 1, one)
-    other.asked(2, 1, [("other", 0)])
+    other.requested(2, 1, [("other", 0)])
     third, journal = opened(tmp_path, 2, two)
     third.check([])
     assert third.account.trained == 2 and third.account.sampled == 6
@@ -133,12 +133,12 @@ def test_a_run_that_resumes_from_what_another_process_had_left_behind_has_that_h
 
 def test_what_was_sampled_ahead_and_is_not_in_the_checkpoint_is_dropped_as_repeated(tmp_path):
     book, journal = opened(tmp_path)
-    book.asked(1, 0, [A0])
-    book.asked(2, 0, [B0, B1])  # during the update of step 1
+    book.requested(1, 0, [A0])
+    book.requested(2, 0, [B0, B1])  # during the update of step 1
     book.trained(1, [A0], {})
     again, journal = opened(tmp_path, 1, journal.position(), [B1])
     assert dict(again.account.dropped) == {"repeated": 1}
-    again.asked(2, 0, [B0])
+    again.requested(2, 0, [B0])
     again.trained(2, [B0, B1], {})
     again.check([])
     attempts = {(s.uid, s.sample, s.facts["attempt"]): s.stage for s in ledger_reader.History.of(journal.path).samples}
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_is_one_error_that_says_what_to_do(tmp_path):
         book = Ledger(journal)
         resource.setrlimit(resource.RLIMIT_FSIZE, (240, 240))
         try:
-            book.asked(1, 0, [("a", k) for k in range(4)], rows=list(range(1000, 1004)))
+            book.requested(1, 0, [("a", k) for k in range(4)], rows=list(range(1000, 1004)))
             book.noted("scored", 1, [("a", k) for k in range(4)], score=[k / 7 for k in range(4)])
         except DataError as error:
             print(error)
@@ -217,7 +217,7 @@ def test_numbers_that_follow_each_other_are_one_range():
 def test_what_rows_and_loops_say_stays_within_its_cell(tmp_path, capsys):
     book, _ = opened(tmp_path)
     name = "x\x1b[2J\nsampled  9"
-    book.asked(1, 0, [(name, 0)])
+    book.requested(1, 0, [(name, 0)])
     book.noted("sampled", 1, [(name, 0)], finish=["abort"], error=["told\nfault: none\x9b"])
     book.trained(1, [], {"failed_loop": [(name, 0)]})
     book.trained(1, [(name, 0)], {})

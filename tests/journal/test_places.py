@@ -27,9 +27,9 @@ def test_only_the_user_reads_what_a_run_records(tmp_path):
 
 def test_a_file_that_an_older_version_made_is_private_from_the_next_start_on(tmp_path):
     (tmp_path / "journal.jsonl").write_text("line\n")
-    assert mode(file_of_run(tmp_path / "journal.jsonl", goes_on=True)) == 0o600
+    assert mode(file_of_run(tmp_path / "journal.jsonl", resumed=True)) == 0o600
     assert (tmp_path / "journal.jsonl").read_text() == "line\n"
-    assert file_of_run(tmp_path / "gone.jsonl", goes_on=True) == tmp_path / "gone.jsonl"
+    assert file_of_run(tmp_path / "gone.jsonl", resumed=True) == tmp_path / "gone.jsonl"
 
 
 def test_metrics_may_be_read_by_others(tmp_path):

@@ -45,11 +45,11 @@ class Steps:
         """A step, which asks for the samples of the next one, and the place of its checkpoint."""
         keys, ahead = [(f"p{step}", 0), (f"p{step}", 1)], (f"p{step + 1}", 0)
         self.record.weights(step)
-        self.ledger.asked(step, 0, keys[1:] if step > 1 else keys)
+        self.ledger.requested(step, 0, keys[1:] if step > 1 else keys)
         self.ledger.noted("scored", step, keys, score=[step / 7, step / 3])
         self.record.add("take", groups=[step])
         self.ledger.noted("batch", step, keys)
-        self.ledger.asked(step + 1, 0, [ahead])
+        self.ledger.requested(step + 1, 0, [ahead])
         self.ledger.trained(step, keys[:1], {"unscorable": keys[1:]})
         times = {"thread": "main", "begin": float(step), "end": step + 0.75}
         self.journal.write(*({"event": "span", "step": step, "stage": stage, **times} for stage in ("step", "gen")))
@@ -244,7 +244,7 @@ def test_a_wrong_segment_is_named_and_left_as_it_is_by_a_resumed_run(tmp_path, s
     segments = segments_of(folder / NAME)
     third, lines = segments[3], segments[3].read_bytes().splitlines(keepends=True)
     other = Steps(tmp_path / "other")
-    other.ledger.asked(9, 9, [("x", 0)])
+    other.ledger.requested(9, 9, [("x", 0)])
     for step in (1, 2, 3):
         other.write(step)
         other.journal.rotate(step)

@@ -212,7 +212,7 @@ def test_other_prompts_under_the_same_name_are_not_mixed_with_answers_to_the_old
         assert run() == 2
     finally:
         pq.write_table(table, "prompts.parquet")
-    assert "another setting of prompts lies beside the output" in capsys.readouterr().err
+    assert "another setting of prompts is stored next to the output" in capsys.readouterr().err
 
 
 def test_other_weights_under_the_same_name_are_not_mixed_with_answers_of_the_old_ones(here, capsys):
@@ -220,7 +220,7 @@ def test_other_weights_under_the_same_name_are_not_mixed_with_answers_of_the_old
     weights = here / "model" / "model.safetensors"
     os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
     assert run() == 2
-    assert "another setting of model lies beside the output" in capsys.readouterr().err
+    assert "another setting of model is stored next to the output" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_write_one_output(here, capsys):
@@ -228,7 +228,7 @@ def test_two_runs_do_not_write_one_output(here, capsys):
     with Path("out.parquet.partial").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert run() == 2
-    assert "another run that goes on writes this file" in capsys.readouterr().err
+    assert "another running job writes this file" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_one_message(here, capsys):
@@ -300,7 +300,7 @@ def test_requests_to_servers_that_could_never_be_made_are_refused_by_their_key(h
 def test_going_on_with_other_settings_is_refused(here, capsys):
     write_partial([["a", "b"]] * 3)
     assert run("rollout.temperature=0.5") == 2
-    assert "an interrupted run with another setting of sampling lies beside the output" in capsys.readouterr().err
+    assert "an interrupted run with another setting of sampling is stored next to the output" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_cut_is_told(here):

@@ -104,9 +104,7 @@ class Account:
     def state(self) -> dict[str, Any]:
         """All of it, for an entry ``run`` whose journal may lose what is before it."""
         counts = {"sampled": self.sampled, "trained": self.trained, "last_step": self.last_step, "faults": self.faults}
-        open_ones = [
-            [one.id, one.uid, one.sample, one.step, one.epoch, one.row, one.stage] for one in self.open.values()
-        ]
+        open_ones = [[r.id, r.uid, r.sample, r.step, r.epoch, r.row, r.stage] for r in self.open.values()]
         return {**counts, "dropped": self.dropped, "open": open_ones}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -117,22 +115,22 @@ class Account:
 
     def ids(self, keys: Iterable[Key]) -> tuple[list[int], list[Key]]:
         """Numbers of samples in flight, and the keys that are none; the same key twice gives two attempts at it."""
-        known: list[int] = []
+        ids: list[int] = []
         unknown: list[Key] = []
         times: dict[Key, int] = {}
         for key in keys:
             waiting, before = self._ids.get(key, ()), times.get(key, 0)
             times[key] = before + 1
             if before < len(waiting):
-                known.append(waiting[before])
+                ids.append(waiting[before])
             else:
                 unknown.append(key)
-        return known, unknown
+        return ids, unknown
 
     def missing(self, waiting: Iterable[Key]) -> list[SampleRecord]:
         """Samples in flight that are not among those that wait: they were lost."""
         held = set(self.ids(waiting)[0])
-        return [one for number, one in self.open.items() if number not in held]
+        return [record for number, record in self.open.items() if number not in held]
 
     def _ask(self, entry: Entry, step: int) -> None:
         first, epoch, rows = int(entry["first"]), int(entry.get("epoch", 0)), entry.get("row")
@@ -143,9 +141,9 @@ class Account:
             self._begin(SampleRecord(first + number, uid, sample, step, epoch, None if rows is None else rows[place]))
             self.sampled += 1
 
-    def _begin(self, one: SampleRecord) -> None:
-        self.open[one.id] = one
-        self._ids.setdefault((one.uid, one.sample), []).append(one.id)
+    def _begin(self, record: SampleRecord) -> None:
+        self.open[record.id] = record
+        self._ids.setdefault((record.uid, record.sample), []).append(record.id)
 
     def _note(self, kind: str, entry: Entry, step: int) -> None:
         for number in numbers_in(entry["ids"]):
@@ -153,12 +151,12 @@ class Account:
 
     def _settle(self, kind: str, entry: Entry, step: int) -> None:
         for number in numbers_in(entry["ids"]):
-            one = self.open.pop(number)
-            one.stage = kind
-            same = self._ids[one.uid, one.sample]
+            record = self.open.pop(number)
+            record.stage = kind
+            same = self._ids[record.uid, record.sample]
             same.remove(number)
             if not same:
-                del self._ids[one.uid, one.sample]
+                del self._ids[record.uid, record.sample]
             if kind == "trained":
                 self.trained += 1
             else:
@@ -166,7 +164,7 @@ class Account:
 
 
 def keys_in(entry: Entry) -> Iterator[Key]:
-    """Who was asked for: ``uid`` of every prompt and the number of answers to ``each``, or both of every row."""
+    """The requested samples: ``uid`` of every prompt and the number of answers to ``each``, or both of every row."""
     if "each" in entry:
         return ((str(uid), sample) for uid in entry["uid"] for sample in range(entry["each"]))
     return ((str(uid), int(sample)) for uid, sample in zip(entry["uid"], entry["sample"], strict=True))
@@ -191,4 +189,4 @@ def numbers_in(made: Iterable[Sequence[int]]) -> Iterator[int]:
 def names_of(samples: Sequence[object]) -> str:
     """A few of them for a message, and how many more there are."""
     more = len(samples) - NAMED
-    return ", ".join(str(one) for one in samples[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(str(record) for record in samples[:NAMED]) + (f" and {more} more" if more > 0 else "")

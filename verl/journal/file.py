@@ -73,8 +73,8 @@ class Position:
             DataError: its file is damaged.
         """
         try:
-            kept = read_json((checkpoint / POSITION).read_bytes())
-            return cls(int(kept["entries"]), str(kept["check"]), int(kept["decisions"]))
+            position = read_json((checkpoint / POSITION).read_bytes())
+            return cls(int(position["entries"]), str(position["check"]), int(position["decisions"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -405,7 +405,7 @@ def _next_line(segment: int, after: int, check: str) -> bytes:
 def _damaged(path: Path, number: int) -> DamagedJournal:
     """The error that an entry is none, with its line in the segment that has it."""
     begins = [(int(_head_of(place)["after"]), place) for segment, place in segments_of(path).items() if segment > 1]
-    before, place = max(one for one in [(0, path), *begins] if one[0] < number)
+    before, place = max(begin for begin in [(0, path), *begins] if begin[0] < number)
     return DamagedJournal(f"line {number - before} is not an entry of a journal", got=str(place))
 
 

@@ -1,6 +1,6 @@
 """Who worked when: ``python -m verl.journal.gantt RUN -o gantt.svg [--steps 2-5]`` draws a run's trace.
 
-A row per role, time from left to right, and a shade per step, so that sampling for step k + 1 beside the training of
+A row per role, time from left to right, and a shade per step, so that sampling for step k + 1 during the training of
 step k is seen as such. It also prints for how many seconds each role was idle.
 """
 
@@ -57,7 +57,7 @@ def by_role(spans: Iterable[Span]) -> dict[str, list[Span]]:
 def busy_seconds(spans: Iterable[Span]) -> float:
     """Seconds that at least one of the spans covers."""
     total, until = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda one: one.begin):
+    for span in sorted(spans, key=lambda interval: interval.begin):
         total += max(0.0, span.end - max(span.begin, until))
         until = max(until, span.end)
     return total
@@ -69,19 +69,19 @@ def of_steps(spans: Sequence[Span], first: int, last: int) -> list[Span]:
     Raises:
         DataError: none of them is in the trace.
     """
-    frames = {one.step: one for one in spans if one.stage in AROUND and first <= one.step <= last}
+    frames = {span.step: span for span in spans if span.stage in AROUND and first <= span.step <= last}
     if not frames:
-        known = sorted({one.step for one in spans if one.stage in AROUND})
-        allowed = f"{known[0]} to {known[-1]}" if known else "none"
+        steps = sorted({span.step for span in spans if span.stage in AROUND})
+        allowed = f"{steps[0]} to {steps[-1]}" if steps else "none"
         raise DataError("none of these steps is in the trace", key="--steps", got=f"{first}-{last}", allowed=allowed)
-    begin, end = min(one.begin for one in frames.values()), max(one.end for one in frames.values())
-    inside = (one for one in spans if one.end > begin and one.begin < end)
-    return [Span(one.stage, one.step, one.thread, max(begin, one.begin), min(end, one.end)) for one in inside]
+    begin, end = min(span.begin for span in frames.values()), max(span.end for span in frames.values())
+    inside = (span for span in spans if span.end > begin and span.begin < end)
+    return [Span(span.stage, span.step, span.thread, max(begin, span.begin), min(end, span.end)) for span in inside]
 
 
 def idle_table(spans: Sequence[Span]) -> str:
     """Busy and idle seconds of each role."""
-    length = max(one.end for one in spans) - min(one.begin for one in spans)
+    length = max(span.end for span in spans) - min(span.begin for span in spans)
     lines = [f"{'role':<12}{'busy s':>10}{'idle s':>10}{'idle':>8}"]
     for role, work in by_role(spans).items():
         busy = busy_seconds(work)
@@ -92,10 +92,10 @@ def idle_table(spans: Sequence[Span]) -> str:
 def draw(spans: Sequence[Span], title: str) -> str:
     """An SVG picture."""
     rows = by_role(spans)
-    begin, length = min(one.begin for one in spans), max(one.end for one in spans) - min(one.begin for one in spans)
+    begin, length = min(s.begin for s in spans), max(s.end for s in spans) - min(s.begin for s in spans)
     scale, height = (WIDTH - LABEL - 12) / length, TOP + ROW * len(rows) + 26
     parts = [f'<text x="{LABEL}" y="18" font-weight="bold">{escape(title)}</text>']
-    tick = next((one for one in TICKS if length / one <= 12), TICKS[-1])
+    tick = next((step for step in TICKS if length / step <= 12), TICKS[-1])
     for number in range(int(length / tick) + 1):
         x = LABEL + number * tick * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{height - 22}" stroke="#d9dee5"/>')
@@ -103,16 +103,16 @@ def draw(spans: Sequence[Span], title: str) -> str:
     for place, (role, work) in enumerate(rows.items()):
         y = TOP + ROW * place
         parts.append(f'<text x="{LABEL - 8}" y="{y + 14}" text-anchor="end">{role}</text>')
-        for one in work:
-            x, width = LABEL + (one.begin - begin) * scale, max(0.6, (one.end - one.begin) * scale)
-            said = escape(f"step {one.step}: {one.stage}, {one.end - one.begin:.3f} s, thread {one.thread}")
+        for span in work:
+            x, width = LABEL + (span.begin - begin) * scale, max(0.6, (span.end - span.begin) * scale)
+            tooltip = escape(f"step {span.step}: {span.stage}, {span.end - span.begin:.3f} s, thread {span.thread}")
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{COLORS[role][one.step % 2]}">'
-                f"<title>{said}</title></rect>"
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{COLORS[role][span.step % 2]}">'
+                f"<title>{tooltip}</title></rect>"
             )
-            if width > 9 * len(str(one.step)) + 4:
+            if width > 9 * len(str(span.step)) + 4:
                 middle = x + width / 2
-                parts.append(f'<text x="{middle:.1f}" y="{y + 14}" text-anchor="middle" fill="#fff">{one.step}</text>')
+                parts.append(f'<text x="{middle:.1f}" y="{y + 14}" text-anchor="middle" fill="#fff">{span.step}</text>')
     style = "font-family: DejaVu Sans, sans-serif; font-size: 11px"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" style="{style}" fill="#1f2a36">'
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>', *parts, "</svg>", ""])

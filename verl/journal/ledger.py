@@ -52,13 +52,13 @@ class Ledger:
                 self.end(step)
             _, unknown = self.account.ids(waiting)
             if unknown:
-                self.asked(step, 0, unknown)
-            gone = [(one.uid, one.sample) for one in self.account.missing(waiting)]
+                self.requested(step, 0, unknown)
+            gone = [(record.uid, record.sample) for record in self.account.missing(waiting)]
             self.dropped(step, "repeated", gone)
 
     # ---- events ------------------------------------------------------------------------------------------------
 
-    def asked(self, step: int, epoch: int, keys: Sequence[Key], rows: Sequence[Any] | None = None) -> None:
+    def requested(self, step: int, epoch: int, keys: Sequence[Key], rows: Sequence[Any] | None = None) -> None:
         """Answers are going to be sampled; from here on each has to be trained on, dropped, or waiting.
 
         Args:
@@ -83,10 +83,10 @@ class Ledger:
             self._add(self._entry(event, step, keys, {name: _packed(values) for name, values in columns.items()}))
 
     def moved(self, step: int, requests: Sequence[tuple[str, int, int]]) -> None:
-        """A replica was lost with these requests, or taken back, and another one goes on; once for each time.
+        """A replica was lost with these requests, or taken back, and another one continues them; once for each time.
 
         Args:
-            requests: uid, sample index, and tokens of the response with which it goes on.
+            requests: uid, sample index, and tokens of the response with which it continues.
         """
         with self._lock:
             for uid, sample, kept in requests:
@@ -130,7 +130,7 @@ class Ledger:
             faults.append(f"{len(lost)} samples were lost: {names_of(lost)}")
         settled = account.trained + account.dropped.total() + len(account.open)
         if account.sampled != settled:
-            faults.append(f"{account.sampled} samples were asked for, and {settled} are accounted for")
+            faults.append(f"{account.sampled} samples were requested, and {settled} are accounted for")
         if faults:
             raise DataError(
                 f"the account of the samples does not balance: {names_of(faults)}",

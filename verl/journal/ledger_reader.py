@@ -51,31 +51,31 @@ class History(Account):
 
     @property
     def samples(self) -> list[SampleRecord]:
-        """Those that are kept, and of those in flight the ones like them, in the order in which they were asked for."""
-        in_flight = (one for one in self.open.values() if self._keeps is None or self._keeps(one))
-        return sorted([*self._settled, *in_flight], key=lambda one: one.id)
+        """Those that are kept, and of those in flight the ones like them, in request order."""
+        in_flight = (record for record in self.open.values() if self._keeps is None or self._keeps(record))
+        return sorted([*self._settled, *in_flight], key=lambda record: record.id)
 
-    def fate(self, one: SampleRecord) -> str:
+    def fate(self, record: SampleRecord) -> str:
         """What became of a sample, in a sentence."""
-        facts = one.facts
-        if one.stage == "trained":
+        facts = record.facts
+        if record.stage == "trained":
             return f"trained in step {facts['settled']}, which made version {facts['version']}"
-        if one.stage == "dropped":
+        if record.stage == "dropped":
             why = f"dropped in step {facts['settled']}: {facts['reason']}, {REASONS.get(facts['reason'], '?')}"
             return f"{why} ({facts['error']})" if facts.get("error") else why
         return {
             "asked": "being sampled",
             "moved": "being sampled, by another replica",
             "batch": f"in the batch of step {facts.get('batch')}, in work",
-        }.get(one.stage, "waits for a batch")
+        }.get(record.stage, "waits for a batch")
 
     def _ask(self, entry: Entry, step: int) -> None:
         before = set(self.open)
         super()._ask(entry, step)
         for number in sorted(self.open.keys() - before):
-            one = self.open[number]
-            self._attempts[one.uid, one.sample] += 1
-            one.facts["attempt"] = self._attempts[one.uid, one.sample]
+            record = self.open[number]
+            self._attempts[record.uid, record.sample] += 1
+            record.facts["attempt"] = self._attempts[record.uid, record.sample]
 
     def _note(self, kind: str, entry: Entry, step: int) -> None:
         super()._note(kind, entry, step)
@@ -92,13 +92,13 @@ class History(Account):
     def _settle(self, kind: str, entry: Entry, step: int) -> None:
         ended = [self.open[number] for number in numbers_in(entry["ids"])]
         super()._settle(kind, entry, step)
-        for one in ended:
-            one.facts["settled"] = step
-            one.facts |= {name: entry[name] for name in ("reason", "version") if name in entry}
+        for record in ended:
+            record.facts["settled"] = step
+            record.facts |= {name: entry[name] for name in ("reason", "version") if name in entry}
             if kind == "trained":
-                del self._attempts[one.uid, one.sample]
-            if self._keeps is None or self._keeps(one):
-                self._settled.append(one)
+                del self._attempts[record.uid, record.sample]
+            if self._keeps is None or self._keeps(record):
+                self._settled.append(record)
 
 
 def fill(account: Account, path: Path) -> None:
@@ -129,32 +129,32 @@ def ledger_in(place: Path) -> Path:
 
 def account_table(history: Account) -> str:
     """How many samples came to which end."""
-    stages = [one.stage for one in history.open.values()]
+    stages = [record.stage for record in history.open.values()]
     rows = [("sampled", history.sampled, ""), ("trained on", history.trained, "")]
     rows += [
         (f"dropped: {reason}", count, REASONS.get(reason, "")) for reason, count in sorted(history.dropped.items())
     ]
     rows += [(f"waiting: {stage}", stages.count(stage), "") for stage in WAITING if stage in stages]
     lines = table(("account", "samples", "meaning"), rows)
-    faults = (f"fault: {one_line(one)}" for one in history.faults)
+    faults = (f"fault: {one_line(fault)}" for fault in history.faults)
     return "\n".join([lines, f"last complete step: {history.last_step}", *faults])
 
 
 def samples_table(history: History, samples: Sequence[SampleRecord], limit: int) -> str:
     """A row per sample."""
-    rows = [(*_cells(one), history.fate(one)) for one in samples[:limit]]
+    rows = [(*_cells(record), history.fate(record)) for record in samples[:limit]]
     shown = table((*COLUMNS, "what became of it"), rows)
     more = len(samples) - limit
     return f"{shown}\n{more} more: --limit shows them" if more > 0 else f"{shown}\n{len(samples)} samples"
 
 
-def _cells(one: SampleRecord) -> tuple[Any, ...]:
-    facts = one.facts
+def _cells(entry: SampleRecord) -> tuple[Any, ...]:
+    facts = entry.facts
     oldest, newest = facts.get("oldest_version"), facts.get("newest_version")
     versions = newest if oldest == newest else f"{oldest}-{newest}"
     score = facts.get("score")
     return (
-        one.uid, one.sample, one.row, facts.get("attempt"), one.step, facts.get("turns"), facts.get("tokens"),
+        entry.uid, entry.sample, entry.row, facts.get("attempt"), entry.step, facts.get("turns"), facts.get("tokens"),
         facts.get("finish"), versions, facts.get("kept"), None if score is None else f"{score:g}", facts.get("batch"),
     )  # fmt: skip
 
@@ -174,11 +174,11 @@ def one_line(value: Any) -> str:
 def asked_for(step: int | None, uid: str | None, dropped: str | None) -> Choice:
     """The samples that a question is about: those of a step's batch, of a prompt, dropped for a reason (any: "")."""
 
-    def is_meant(one: SampleRecord) -> bool:
-        is_dropped = one.stage == "dropped" and dropped in ("", one.facts["reason"])
+    def is_meant(record: SampleRecord) -> bool:
+        is_dropped = record.stage == "dropped" and dropped in ("", record.facts["reason"])
         return (
-            (step is None or one.facts.get("batch") == step)
-            and (uid is None or one.uid == uid)
+            (step is None or record.facts.get("batch") == step)
+            and (uid is None or record.uid == uid)
             and (dropped is None or is_dropped)
         )
 
@@ -201,9 +201,9 @@ def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, 
     history = History.of(path, asked_for(step, uid, dropped))
     samples = history.samples
     if not samples and uid is not None:
-        known = {str(name) for entry in entries_in(path) if entry["event"] == "asked" for name in entry["uid"]}
-        if uid not in known:
-            raise DataError("the ledger knows no such prompt", key="--uid", got=uid, fix=suggest(uid, sorted(known)))
+        uids = {str(name) for entry in entries_in(path) if entry["event"] == "asked" for name in entry["uid"]}
+        if uid not in uids:
+            raise DataError("the ledger knows no such prompt", key="--uid", got=uid, fix=suggest(uid, sorted(uids)))
     if not samples and step is not None:
         known_steps = f"{history.steps[0]} to {history.steps[1]}" if history.steps else "none"
         raise DataError("no batch of this step is in the ledger", key="--step", got=step, allowed=known_steps)

@@ -1,4 +1,4 @@
-"""Files and folders that belong to one run: one that begins takes a free name, one that goes on its own."""
+"""Files and folders that belong to one run: a new run takes a free name, a resumed one its own."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from itertools import count
 from pathlib import Path
 
 
-def file_of_run(path: Path, goes_on: bool = False, before: str | None = None, private: bool = True) -> Path:
+def file_of_run(path: Path, resumed: bool = False, before: str | None = None, private: bool = True) -> Path:
     """``path``, or ``<stem>-2<suffix>`` and so on where other runs have a file of that name; made empty if new.
 
     Args:
-        goes_on: the run goes on.
+        resumed: the run continues from a checkpoint.
         before: the name of its file so far; None where that is not known.
         private: only the user may read it, as the run's configuration; also one that an older version made.
     """
-    place = _of_run(path, goes_on, before, _new_private_file if private else _new_file)
-    if private and goes_on:
+    place = _of_run(path, resumed, before, _new_private_file if private else _new_file)
+    if private and resumed:
         with suppress(FileNotFoundError):
             place.chmod(0o600)
     return place
 
 
-def folder_of_run(path: Path, goes_on: bool = False, before: str | None = None) -> Path:
+def folder_of_run(path: Path, resumed: bool = False, before: str | None = None) -> Path:
     """The same for a folder, which may be there already while it is empty."""
-    return _of_run(path, goes_on, before, _new_folder)
+    return _of_run(path, resumed, before, _new_folder)
 
 
 def newest_file(path: Path) -> Path | None:
@@ -51,9 +51,9 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _of_run(path: Path, goes_on: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
+def _of_run(path: Path, resumed: bool, before: str | None, take: Callable[[Path], bool]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if goes_on and (before is None or _number(path, before)):
+    if resumed and (before is None or _number(path, before)):
         return path.with_name(before or path.name)
     for number in count(1):
         place = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
@@ -80,7 +80,7 @@ def _new_folder(place: Path) -> bool:
     if place.is_dir():
         return not any(place.iterdir())
     if place.exists():
-        return True  # a file: whoever writes there says so
+        return True  # a file: the writer reports it
     try:
         place.mkdir()
     except FileExistsError:

@@ -5,7 +5,7 @@ has the settings and the content behind them.
 
 - ``weights``: the samplers have a version.
 - ``admit``: groups begin, with the newest version and the identities of their prompts. ``again``: a resumed run samples
-  groups from their prompts anew.
+  groups again from their prompts.
 - ``ended``: groups that training hears of, in this order: how each request was served (replica, version and number of
   tokens of each of its spans, and how it ended), or why the group came to nothing. ``calls``: how often training had
   looked in vain since the decision before. ``answers``: the tokens whose weights no later checkpoint has.
@@ -135,8 +135,8 @@ class Script:
         self.path, self.about, self.decisions, self.at = path, about, decisions, 0
         self._ends: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
         for number, entry in enumerate(decisions):
-            for one in _ended(entry):
-                self._ends.setdefault(one["group"], []).append((number, one))
+            for group in _ended(entry):
+                self._ends.setdefault(group["group"], []).append((number, group))
 
     @classmethod
     def read(cls, place: Path) -> Script:
@@ -176,10 +176,10 @@ class Script:
         return {"event": ""} if self.is_over else self.decisions[self.at]
 
     def begin(self, count: int) -> None:
-        """Go on after so many decisions, which a checkpoint knows.
+        """Continue after ``count`` decisions, which a checkpoint knows.
 
         Raises:
-            ReplayError: there are not so many, or the next ones are no longer in the journal.
+            ReplayError: there are fewer, or the next ones are no longer in the journal.
         """
         if self.decisions[count : count + 1] == [DROPPED]:
             message = f"the journal speaks of the steps after {self.about['step']}: the decisions before were dropped"
@@ -258,21 +258,21 @@ def _ended(entry: Entry) -> Sequence[Mapping[str, Any]]:
 
 def _decision(entry: Entry) -> Entry:
     """What must be equal in a replay: everything but the replicas, and what a resume would need."""
-    kept = {name: value for name, value in entry.items() if name not in NOT_COMPARED}
+    decision = {name: value for name, value in entry.items() if name not in NOT_COMPARED}
     if entry["event"] == "ended":
-        kept["groups"] = [
-            {"group": one["group"], "why": one["why"],
-             "requests": {name: [counts_of(its), its["finish"]] for name, its in sorted(one["requests"].items())}}
-            for one in entry["groups"]
+        decision["groups"] = [
+            {"group": group["group"], "why": group["why"],
+             "requests": {name: [counts_of(its), its["finish"]] for name, its in sorted(group["requests"].items())}}
+            for group in entry["groups"]
         ]  # fmt: skip
-    return kept
+    return decision
 
 
 def _difference(was: Entry, now: Entry) -> tuple[str, str]:
     """The two decisions, of the same kind only where they differ."""
     if was["event"] == now["event"]:
         names = [name for name in {**was, **now} if name == "event" or was.get(name) != now.get(name)]
-        was, now = ({name: one.get(name) for name in names} for one in (was, now))
+        was, now = ({name: decision.get(name) for name in names} for decision in (was, now))
     return _shown(was), _shown(now)
 
 
@@ -302,10 +302,10 @@ def _check_order(end: Mapping[str, Any], path: Path) -> None:
         DataError: one does; a replica was lost meanwhile.
     """
     newest: dict[str, int] = {}
-    for name, request in sorted(end["requests"].items(), key=lambda one: int(one[0].rpartition("-")[2])):
-        one = name.rpartition("-")[0]
+    for name, request in sorted(end["requests"].items(), key=lambda item: int(item[0].rpartition("-")[2])):
+        sample = name.rpartition("-")[0]
         for version, _ in counts_of(request):
-            if version < newest.get(one, version):
+            if version < newest.get(sample, version):
                 raise DataError(f"request {name} went on with older weights, at another replica: no replay can do that",
                     key=KEY, got=str(path))  # fmt: skip
-            newest[one] = version
+            newest[sample] = version

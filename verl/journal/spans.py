@@ -43,7 +43,7 @@ class Activity:
     """A thread of the controller that is inside of stages, the outermost first.
 
     Args:
-        progress: when it last entered or left one, or said that it goes on.
+        progress: when it last entered or left one, or reported progress.
     """
 
     ident: int
@@ -70,14 +70,14 @@ class Spans:
     @contextmanager
     def span(self, stage: str, step: int) -> Iterator[None]:
         """A stage begins, and ends with the block."""
-        one = self._enter(stage, step)
+        span = self._enter(stage, step)
         try:
             yield
         finally:
-            self._leave(one)
+            self._leave(span)
 
     @contextmanager
-    def apart(self, stage: str, step: int, lane: str) -> Iterator[None]:
+    def on_lane(self, stage: str, step: int, lane: str) -> Iterator[None]:
         """As `span`, of work that shares its thread with other work: ``lane`` is its name, and `open` has it not."""
         begin = now()
         try:
@@ -88,14 +88,14 @@ class Spans:
                     self._done.append(Span(stage, step, lane, begin, now()))
 
     def _enter(self, stage: str, step: int) -> Span:
-        ident, one = threading.get_ident(), Span(stage, step, threading.current_thread().name, now())
+        ident, span = threading.get_ident(), Span(stage, step, threading.current_thread().name, now())
         with self._lock:
-            activity = self._open.setdefault(ident, Activity(ident, [], one.begin))
-            activity.stages.append(one)
-            activity.progress = one.begin
-        return one
+            activity = self._open.setdefault(ident, Activity(ident, [], span.begin))
+            activity.stages.append(span)
+            activity.progress = span.begin
+        return span
 
-    def _leave(self, one: Span) -> None:
+    def _leave(self, span: Span) -> None:
         ident = threading.get_ident()
         with self._lock:
             activity = self._open[ident]
@@ -104,17 +104,17 @@ class Spans:
             if not activity.stages:
                 del self._open[ident]
             if self._journal is not None:
-                self._done.append(Span(one.stage, one.step, one.thread, one.begin, end))
+                self._done.append(Span(span.stage, span.step, span.thread, span.begin, end))
 
     def progress(self, ident: int | None = None, seconds_ago: float = 0.0) -> None:
-        """A thread, the calling one by default, goes on with the stage that it is in, or has done so a while ago."""
+        """Report progress of a thread, the calling one by default, inside its stage, now or ``seconds_ago``."""
         with self._lock:
             activity = self._open.get(threading.get_ident() if ident is None else ident)
             if activity is not None:
                 activity.progress = max(activity.progress, now() - seconds_ago)
 
     def progress_of_all(self) -> None:
-        """As `progress`, of every thread: what they wait for goes on."""
+        """As `progress`, of every thread: what they wait for makes progress."""
         with self._lock:
             for activity in self._open.values():
                 activity.progress = now()
@@ -122,7 +122,7 @@ class Spans:
     def open(self) -> list[Activity]:
         """The threads that are inside of stages now."""
         with self._lock:
-            return [Activity(one.ident, list(one.stages), one.progress) for one in self._open.values()]
+            return [Activity(a.ident, list(a.stages), a.progress) for a in self._open.values()]
 
     def record_in(self, journal: Journal) -> None:
         """Append finished stages to the journal of the run at every `flush`."""
@@ -165,9 +165,9 @@ def read_spans(place: Path) -> list[Span]:
             raise DataError(f"line {number} is no span", got=str(path)) from error
     if not spans:
         raise DataError("the journal has no span", got=str(path), fix=f"{KEY}=true records them.")
-    return sorted(spans, key=lambda one: (one.begin, -one.end))
+    return sorted(spans, key=lambda span: (span.begin, -span.end))
 
 
-def _entry(one: Span) -> dict[str, Any]:
-    times = {"begin": round(one.begin, 6), "end": round(one.end, 6)}
-    return {"event": EVENT, "step": one.step, "stage": one.stage, "thread": one.thread, **times}
+def _entry(span: Span) -> dict[str, Any]:
+    times = {"begin": round(span.begin, 6), "end": round(span.end, 6)}
+    return {"event": EVENT, "step": span.step, "stage": span.stage, "thread": span.thread, **times}

@@ -11,7 +11,7 @@ class CopyCheck:
     """See `Engine.compare_copies`.
 
     Args:
-        every: so many steps; below 1: never.
+        every: in steps; below 1: never.
     """
 
     def __init__(self, every: int):

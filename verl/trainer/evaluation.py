@@ -52,10 +52,10 @@ def read_answers(
         DataError: a missing column, a row without answers, or something that is no text.
     """
     table, origin = read_files(path, key=key)
-    wanted = [data.response_key]
-    wanted += [data.reward_model_key] if has_truths else []
-    wanted += [data.data_source_key] if needs_source else []
-    for column in wanted:
+    columns = [data.response_key]
+    columns += [data.reward_model_key] if has_truths else []
+    columns += [data.data_source_key] if needs_source else []
+    for column in columns:
         require_column(column, table.column_names, file=origin.files[0], key=f"data.{_setting_of(column, data)}")
     samples, prompts, texts = [], [], []
     for number, row in enumerate(table.to_pylist()):
@@ -133,9 +133,9 @@ def _grouped(rows: Sequence[int], prompts: Sequence[int], values: Sequence[Any])
     """prompt -> the values of its answers; an answer without one is left out, its prompt is not."""
     groups: dict[int, list[Any]] = {}
     for i in rows:
-        kept = groups.setdefault(prompts[i], [])
+        group_values = groups.setdefault(prompts[i], [])
         if values[i] is not None:
-            kept.append(values[i])
+            group_values.append(values[i])
     return groups
 
 

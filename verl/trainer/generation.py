@@ -240,7 +240,7 @@ class Finished:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             fix = "Wait for it, or set another data.output_path."
-            raise DataError("another run that goes on writes this file", key=str(self.path), fix=fix) from error
+            raise DataError("another running job writes this file", key=str(self.path), fix=fix) from error
         except OSError:  # this file system has no locks
             return
 
@@ -276,14 +276,14 @@ class Finished:
             settings = None
         if not isinstance(settings, dict):
             raise DataError(
-                "an interrupted run lies beside the output, and the line with its settings is damaged",
+                "an interrupted run is stored next to the output, and the line with its settings is damaged",
                 key=str(self.path),
                 fix="Delete that file, or set another data.output_path.",
             )
         other = [name for name in self._fingerprint if settings.get(name) != self._fingerprint[name]]
         if other:
             raise DataError(
-                f"an interrupted run with another setting of {', '.join(other)} lies beside the output",
+                f"an interrupted run with another setting of {', '.join(other)} is stored next to the output",
                 key=str(self.path),
                 got=settings.get(other[0]),
                 allowed=str(self._fingerprint[other[0]]),

@@ -121,8 +121,8 @@ class ReplicaKeeper:
         places = [slots[first : first + self._each] for first in range(0, len(slots), self._each)]
         ranks = len(self._actors.addresses)
         with ThreadPoolExecutor(len(places)) as threads:
-            made = [threads.submit(self._start, self._next_name(), place) for place in places]
-        units = [one.result() for one in made]
+            starts = [threads.submit(self._start, self._next_name(), place) for place in places]
+        units = [start.result() for start in starts]
         asyncio.run(_all([unit.call_all(ReplicaWorker.init_model) for unit in units]))
         self._replicas = [
             Placed(unit.name, unit, place, number % ranks) for number, (unit, place) in enumerate(zip(units, places))
@@ -131,17 +131,17 @@ class ReplicaKeeper:
     @property
     def handles(self) -> dict[str, Handle]:
         """Name of a replica -> handle on the worker that leads it."""
-        return {one.name: one.unit.handle for one in self._replicas}
+        return {replica.name: replica.unit.handle for replica in self._replicas}
 
     @property
     def addresses(self) -> list[str]:
         """Of the machines on which replicas lie."""
-        return sorted({member.address for one in self._replicas for member in one.unit.members})
+        return sorted({member.address for replica in self._replicas for member in replica.unit.members})
 
     def feeds(self) -> list[list[str]]:
         """Names of the replicas of each rank of the actor."""
         ranks = range(len(self._actors.addresses))
-        return [[one.name for one in self._replicas if one.rank == rank] for rank in ranks]
+        return [[replica.name for replica in self._replicas if replica.rank == rank] for rank in ranks]
 
     def _next_name(self) -> str:
         self._started += 1
@@ -163,8 +163,8 @@ class ReplicaKeeper:
             moved: is called in that thread with the requests that went to another replica.
         """
         self._moved = moved
-        for one in self._replicas:
-            one.last_heartbeat = time.monotonic()  # what was loaded since may have taken longer than the limit
+        for replica in self._replicas:
+            replica.last_heartbeat = time.monotonic()  # what was loaded since may have taken longer than the limit
         self._loop = asyncio.new_event_loop()
         self._looking = self._loop.create_task(self._look_for_ever())
         self._thread = threading.Thread(target=self._run, name="verl-replicas", daemon=True)
@@ -181,11 +181,11 @@ class ReplicaKeeper:
     @property
     def is_mending(self) -> bool:
         """Whether the run waits for a replica that is being replaced, or about to be because it is silent."""
-        half, now = (self._limit or 0.0) / 2, time.monotonic()
-        is_looking = self._thread is not None and now - self._looked < max(half, 1.0)
+        patience, now = (self._limit or 0.0) / 2, time.monotonic()
+        is_looking = self._thread is not None and now - self._looked < max(patience, 1.0)
         # One that waits for a trainer is not counted: the trainer may be what hangs.
         is_starting = self._coming > self._at_trainer
-        return is_looking and (is_starting or any(now - one.last_heartbeat > half for one in self._placed))
+        return is_looking and (is_starting or any(now - replica.last_heartbeat > patience for replica in self._placed))
 
     @property
     def _placed(self) -> list[Placed]:
@@ -194,7 +194,7 @@ class ReplicaKeeper:
     def metrics(self) -> dict[str, float]:
         """Replicas that serve, replacements so far, and requests that moved since the last call."""
         resent, self._resent = self._resent, 0
-        serving = [one for one in list(self._replicas) if not one.is_ending]
+        serving = [replica for replica in list(self._replicas) if not replica.is_ending]
         return {
             "rollout/replicas/alive": float(len(serving)),
             "rollout/replicas/replaced": float(self.replaced),
@@ -203,7 +203,7 @@ class ReplicaKeeper:
 
     def look_at(self) -> list[Process]:
         """State and stacks of every replica's processes."""
-        return [process for one in self._placed for process in one.unit.look_at()]
+        return [process for replica in self._placed for process in replica.unit.look_at()]
 
     def _run(self) -> None:
         assert self._loop is not None and self._looking is not None, "made by `watch`"
@@ -234,61 +234,61 @@ class ReplicaKeeper:
         self._resent += len(state.moved)
         if state.moved:
             self._moved(state.moved)
-        for one in [one for one in self._replicas if not one.is_ending]:
+        for replica in [replica for replica in self._replicas if not replica.is_ending]:
             self._looked = time.monotonic()  # to look at one that is silent takes long
-            self._check_health(one)
-            known = state.replicas.get(one.name, UNKNOWN)
-            reason = one.unit.death or known.broken or await self._why_hung(one, known)
+            self._check_health(replica)
+            reported = state.replicas.get(replica.name, UNKNOWN)
+            reason = replica.unit.death or reported.broken or await self._why_hung(replica, reported)
             if reason:
-                one.is_ending = True
-                self._begin(self._replace(one, known, reason))
+                replica.is_ending = True
+                self._begin(self._replace(replica, reported, reason))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    def _check_health(self, one: Placed) -> None:
-        if one.health_check is None:
-            one.health_check = asyncio.ensure_future(one.unit.handle.call(WeightIntake.status))
-            one.health_check.add_done_callback(_take_error)
-        if one.health_check.done():
-            check, one.health_check = one.health_check, None
+    def _check_health(self, replica: Placed) -> None:
+        if replica.health_check is None:
+            replica.health_check = asyncio.ensure_future(replica.unit.handle.call(WeightIntake.status))
+            replica.health_check.add_done_callback(_take_error)
+        if replica.health_check.done():
+            check, replica.health_check = replica.health_check, None
             if not check.cancelled() and check.exception() is None:
-                one.last_heartbeat = time.monotonic()
+                replica.last_heartbeat = time.monotonic()
 
-    async def _why_hung(self, one: Placed, known: ReplicaState = UNKNOWN) -> str:
+    async def _why_hung(self, replica: Placed, state: ReplicaState = UNKNOWN) -> str:
         """What is known of a replica that has not answered for too long; empty for others."""
-        late = time.monotonic() - one.last_heartbeat
+        late = time.monotonic() - replica.last_heartbeat
         if self._limit is None or late <= self._limit:
             return ""
-        processes = await asyncio.to_thread(one.unit.look_at)
-        node = one.unit.members[0].address  # also of a process that this node looked at itself
+        processes = await asyncio.to_thread(replica.unit.look_at)
+        node = replica.unit.members[0].address  # also of a process that this node looked at itself
         who = " and ".join(str(dataclasses.replace(process, node=node)) for process in processes)
-        drawn = f"{len(known.requests)} requests, of which {known.reported} tokens are known"
+        drawn = f"{len(state.requests)} requests, of which {state.reported} tokens are known"
         return f"hangs: {who} has not answered for {late:.1f} seconds. It has {drawn}"
 
     # ---- replacing ---------------------------------------------------------------------------------------------
 
-    async def _replace(self, one: Placed, known: ReplicaState, reason: str) -> None:
+    async def _replace(self, replica: Placed, state: ReplicaState, reason: str) -> None:
         """Another process in the place of a replica that is lost; as many attempts as are left."""
-        name, allowed = one.name, self.config.actor_rollout_ref.rollout.max_replacements
+        name, allowed = replica.name, self.config.actor_rollout_ref.rollout.max_replacements
         self._coming += 1
         try:
             await self._service.call(SamplerService.discard, name)
-            for _ in range(REPORT_LOOKS if reason == known.broken else 0):  # who waits for a replica hears of it first
-                if not one.unit.death:
+            for _ in range(REPORT_LOOKS if reason == state.broken else 0):  # who waits for a replica hears of it first
+                if not replica.unit.death:
                     await asyncio.sleep(LOOK_SECONDS)
-            reason = one.unit.death or reason
-            await asyncio.to_thread(one.unit.close)
-            self._replicas.remove(one)
+            reason = replica.unit.death or reason
+            await asyncio.to_thread(replica.unit.close)
+            self._replicas.remove(replica)
             self._gone.append(name)
             subject = f"rollout, {name}, replaced"
             while self.replaced < allowed:
                 self.replaced += 1
                 notice(subject, f"replacement {self.replaced} of {allowed} starts: {reason}")
                 try:
-                    return await self._add(one.slots, one.rank)
+                    return await self._add(replica.slots, replica.rank)
                 except Exception as error:  # boundary: whatever the new process or its engine raises
                     reason = f"its replacement did not start: {type(error).__name__}: {error}"
                     subject = f"rollout, {name}, replacement {self.replaced} failed"  # a notice is printed once
@@ -301,7 +301,7 @@ class ReplicaKeeper:
     async def _end(self, name: str, reason: str) -> None:
         used = f"{self.replaced} of {self.config.actor_rollout_ref.rollout.max_replacements} replacements"
         self.error = f"{KEY}: {name} was lost, and {used} were made in this run. Its last error: {reason}"
-        with suppress(WorkerError):  # the service is gone, and whoever waits for it hears that
+        with suppress(WorkerError):  # the service is gone, and its waiters get an error
             await self._service.call(SamplerService.give_up, self.error)
 
     async def _add(self, slots: Sequence[Any], rank: int) -> None:
@@ -315,38 +315,38 @@ class ReplicaKeeper:
         try:
             limit = self.config.trainer.ray_wait_register_center_timeout
             await asyncio.wait_for(unit.call_all(ReplicaWorker.init_model), limit)
-            one = Placed(name, unit, slots, rank)
-            await self._unless_it_hangs(one, self._serve(one))
+            replica = Placed(name, unit, slots, rank)
+            await self._unless_it_hangs(replica, self._serve(replica))
         except BaseException:
             self._gone.append(name)
             await asyncio.to_thread(unit.close)
             raise
-        self._replicas.append(one)
+        self._replicas.append(replica)
 
-    async def _serve(self, one: Placed) -> None:
-        await self._feed(one.unit, one.rank)
-        await self._service.call(SamplerService.add, one.name, RemoteSampler(one.unit.handle))
+    async def _serve(self, replica: Placed) -> None:
+        await self._feed(replica.unit, replica.rank)
+        await self._service.call(SamplerService.add, replica.name, RemoteSampler(replica.unit.handle))
 
-    async def _unless_it_hangs(self, one: Placed, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_it_hangs(self, replica: Placed, work: Coroutine[Any, Any, None]) -> None:
         """Do something that waits for a replica which is not among the others so far.
 
         Raises:
-            WorkerError: it hangs, and was ended, so that whoever waits for it goes on.
+            WorkerError: it hung and was ended, which unblocks its waiters.
         """
         task = asyncio.ensure_future(work)
-        self._starting.append(one)
+        self._starting.append(replica)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
-                self._check_health(one)
-                reason = await self._why_hung(one)
+                self._check_health(replica)
+                reason = await self._why_hung(replica)
                 if reason:
-                    await asyncio.to_thread(one.unit.close)
+                    await asyncio.to_thread(replica.unit.close)
                     await asyncio.wait({task}, timeout=CLOSE_SECONDS)
                     raise WorkerError(reason)
             await task
         finally:
-            self._starting.remove(one)
+            self._starting.remove(replica)
             task.cancel()
             task.add_done_callback(_take_error)
 

@@ -29,11 +29,11 @@ from verl.trainer.evaluation import Answers
 
 def run_eval(config: EvaluationConfig) -> str:
     """Run a checked configuration: write the files that it names, and return the report."""
-    own = config.custom_reward_function
-    kwargs = dict(own.reward_kwargs)
+    custom = config.custom_reward_function
+    kwargs = dict(custom.reward_kwargs)
     function = (
-        load_reward_function(own.path, own.name, kwargs)
-        if own.path
+        load_reward_function(custom.path, custom.name, kwargs)
+        if custom.path
         else RewardFunction.of(default_compute_score, kwargs)
     )
     check_setting(function, config.reward.ground_truth)
@@ -72,9 +72,9 @@ def _scored(config: EvaluationConfig, scorer: Scorer, path: str, key: str) -> tu
         sources = [sample.data_source for sample in answers.samples]
         check_data_sources(sources, config.data.data_source_key)
         if any(map(runs_programs, sources)):
-            given = scorer.function.reward_kwargs
-            places = given.get("max_concurrent", 64)
-            code_runner(given.get("sandbox_fusion_url"), places, given.get("memory_limit_mb")).check()
+            options = scorer.function.reward_kwargs
+            places = options.get("max_concurrent", 64)
+            code_runner(options.get("sandbox_fusion_url"), places, options.get("memory_limit_mb")).check()
     results = scorer.score(answers.samples)
     if builtin:
         results = [_with_answer(sample, result) for sample, result in zip(answers.samples, results, strict=True)]

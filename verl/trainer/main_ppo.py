@@ -27,11 +27,11 @@ class TaskRunner:
         from verl.data import hf_tokenizer, processor_of, tokenizer_of
 
         model = config.actor_rollout_ref.model
-        own, trusted = config.data.tokenizer, model.trust_remote_code or config.data.trust_remote_code
-        if own:
+        tokenizer_path, trusted = config.data.tokenizer, model.trust_remote_code or config.data.trust_remote_code
+        if tokenizer_path:
             template = model.custom_chat_template
             tokenizer = hf_tokenizer(
-                own, key="data.tokenizer", trust_remote_code=trusted, custom_chat_template=template
+                tokenizer_path, key="data.tokenizer", trust_remote_code=trusted, custom_chat_template=template
             )
         else:
             tokenizer = tokenizer_of(replace(model, trust_remote_code=trusted))

@@ -19,8 +19,8 @@ RM = str(Role.RewardModel)
 
 def model_roles(config: PPOTrainerConfig) -> dict[str, ModelRole]:
     """The models that a run may hold, by their roles: the library's own, and those that its schedule adds."""
-    own = [make(config) for make in (actor, reference, critic, reward_model)]
-    return {role.name: role for role in [*own, *added_roles(config)]}
+    roles = [make(config) for make in (actor, reference, critic, reward_model)]
+    return {role.name: role for role in [*roles, *added_roles(config)]}
 
 
 def actor(config: PPOTrainerConfig) -> ModelRole:

@@ -95,14 +95,14 @@ class DPOTrainer(PairTrainer):
         super().fit()
 
     def _make_reference(self) -> ModelPart:
-        model, own = self.config.model, self.dpo.ref_model_path
-        if LoraSettings.of(model) is not None and own is None:
+        model, ref_path = self.config.model, self.dpo.ref_model_path
+        if LoraSettings.of(model) is not None and ref_path is None:
             return ModelPart(base_of(self.engine), infer_limits=self.limits)
-        whole = replace(model, path=own or model.path, lora_rank=0, lora_adapter_path=None)
-        if own is not None:
-            whole = replace(whole, lora_base_quantization=None)  # the base of the policy is in 4 bits, not this model
-        key = "model.path" if own is None else "dpo.ref_model_path"
-        return ModelPart(self.make_engine(local_model(whole, key)), infer_limits=self.limits)
+        model = replace(model, path=ref_path or model.path, lora_rank=0, lora_adapter_path=None)
+        if ref_path is not None:
+            model = replace(model, lora_base_quantization=None)  # only the policy has a base in 4 bits
+        key = "model.path" if ref_path is None else "dpo.ref_model_path"
+        return ModelPart(self.make_engine(local_model(model, key)), infer_limits=self.limits)
 
     def _sums(self, reference: ModelPart, batch: DataProto) -> Tensor:
         return answer_sums(reference.infer(batch, ("log_probs",))["log_probs"], batch.tensors["response_mask"])
@@ -112,10 +112,10 @@ class DPOTrainer(PairTrainer):
         file = Path(self.config.trainer.default_local_dir) / STORED
         loaders = {"train": self.train_loader, "val": self.val_loader}
         data = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
-        known = self.ctx.only_main(lambda: read_tensors(file) if file.is_file() else {}) or {}
-        (there,) = self.ctx.sum(float(bool(known)))
+        stored = self.ctx.only_main(lambda: read_tensors(file) if file.is_file() else {}) or {}
+        (there,) = self.ctx.sum(float(bool(stored)))
         if there:
-            return {name: self._everywhere(known.get(name), len(rows.dataframe), name) for name, rows in data.items()}
+            return {name: self._everywhere(stored.get(name), len(rows.dataframe), name) for name, rows in data.items()}
         reference = self._make_reference()  # freed afterwards
         log_probs = {name: self._pass_over(reference, rows) for name, rows in data.items()}
         self.ctx.only_main(lambda: _write(file, log_probs))
@@ -130,16 +130,16 @@ class DPOTrainer(PairTrainer):
             sums[batch.tensors[INDEX][0::2]] = self._sums(reference, batch).view(-1, 2)
         return self._total(sums)
 
-    def _everywhere(self, known: Tensor | None, size: int, name: str) -> Tensor:
+    def _everywhere(self, sums: Tensor | None, size: int, name: str) -> Tensor:
         """Rank 0's tensor on every rank."""
-        if known is not None and len(known) != size:
+        if sums is not None and len(sums) != size:
             raise CheckpointError(
                 f"the stored log-probs of the reference are those of other {name} data",
-                got=f"{len(known)} rows",
+                got=f"{len(sums)} rows",
                 allowed=f"{size} rows",
                 fix=f"Delete {STORED} in trainer.default_local_dir, or take another folder.",
             )
-        return self._total(torch.zeros(size, 2) if known is None else known)
+        return self._total(torch.zeros(size, 2) if sums is None else sums)
 
     def _total(self, sums: Tensor) -> Tensor:
         if self.ctx.world_size == 1:

@@ -74,9 +74,9 @@ def plain_classes(mapping: Mapping[Role | str, Any]) -> dict[Role | str, type]:
 
 def samples_itself(mapping: Mapping[Role | str, type]) -> bool:
     """Whether a class of the user's for the policy has its own way to sample, which the loop then calls."""
-    own = [getattr(worker_class, "generate_sequences", None) for role, worker_class in mapping.items()
+    methods = [getattr(worker_class, "generate_sequences", None) for role, worker_class in mapping.items()
            if "actor" in parts_of(role, worker_class)]  # fmt: skip
-    return any(method not in (None, ActorRolloutRefWorker.generate_sequences) for method in own)
+    return any(method not in (None, ActorRolloutRefWorker.generate_sequences) for method in methods)
 
 
 def random_streams(roles: Collection[str]) -> dict[str, str]:

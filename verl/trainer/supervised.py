@@ -60,7 +60,7 @@ class SupervisedTrainer:
     kind = "causal_lm"
     """Of the model: a language model, or one with a scalar head (``value``)."""
     together = 1
-    """So many consecutive rows of a batch belong together: they go to one rank and one micro-batch."""
+    """Number of consecutive rows of a batch that go to one rank and one micro-batch."""
 
     def __init__(
         self,
@@ -188,8 +188,8 @@ class SupervisedTrainer:
             tracking.log(metrics, self.step)
             watch.step(signs_of_supervised(metrics, before, int(batch.tensors["response_mask"].sum())))
             before = metrics["train/loss"]
-            (asked,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
-            ends = asked > 0 and not last
+            (stops,) = self.ctx.sum(float(stop.requested))  # every rank stops after the same step
+            ends = stops > 0 and not last
             if self.copies.is_due(self.step):
                 self.copies.run(self.engine.compare_copies)
             if self.save_every > 0 and (last or ends or self.step % self.save_every == 0):
@@ -302,11 +302,11 @@ class SupervisedTrainer:
         rng.set_rng_state(state["rng"])
         self.step = int(state["step"])
         ctx.set_generator(self.step)
-        wanted = tuple(checkpoint.load_contents or checkpoint.save_contents)
+        contents = tuple(checkpoint.load_contents or checkpoint.save_contents)
         folder = ctx.on_main(lambda: reader and str(reader.folder / "model"))
         # Behind the controller's generators, because it holds each rank's own; of which python's and numpy's are the
         # controller's here, and so the same on all ranks, also on more of them than before.
-        load_part(self.part, folder, wanted)
+        load_part(self.part, folder, contents)
         rng.set_host_rng_state(state["rng"])
         if reader is not None:
             notice("trainer.resume_mode", f"continues from {reader.folder}")

@@ -100,15 +100,15 @@ class Watchdog:
 
     def _samplers_go_on(self, waiting: list[Activity], seconds: float) -> bool:
         """Whether these threads wait for samples alone, and a process of the run has not been silent for so long."""
-        if not all(_waits_for_samples(one.stages[-1].stage) for one in waiting):
+        if not all(_waits_for_samples(activity.stages[-1].stage) for activity in waiting):
             return False
         try:
-            silent = [stacks.silence_of(os.getpid()), *(one.silent for one in self._workers())]
+            silent = [stacks.silence_of(os.getpid()), *(worker.silent for worker in self._workers())]
         except Exception:  # boundary: the report says that the processes cannot be looked at
             return False
-        last = min((one for one in silent if one is not None), default=seconds)
-        for one in waiting:
-            self._spans.progress(one.ident, seconds_ago=last)
+        last = min((pause for pause in silent if pause is not None), default=seconds)
+        for activity in waiting:
+            self._spans.progress(activity.ident, seconds_ago=last)
         return last < seconds
 
     def _end(self) -> None:
@@ -124,22 +124,22 @@ class Watchdog:
         try:
             return self._report(hanging)
         except Exception as error:  # boundary: whatever is broken in the processes, the run has to end
-            one = hanging[0]
+            top = hanging[0]
             return WorkerError(
-                f"nothing has happened for {now() - one.progress:.1f} seconds in stage {one.stages[-1].stage} of step "
-                f"{one.stages[-1].step}. Who hangs could not be seen: {type(error).__name__}: {error}",
+                f"nothing has happened for {now() - top.progress:.1f} seconds in stage {top.stages[-1].stage} of step "
+                f"{top.stages[-1].step}. Who hangs could not be seen: {type(error).__name__}: {error}",
                 key=KEY,
                 got=self._seconds,
             )
 
     def _report(self, hanging: list[Activity]) -> WorkerError:
-        others = list({(one.node, one.pid): one for one in self._workers()}.values())
-        apart = {one.pid for one in others if not one.node}
-        here = [pid for pid in stacks.below(os.getpid()) if pid not in apart]
+        others = list({(worker.node, worker.pid): worker for worker in self._workers()}.values())
+        worker_pids = {worker.pid for worker in others if not worker.node}
+        here = [pid for pid in stacks.below(os.getpid()) if pid not in worker_pids]
         seen = [*stacks.look_at(here, {os.getpid(): "the controller"}), *others]
-        waits = [wait_of(one, seen) for one in hanging]
-        shown = [one for one in seen if one.stacks or one.is_stuck]
-        parts = ["\n".join(waits), *(f"{one}\n{one.stacks or '(no stack: it does not answer)'}" for one in shown)]
+        waits = [wait_of(activity, seen) for activity in hanging]
+        shown = [process for process in seen if process.stacks or process.is_stuck]
+        parts = ["\n".join(waits), *(f"{p}\n{p.stacks or '(no stack: it does not answer)'}" for p in shown)]
         parts.append(f"{len(seen) - len(shown)} further processes keep no stacks, such as Ray's own")
         where = "its stacks could not be written"
         try:
@@ -162,14 +162,14 @@ def _waits_for_samples(stage: str) -> bool:
 
 def hanging_threads(active: list[Activity], seconds: float) -> list[Activity]:
     """The threads that made no progress for too long, the longest first; one that waits for another is not at fault."""
-    late = sorted((one for one in active if now() - one.progress > seconds), key=lambda one: one.progress)
-    busy = [one for one in late if not one.stages[-1].stage.startswith(WAITING)]
+    late = sorted((a for a in active if now() - a.progress > seconds), key=lambda a: a.progress)
+    busy = [activity for activity in late if not activity.stages[-1].stage.startswith(WAITING)]
     return busy or (late if len(late) == len(active) else [])
 
 
-def wait_of(one: Activity, seen: list[stacks.Process]) -> str:
+def wait_of(activity: Activity, seen: list[stacks.Process]) -> str:
     """Who waits for whom: a thread of the controller, its stage, and the processes at fault."""
-    innermost = one.stages[-1]
+    innermost = activity.stages[-1]
     role = role_of(innermost.stage) or "the controller"
     blamed = [process for process in seen if process.is_stuck and process.name]
     if role == "scoring" and not blamed:

@@ -200,4 +200,4 @@ def test_requests_of_a_killed_replica_go_on_elsewhere_from_what_it_had_reported(
     assert ledger_reader.main([str(run.folder), "--step", "1"]) == 0 and "kept" in capsys.readouterr().out
     with pytest.raises(AssertionError):
         train("kept_again", 1, *loose, "trainer.replay_from=kept")
-    assert "have the same bits only where what is beside them changes none" in capsys.readouterr().err
+    assert "have the same bits only where other requests in the batch change none" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_without_filtering_groups_without_a_difference_are_counted(here):
     ("metric", "says"),
     [
         ("accs", r"returned no such key. Got 'accs'. Allowed: null for the reward, acc, score. Did you mean 'acc'"),
-        ("text", r"groups are told apart by numbers, and 'text' is 'a'"),
+        ("text", r"groups are filtered by numbers, and 'text' is 'a'"),
     ],
 )
 def test_a_metric_that_the_scorer_does_not_return_is_refused(here, metric, says):

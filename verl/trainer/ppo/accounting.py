@@ -38,7 +38,7 @@ def ask(prompts: DataProto, ctx: StepContext) -> None:
     """These rows go to the sampler next."""
     if ctx.run.ledger is not None:
         rows = prompts.non_tensor_batch.get(ROW)
-        ctx.run.ledger.asked(ctx.step, ctx.epoch, keys_of(prompts), None if rows is None else list(rows))
+        ctx.run.ledger.requested(ctx.step, ctx.epoch, keys_of(prompts), None if rows is None else list(rows))
 
 
 def sampled(samples: DataProto, ctx: StepContext) -> None:
@@ -107,8 +107,8 @@ def _why_not(batch: DataProto, keys: Sequence[Key], ctx: StepContext, updated: b
     """Why each row was not trained on; empty for those that were."""
     columns, tensors, rows = batch.non_tensor_batch, batch.tensors, range(len(batch))
     masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool).tolist()
-    kept = tensors.get(KEPT_MASK, tensors["response_mask"]).bool().any(-1)
-    rejected = (tensors["response_mask"].bool().any(-1) & ~kept).tolist()
+    has_trained_tokens = tensors.get(KEPT_MASK, tensors["response_mask"]).bool().any(-1)
+    rejected = (tensors["response_mask"].bool().any(-1) & ~has_trained_tokens).tolist()
     method = "not_paired" if ctx.run.learns_from_pairs else "not_drawn"
     for row in rows:
         if masked[row]:

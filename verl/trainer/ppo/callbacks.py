@@ -198,7 +198,7 @@ class Validate(Callback):
         if trainer.validator is None or not (settings.val_before_train or settings.val_only):
             return
         if resumed and not settings.val_only:
-            notice("trainer.val_before_train", "the run goes on, so the model is validated at the next test_freq only")
+            notice("trainer.val_before_train", "the run resumes, so the model is validated at the next test_freq only")
             return
         with trainer.ctx.run.stop.droppable(), trainer.ctx.timed("testing"), timed("validating"):
             metrics = trainer.validate()

@@ -13,7 +13,7 @@ KEY = "trainer.checkpoint_callback_class"
 
 
 class CheckpointCallback:
-    """Told of a checkpoint in the controller's process, once every file of it is in place.
+    """Notified of a checkpoint in the controller's process, once every file of it is in place.
 
     Args:
         config: the whole configuration.
@@ -36,7 +36,7 @@ class CheckpointCallback:
             trainer: the running `RayPPOTrainer`.
             checkpoint_dir: the folder ``global_step_N``; retention may delete it after later saves.
             async_save: it was written in the background. It is complete in either case.
-            more: what later versions tell beside it.
+            more: what later versions pass in addition.
         """
 
 

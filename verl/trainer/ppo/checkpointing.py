@@ -154,7 +154,7 @@ class RunCheckpoints:
             self.run.journal.rotate(self.run.step, oldest, self.config.trainer.journal_max_bytes)
 
     def discard(self) -> bool:
-        """Drop a checkpoint whose step could not be logged, so that a run goes on from the one before."""
+        """Drop a checkpoint whose step could not be logged, so that a run resumes from the previous one."""
         return self.writer is not None and self.writer.discard()
 
     def remember(self) -> None:

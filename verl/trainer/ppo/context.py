@@ -109,8 +109,8 @@ class RunState:
     @property
     def needs_sum_pi_squared(self) -> bool:
         """The estimator reads the sum of squared probabilities, or the configuration asks for it."""
-        wanted = self.config.actor_rollout_ref.actor.calculate_sum_pi_squared
-        return wanted or names_parameter(self.estimator, "sum_pi_squared")
+        is_configured = self.config.actor_rollout_ref.actor.calculate_sum_pi_squared
+        return is_configured or names_parameter(self.estimator, "sum_pi_squared")
 
     @property
     def charges_exact_kl(self) -> bool:
@@ -168,14 +168,14 @@ class StepContext:
         with self.run.spans.span(stage, self.step), self.timers(stage):
             yield
 
-    def take_in(self, half: StepContext) -> None:
+    def take_in(self, part: StepContext) -> None:
         """Add another context of the same step, whose batch was sampled ahead, during an earlier step."""
-        assert half.step == self.step, f"a context of step {half.step} was given to step {self.step}"
-        self.metrics.merge(half.metrics)
-        for stage, seconds in half.timers.seconds.items():
+        assert part.step == self.step, f"a context of step {part.step} was given to step {self.step}"
+        self.metrics.merge(part.metrics)
+        for stage, seconds in part.timers.seconds.items():
             self.timers.seconds[stage] = self.timers.seconds.get(stage, 0.0) + seconds
-        self.sample_info = half.sample_info
-        self.gen_batches += half.gen_batches
+        self.sample_info = part.sample_info
+        self.gen_batches += part.gen_batches
 
     def state_dict(self) -> dict[str, Any]:
         """The context of a batch that was sampled ahead, as JSON values."""

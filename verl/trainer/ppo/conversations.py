@@ -21,14 +21,14 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     ``mask_runs`` is the response mask as [value, number of tokens] one after the other: 1 is trained on, 0 is what
     tools and users said (or all of a row that was masked out).
     """
-    given = batch.non_tensor_batch
-    if RECORD not in given:
+    batch_columns = batch.non_tensor_batch
+    if RECORD not in batch_columns:
         return {}
-    columns = {name: list(given[name]) for name in COLUMNS if name in given}
-    columns["num_turns"] = list(given["__num_turns__"])
+    columns = {name: list(batch_columns[name]) for name in COLUMNS if name in batch_columns}
+    columns["num_turns"] = list(batch_columns["__num_turns__"])
     there = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].bool()
     columns["mask_runs"] = [runs(mask[kept]) for mask, kept in zip(batch.tensors["response_mask"], there)]
-    columns[RECORD] = list(given[RECORD])
+    columns[RECORD] = list(batch_columns[RECORD])
     return columns
 
 
@@ -52,8 +52,8 @@ def _text(entry: dict[str, Any]) -> str:
 def add_columns(columns: dict[str, list[Any]], new: dict[str, list[Any]], before: int, count: int) -> None:
     """Append the columns of ``count`` more rows to those of ``before`` rows; what a side does not have is None."""
     for name in {*columns, *new}:
-        known = columns.setdefault(name, [None] * before)
-        known += new.get(name, [None] * count)
+        column = columns.setdefault(name, [None] * before)
+        column += new.get(name, [None] * count)
 
 
 def runs(mask: torch.Tensor) -> list[list[int]]:
@@ -63,7 +63,7 @@ def runs(mask: torch.Tensor) -> list[list[int]]:
 
 def spread(name: str, values: list[Any]) -> dict[str, float]:
     """``<name>/min``, ``/max`` and ``/mean`` of the values that are there; nothing if there is none."""
-    known = np.array([value for value in values if value is not None], dtype=float)
-    if not len(known):
+    numbers = np.array([value for value in values if value is not None], dtype=float)
+    if not len(numbers):
         return {}
-    return {f"{name}/{k}": float(f(known)) for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))}
+    return {f"{name}/{k}": float(f(numbers)) for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))}

@@ -58,8 +58,8 @@ def _applies_weights(algorithm: AlgoConfig) -> bool:
 
 
 def _explain_missing(batch: DataProto, algorithm: AlgoConfig, present: bool) -> None:
-    wanted = algorithm.rollout_is_threshold is not None or Correction.of(algorithm.rollout_correction).is_on
-    if wanted and not present:
+    is_corrected = algorithm.rollout_is_threshold is not None or Correction.of(algorithm.rollout_correction).is_on
+    if is_corrected and not present:
         missing = [name for name in ("old_log_probs", "rollout_log_probs") if name not in batch.tensors.keys()]
         raise DataError(
             f"the rollout correction compares two policies, and the batch has no {' and no '.join(missing)}",

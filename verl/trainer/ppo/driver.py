@@ -91,7 +91,7 @@ class Driver(Protocol):
         """
 
     def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
-        """Return once each of these requests has drawn so many tokens, with the groups that ended meanwhile."""
+        """Return once each of these requests has drawn its count of tokens, with the groups that ended meanwhile."""
 
     def close(self) -> None:
         """End what is in flight."""
@@ -194,9 +194,9 @@ def generated_partly(
     is_left = np.array([state is not None for state in states], dtype=bool)
     left = []
     for place in np.flatnonzero(is_left[::each]).tolist():
-        one = prompts.slice(place, place + 1)
-        one.non_tensor_batch[EARLIER] = object_array([list(states[place * each : (place + 1) * each])])
-        left.append((place, GroupRows.of(one)))
+        prompt = prompts.slice(place, place + 1)
+        prompt.non_tensor_batch[EARLIER] = object_array([list(states[place * each : (place + 1) * each])])
+        left.append((place, GroupRows.of(prompt)))
     return _entered_in_ledger(samples.select_idxs(~is_left), ctx), left
 
 
@@ -210,8 +210,8 @@ class Concurrent:
     """Samples and scores groups one by one, in a thread, while the thread that calls trains.
 
     Consumes: groups that are begun. Waits for: a free one of ``limit`` places, the sampler, the reward function (one
-    group at a time). Unblocked by: their answers; `close` ends all. Whoever trains takes results from a queue, so that
-    nothing but that queue is shared.
+    group at a time). Unblocked by: their answers; `close` ends all. The training thread takes results from a queue; it
+    shares nothing else.
 
     Args:
         limit: groups that are sampled at once.
@@ -243,11 +243,11 @@ class Concurrent:
             self._idle += time.monotonic() - self._since
         for number, prompt in prompts.items():
             self.in_flight += 1
-            half = ctx.run.open(ctx.step)
-            rows = stages.repeated(prompt.alone(), half)
-            accounting.ask(rows, half)
+            group_ctx = ctx.run.open(ctx.step)
+            rows = stages.repeated(prompt.alone(), group_ctx)
+            accounting.ask(rows, group_ctx)
             spans = None if follow is None else follow[number]
-            asyncio.run_coroutine_threadsafe(self._group(number, rows, half, spans), self._loop)
+            asyncio.run_coroutine_threadsafe(self._group(number, rows, group_ctx, spans), self._loop)
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
         done: list[Done] = []
@@ -279,7 +279,7 @@ class Concurrent:
     def _run(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _entered(self, done: Done, half: StepContext, error: BaseException | None, ctx: StepContext) -> Done:
+    def _entered(self, done: Done, group_ctx: StepContext, error: BaseException | None, ctx: StepContext) -> Done:
         """The result, after its metrics were added.
 
         Raises:
@@ -288,8 +288,8 @@ class Concurrent:
         self.in_flight -= 1
         if not self.in_flight:
             self._since = time.monotonic()
-        ctx.metrics.merge(half.metrics)
-        ctx.sample_info = {**ctx.sample_info, **half.sample_info}
+        ctx.metrics.merge(group_ctx.metrics)
+        ctx.sample_info = {**ctx.sample_info, **group_ctx.sample_info}
         self._failed_in_a_row = self._failed_in_a_row + 1 if error is not None else 0
         if error is not None:
             if not _is_of_group(error):
@@ -298,34 +298,34 @@ class Concurrent:
             count_lost(done, ctx)
         return done
 
-    async def _group(self, number: int, asked: DataProto, half: StepContext, spans: Mapping[str, Draws] | None) -> None:
-        sent = asked.select()
+    async def _group(self, number: int, rows: DataProto, ctx: StepContext, spans: Mapping[str, Draws] | None) -> None:
+        sent = rows.select()
         if spans is not None:
             sent.meta_info = {**sent.meta_info, FOLLOW: dict(spans)}
         try:
             async with self._slots if spans is None else nullcontext():  # those that wait for weights keep no place
-                with half.run.spans.apart("gen", half.step, f"group {number}"):
+                with ctx.run.spans.on_lane("gen", ctx.step, f"group {number}"):
                     made = await self._handle.call(SamplingWorker.sample_groups, sent)
                 served = made.meta_info.pop(SERVED, {})
-                samples = stages.with_answers(asked, made, half.metrics)
-                done = replace(await self._score(number, samples, half), served=served)
+                samples = stages.with_answers(rows, made, ctx.metrics)
+                done = replace(await self._score(number, samples, ctx), served=served)
         except BaseException as error:  # carried over to the thread that trains
             why = "unscorable" if isinstance(error, NothingScored) else "failed"
-            self._done.put((Done(number, GroupRows.of(asked), why=why), half, error))
+            self._done.put((Done(number, GroupRows.of(rows), why=why), ctx, error))
             if not _is_of_group(error):
                 self.failed.set()
         else:
-            self._done.put((done, half, None))
+            self._done.put((done, ctx, None))
 
-    async def _score(self, number: int, samples: DataProto, half: StepContext) -> Done:
-        return await self._loop.run_in_executor(self._scorer, self._scored, number, samples, half)
+    async def _score(self, number: int, samples: DataProto, ctx: StepContext) -> Done:
+        return await self._loop.run_in_executor(self._scorer, self._scored, number, samples, ctx)
 
-    def _scored(self, number: int, samples: DataProto, half: StepContext) -> Done:
-        _entered_in_ledger(samples, half)
-        with half.run.spans.apart("reward", half.step, f"group {number}"):
-            stages.score(samples, self.roles, half)
-        accounting.scored(samples, half)
-        return judged([number], samples, half)[0]
+    def _scored(self, number: int, samples: DataProto, ctx: StepContext) -> Done:
+        _entered_in_ledger(samples, ctx)
+        with ctx.run.spans.on_lane("reward", ctx.step, f"group {number}"):
+            stages.score(samples, self.roles, ctx)
+        accounting.scored(samples, ctx)
+        return judged([number], samples, ctx)[0]
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -353,8 +353,8 @@ class Driven(Concurrent):
         self._look()
         return work.done()
 
-    async def _score(self, number: int, samples: DataProto, half: StepContext) -> Done:
-        return self._scored(number, samples, half)
+    async def _score(self, number: int, samples: DataProto, ctx: StepContext) -> Done:
+        return self._scored(number, samples, ctx)
 
     def close(self) -> None:
         if not self._loop.is_closed():
@@ -389,7 +389,7 @@ def _check_few(in_a_row: int, error: BaseException) -> None:
     """Say that groups are left out, or end the run.
 
     Raises:
-        BaseException: so many groups failed in a row that the fault is not theirs.
+        BaseException: too many groups failed in a row to blame the groups.
     """
     if not isinstance(error, NothingScored):
         if in_a_row >= FAILURES:

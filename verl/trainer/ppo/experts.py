@@ -28,8 +28,8 @@ def without(batch: DataProto) -> DataProto:
     """The batch for a model that chooses its experts itself."""
     if COLUMN not in batch.tensors.keys():
         return batch
-    kept = [key for key in batch.tensors.keys() if key != COLUMN]
-    return batch.select(batch_keys=kept)
+    keys = [key for key in batch.tensors.keys() if key != COLUMN]
+    return batch.select(batch_keys=keys)
 
 
 def check(batch: DataProto, ctx: StepContext) -> None:
@@ -45,7 +45,7 @@ def check(batch: DataProto, ctx: StepContext) -> None:
 
 
 def measure(samples: DataProto, ctx: StepContext) -> None:
-    """Report how evenly the sampler used its experts, every so many steps; leave out what nothing else reads.
+    """Report how evenly the sampler used its experts, every few steps; leave out what nothing else reads.
 
     All are of response tokens, under ``rollout/moe``. A layer's load is its busiest expert's share over the mean share.
 
@@ -60,8 +60,8 @@ def measure(samples: DataProto, ctx: StepContext) -> None:
     if COLUMN not in samples.tensors.keys():
         return
     if interval > 0 and ctx.step % interval == 0:
-        known = experts_of(facts_of(ctx.config.actor_rollout_ref.model.path) or {})
-        for name, value in balance(samples, known).items():
+        num_experts = experts_of(facts_of(ctx.config.actor_rollout_ref.model.path) or {})
+        for name, value in balance(samples, num_experts).items():
             kind: Reduction = "max" if name in ("max_share", "max_load") else "mean"
             ctx.metrics.add(f"rollout/moe/{name}", value, kind, weight=int(samples.tensors["response_mask"].sum()))
     if mode_of(ctx) != "R3":
@@ -70,13 +70,13 @@ def measure(samples: DataProto, ctx: StepContext) -> None:
 
 def balance(samples: DataProto, num_experts: int | None) -> dict[str, float]:
     """See `measure`; what needs the number of experts only where it is known, nothing where no token has a record."""
-    chosen = samples.tensors[COLUMN][:, -samples.tensors["responses"].shape[1] :]
-    chosen = chosen[chosen[..., 0, 0] != NO_RECORD].long()
-    if not len(chosen):
+    routing = samples.tensors[COLUMN][:, -samples.tensors["responses"].shape[1] :]
+    routing = routing[routing[..., 0, 0] != NO_RECORD].long()
+    if not len(routing):
         return {}
-    layers = chosen.shape[1]
-    experts = num_experts or int(chosen.max()) + 1
-    counts = torch.stack([torch.bincount(chosen[:, layer].flatten(), minlength=experts) for layer in range(layers)])
+    layers = routing.shape[1]
+    experts = num_experts or int(routing.max()) + 1
+    counts = torch.stack([torch.bincount(routing[:, layer].flatten(), minlength=experts) for layer in range(layers)])
     shares = counts.double() / counts.sum(-1, keepdim=True)
     metrics = {"max_share": float(shares.max()), "entropy": float(torch.special.entr(shares).sum(-1).mean())}
     if num_experts is None:

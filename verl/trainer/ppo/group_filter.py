@@ -46,18 +46,18 @@ def outcomes(samples: DataProto, metric: str | None, returned: Iterable[str] = (
     if metric in SCORE_SUMS or (metric == "score" and "score" not in samples.non_tensor_batch):
         return samples.tensors["token_level_scores"].double().sum(-1).numpy()
     column = samples.non_tensor_batch.get(str(metric))
-    known = sorted(name for name in returned if _is_numeric(samples.non_tensor_batch[name]))
+    numeric_keys = sorted(name for name in returned if _is_numeric(samples.non_tensor_batch[name]))
     if column is None:
         raise DataError(
             "the reward function returned no such key",
             key=KEY,
             got=metric,
-            allowed=["null for the reward", *known],
-            fix=suggest(str(metric), known) or "Return it from compute_score, in a dict beside 'score'.",
+            allowed=["null for the reward", *numeric_keys],
+            fix=suggest(str(metric), numeric_keys) or "Return it from compute_score, in a dict next to 'score'.",
         )
     if not _is_numeric(column):
         example = next(value for value in column if not _is_number(value))
-        raise DataError(f"groups are told apart by numbers, and {metric!r} is {example!r}", key=KEY, allowed=known)
+        raise DataError(f"groups are filtered by numbers, and {metric!r} is {example!r}", key=KEY, allowed=numeric_keys)
     return np.array([np.nan if value is None else float(value) for value in column])
 
 

@@ -167,9 +167,9 @@ def joined(groups: Sequence[GroupRows]) -> DataProto:
             parts.append((rows.batch, []))
         parts[-1][1].append(rows)
     cut = [_rows_of(batch, there) for batch, there in parts]
-    one = cut[0].select() if len(cut) == 1 else together(cut)
-    one.meta_info = dict(one.meta_info)
-    return one
+    joined = cut[0].select() if len(cut) == 1 else together(cut)
+    joined.meta_info = dict(joined.meta_info)
+    return joined
 
 
 def _rows_of(batch: DataProto, groups: Sequence[GroupRows]) -> DataProto:
@@ -224,7 +224,7 @@ def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> 
         lost_before: groups that were lost when the last chunk was taken.
 
     Raises:
-        DataError: with the numbers: so many batches as ``algorithm.filter_groups.max_num_gen_batches`` says gave no
+        DataError: with the counts: ``algorithm.filter_groups.max_num_gen_batches`` batches gave no
             chunk or, without such a limit, `MANY_LOST` batches gave no group.
     """
     rule, lost, waiting = ctx.config.algorithm.filter_groups, queue.lost - lost_before, queue.complete_groups
@@ -239,7 +239,7 @@ def check_not_starved(queue: GroupQueue, lost_before: int, ctx: StepContext) -> 
         f"sampling or scoring failed), and {waiting} of the {queue.bound.chunk} that are trained on at once are there"
     )
     if limit <= 0 and waiting:
-        notice(LIMIT, f"step {ctx.step}: the queue is nearly starved: {text}. Without a limit it goes on until the "
+        notice(LIMIT, f"step {ctx.step}: the queue is nearly starved: {text}. Without a limit it samples until the "
                f"others are there; with {LIMIT}={MANY_LOST} the run ends here. {CHANGE}")  # fmt: skip
         return
     raise DataError(

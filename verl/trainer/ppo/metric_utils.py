@@ -86,9 +86,9 @@ def compute_data_metrics(
     metrics["response/aborted_ratio"] = 1.0 - produced.float().mean().item()
     metrics |= _length_metrics("prompt_length", prompt_lengths, max_prompt_length or widths[0])
     for name, key in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
-        known = [value for value in batch.non_tensor_batch.get(key, ()) if value is not None]  # other loops have none
-        if known:
-            metrics |= _spread(name, torch.tensor(np.asarray(known, dtype=np.float64)))
+        column = [value for value in batch.non_tensor_batch.get(key, ()) if value is not None]  # other loops have none
+        if column:
+            metrics |= _spread(name, torch.tensor(np.asarray(column, dtype=np.float64)))
     return metrics
 
 

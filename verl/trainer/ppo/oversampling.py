@@ -52,10 +52,10 @@ def chosen_rows(samples: DataProto, ctx: StepContext) -> np.ndarray:
     if data.filter_truncate and "finish_reason" in samples.non_tensor_batch:
         cut = samples.non_tensor_batch["finish_reason"] == CUT_OFF
         liked &= np.bincount(groups, weights=cut) == 0
-    chosen = np.lexsort((first, ~liked))[: data.train_batch_size]
+    selected = np.lexsort((first, ~liked))[: data.train_batch_size]
     ctx.metrics.add("training/oversampling/liked_prompts", int(liked.sum()), "sum")
-    ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[chosen]).sum()), "sum")
-    return np.isin(groups, chosen)
+    ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[selected]).sum()), "sum")
+    return np.isin(groups, selected)
 
 
 def _means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.ndarray:

@@ -35,16 +35,16 @@ def pair_up(batch: DataProto, samples_per_prompt: int, metrics: MetricSet) -> Da
     table, there = (values.numpy().reshape(-1, samples_per_prompt) for values in (worth, lengths > 0))
     best, worst = np.where(there, table, -np.inf), np.where(there, table, np.inf)
     better = there.any(-1) & (best.max(-1) > worst.min(-1))
-    chosen = np.where(better, best.argmax(-1), 0)
+    preferred = np.where(better, best.argmax(-1), 0)
     rejected = np.where(better, worst.argmin(-1), 1)
     first = np.arange(len(table)) * samples_per_prompt
-    pairs = batch.select_idxs(np.stack([first + chosen, first + rejected], axis=-1).ravel())
+    pairs = batch.select_idxs(np.stack([first + preferred, first + rejected], axis=-1).ravel())
 
-    kept = torch.from_numpy(better)
-    pairs.tensors["response_mask"] = torch.where(kept.repeat_interleave(2)[:, None], pairs.tensors["response_mask"], 0)
+    valid = torch.from_numpy(better)
+    pairs.tensors["response_mask"] = torch.where(valid.repeat_interleave(2)[:, None], pairs.tensors["response_mask"], 0)
     metrics.add("training/pairs", int(better.sum()), "sum")
     metrics.add("training/tied_prompts", 1.0 - float(better.mean()), weight=len(better))
     if better.any():
-        scores = pairs.tensors["token_level_scores"].double().sum(-1).view(-1, 2)[kept]
+        scores = pairs.tensors["token_level_scores"].double().sum(-1).view(-1, 2)[valid]
         metrics.add("training/pair_score_gap", (scores[:, 0] - scores[:, 1]).mean().item(), weight=len(scores))
     return pairs

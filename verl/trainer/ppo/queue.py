@@ -143,7 +143,7 @@ class GroupQueue:
             self.counts[why] += 1
 
     def begin_again(self, number: int) -> None:
-        """A group is sampled anew from its prompt, with the newest version."""
+        """A group is resampled from its prompt, with the newest version."""
         if number in self._entries:
             entry = self._entries[number]
             entry.version, entry.samples, entry.place = self.version, None, -1
@@ -170,15 +170,15 @@ class GroupQueue:
         Raises:
             BoundBroken: one of them is staler than the bound.
         """
-        chosen = self._chosen()
-        assert chosen is not None, "there is no chunk to take"
-        for entry in chosen:
+        entries = self._chosen()
+        assert entries is not None, "there is no chunk to take"
+        for entry in entries:
             if self.bound.enforced is not None:
                 check_version(entry.version, self.step, self.bound.enforced, f"group {entry.number}")
             del self._entries[entry.number]
-        self.trained += len(chosen)
-        self.counts["trained"] += len(chosen)
-        return chosen
+        self.trained += len(entries)
+        self.counts["trained"] += len(entries)
+        return entries
 
     def publish(self, version: int) -> None:
         """Sampling has new weights; a version is the number of training steps before it."""
@@ -201,18 +201,18 @@ class GroupQueue:
 
     def _in_time(self, complete: list[QueuedGroup], number: int) -> list[QueuedGroup] | None:
         """The earliest complete groups after which all that stay behind can be used in time."""
-        chosen: set[int] = set()
+        selected: set[int] = set()
         for step in sorted({self._last_step(entry) for entry in self}):
-            due = [entry for entry in self if self._last_step(entry) <= step and entry.number not in chosen]
+            due = [entry for entry in self if self._last_step(entry) <= step and entry.number not in selected]
             trained_later = max(0, (step + 1) * self.bound.groups - self.trained - number)
             may = [entry.number for entry in complete if entry in due]
             needed = len(due) - trained_later
             if needed > len(may):
                 return None
-            chosen |= set(may[: max(0, needed)])
-        rest = [entry.number for entry in complete if entry.number not in chosen]
-        chosen |= set(rest[: max(0, number - len(chosen))])
-        return [entry for entry in complete if entry.number in chosen] if len(chosen) == number else None
+            selected |= set(may[: max(0, needed)])
+        rest = [entry.number for entry in complete if entry.number not in selected]
+        selected |= set(rest[: max(0, number - len(selected))])
+        return [entry for entry in complete if entry.number in selected] if len(selected) == number else None
 
     # ---- what outlives a process ---------------------------------------------------------------------------------
 

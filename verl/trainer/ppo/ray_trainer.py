@@ -213,7 +213,7 @@ class RayPPOTrainer:
     # ---- running -----------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train to the end: resume if asked, validate, step, log; callbacks run in their order."""
+        """Train to the end: resume if configured, validate, step, log; callbacks run in their order."""
         stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
         self.state = RunState(self.config, self.reward_fn, self.total_training_steps, self.steps_per_epoch, stop)
         self.ctx = self.state.open(0)
@@ -232,7 +232,7 @@ class RayPPOTrainer:
         except BaseException as error:
             self._close_trackers(exit_code=1)
             if isinstance(error, RolloutError) and self.replicas is not None and self.replicas.error:
-                raise EngineLostError(self.replicas.error) from None  # whoever waited for samples says no more
+                raise EngineLostError(self.replicas.error) from None  # the waiter's error has no further detail
             raise
         finally:
             self.schedule.close()
@@ -278,13 +278,13 @@ class RayPPOTrainer:
 
     def sample_folder(self, setting: str) -> Path | None:
         """The folder that ``trainer.<setting>`` names, or one next to it if that holds the samples of another run."""
-        wanted = self.config.trainer[setting]
-        if wanted and setting not in self._folders:
-            known = self.checkpoints.places.get(setting)
-            folder = self._folders[setting] = folder_of_run(Path(wanted), self.checkpoints.resumed, known)
+        target = self.config.trainer[setting]
+        if target and setting not in self._folders:
+            former = self.checkpoints.places.get(setting)
+            folder = self._folders[setting] = folder_of_run(Path(target), self.checkpoints.resumed, former)
             self.checkpoints.places[setting] = folder.name
-            if folder != Path(wanted):
-                notice(f"trainer.{setting}", f"{wanted} holds another run's samples; those of this one go to {folder}")
+            if folder != Path(target):
+                notice(f"trainer.{setting}", f"{target} holds another run's samples; those of this one go to {folder}")
         return self._folders.get(setting)
 
     def _run_steps(self) -> None:
@@ -320,10 +320,10 @@ class RayPPOTrainer:
         self.checkpoints.end_step()
 
     def _end_saved_step(self, batch: DataProto) -> None:
-        """What failed came after the save, which stands if metrics and ledger can have the step. Its error goes on."""
+        """The failure came after the save, which stands if metrics and ledger get the step. The error is re-raised."""
         try:
             self._end_step(batch)
-        except Exception as second:  # boundary: a tracker, a disk; the first error is the one that is told
+        except Exception as second:  # boundary: a tracker, a disk; the first error is the one that is reported
             dropped = ", and its checkpoint is dropped" if self.checkpoints.discard() else ""
             notice("trainer.save_freq", f"the records of step {self.ctx.step} are not complete{dropped}: {second}")
 

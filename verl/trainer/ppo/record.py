@@ -47,7 +47,7 @@ def script_of(config: PPOTrainerConfig) -> Script | None:
     check_replay(Provenance.of(config), recorded, script.path, counts)
     if script.about["beside"] and not config.actor_rollout_ref.rollout.full_determinism:
         raise ConfigError(
-            "groups that were sampled one by one have the same bits only where what is beside them changes none",
+            "groups that were sampled one by one have the same bits only where other requests in the batch change none",
             key="actor_rollout_ref.rollout.full_determinism",
             got=False,
             allowed=[True],
@@ -70,25 +70,25 @@ def open_journal(
         script: the decisions that the run follows.
         waiting: the samples that the checkpoint holds.
     """
-    trainer, places, known = config.trainer, checkpoints.places, checkpoints.position
+    trainer, places, position = config.trainer, checkpoints.places, checkpoints.position
     is_async = of_schedule(config).off_policy
     if trainer.val_only or not (trainer.ledger or trainer.trace or is_async):
         return
     about: dict[str, Any] = {}
     if is_async:
         if script is not None:
-            if state.step and known is None:
+            if state.step and position is None:
                 why = "the checkpoint knows no recorded schedule: no replay can continue from it"
                 fix = "Set trainer.resume_mode=disable to replay from the beginning."
                 raise ConfigError(why, key=KEY, got=str(script.path), fix=fix)
-            script.begin(0 if known is None else known.decisions)
+            script.begin(0 if position is None else position.decisions)
         about = {
             "processes": _processes(config),
             "beside": samples_while_training(config) and not state.needs_reward_baselines,
             "settings": checkpoints.provenance.settings,
             "content": checkpoints.provenance.content,
         }
-    journal = state.journal = Journal(Path(trainer.default_local_dir), state.step, places.get(PLACE), known)
+    journal = state.journal = Journal(Path(trainer.default_local_dir), state.step, places.get(PLACE), position)
     places[PLACE] = journal.path.name
     state.ledger = Ledger(journal) if trainer.ledger else None
     state.record = ScheduleRecord(journal, script) if is_async else None

@@ -48,8 +48,8 @@ def compare(drawn: DataProto, made: DataProto, most: float, ctx: StepContext) ->
     """
     differences = (made.tensors["log_probs"] - drawn.tensors["rollout_log_probs"]).abs()
     mask, names = drawn.tensors["response_mask"].bool(), drawn.non_tensor_batch["replica"]
-    own = {name: mask & torch.from_numpy(names == name)[:, None] for name in dict.fromkeys(names)}
-    means = {name: differences[rows].mean().item() for name, rows in own.items()}
+    rows_of = {name: mask & torch.from_numpy(names == name)[:, None] for name in dict.fromkeys(names)}
+    means = {name: differences[rows].mean().item() for name, rows in rows_of.items()}
     furthest = max(means, key=lambda name: math.inf if math.isnan(means[name]) else means[name])
     ctx.metrics.add("training/reload_log_probs_diff_mean", means[furthest], "last")
     ctx.metrics.add("training/reload_log_probs_diff_max", differences[mask].max().item(), "last")

@@ -1,8 +1,8 @@
-"""``skip.rollout``: the samples of chosen steps are written to files, and taken from there by later runs.
+"""``skip.rollout``: the samples of selected steps are written to files, and taken from there by later runs.
 
 A file holds all samples of one call of the sampler, before they are scored, with what they depend on: prompts, sampling
 settings and the model that the run began with. What differs is an error, so a file never stands for samples that this
-run would not have asked for. It does not hold the weights of its step: with another learning rate the samples of step 5
+run would not have drawn. It does not hold the weights of its step: with another learning rate the samples of step 5
 are those of another policy, which the log-probs that came with them say.
 """
 
@@ -31,7 +31,7 @@ OF_ROLLOUT = (
 )  # fmt: skip
 OF_DATA = ("max_prompt_length", "min_response_length", "truncation", "train_batch_size", "gen_batch_size")
 """Settings on which samples depend; the engine is not among them, since engines agree up to rounding."""
-OTHER = f"Set the run's own {KEY}.dump_dir, or delete the file to sample anew."
+OTHER = f"Set the run's own {KEY}.dump_dir, or delete the file to sample again."
 
 
 class RolloutReplay:
@@ -50,15 +50,15 @@ class RolloutReplay:
     @classmethod
     def of(cls, config: PPOTrainerConfig) -> RolloutReplay | None:
         """From the configuration; None where it is off."""
-        wanted = config.skip.rollout
-        if not wanted.enable or not wanted.steps:
+        settings = config.skip.rollout
+        if not settings.enable or not settings.steps:
             return None
         name = re.sub(r"[^\w.-]+", "_", f"{config.trainer.project_name}/{config.trainer.experiment_name}")
-        folder = Path(env.expand(wanted.dump_dir)) / name
-        steps = tuple(sorted(set(wanted.steps)))
-        also = "; all other steps after them repeat these" if wanted.action == "repeat" else ""
+        folder = Path(env.expand(settings.dump_dir)) / name
+        steps = tuple(sorted(set(settings.steps)))
+        also = "; all other steps after them repeat these" if settings.action == "repeat" else ""
         notice(KEY, f"the samples of steps {list(steps)} are taken from {folder}, or sampled and written there{also}")
-        return cls(folder, steps, wanted.action == "repeat", _settings(config))
+        return cls(folder, steps, settings.action == "repeat", _settings(config))
 
     def find(self, prompts: DataProto, step: int, number: int) -> DataProto | None:
         """The samples of these prompts from a file, or of others where they are repeated; None: they are to be sampled.
@@ -101,7 +101,7 @@ class RolloutReplay:
 
     def _repeated(self, step: int, number: int) -> DataProto | None:
         """The samples of an earlier step, as another step's: their prompts get identities of their own."""
-        earlier = [one for one in self.steps if one < step and self._file(one, 1).is_file()]
+        earlier = [past for past in self.steps if past < step and self._file(past, 1).is_file()]
         if not earlier:
             return None
         source = earlier[(step - earlier[-1] - 1) % len(earlier)]

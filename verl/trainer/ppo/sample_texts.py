@@ -59,8 +59,8 @@ class SampleTexts:
         shown = self._images(batch)
         if not any(shown):
             return {}
-        known = {id(image): describe_image(image) for images in shown for image in images}
-        return {"images": [[known[id(image)] for image in images] for images in shown]}
+        descriptions = {id(image): describe_image(image) for images in shown for image in images}
+        return {"images": [[descriptions[id(image)] for image in images] for images in shown]}
 
     def pictures(self, batch: DataProto, count: int) -> list[bytes | None]:
         """Thumbnails of the images of the first rows (`Sample.picture`); None for the others, and for text alone."""
@@ -89,8 +89,8 @@ class SampleTexts:
 
 
 def _question(messages: Any, prompt: str) -> str | None:
-    said = [one.get("content") for one in messages or () if isinstance(one, dict) and one.get("role") == "user"]
-    question = said[-1].strip() if said and isinstance(said[-1], str) else ""
+    user_turns = [m.get("content") for m in messages or () if isinstance(m, dict) and m.get("role") == "user"]
+    question = user_turns[-1].strip() if user_turns and isinstance(user_turns[-1], str) else ""
     at = prompt.rfind(question) if question else -1
     if at < 0:
         return None

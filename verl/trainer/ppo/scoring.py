@@ -49,10 +49,10 @@ def add_rm_scores(samples: DataProto, roles: Roles, metrics: MetricSet) -> list[
         notice("reward.reward_model.enable", "the agent loop's own scores give way to those of the reward model")
         samples.tensors.pop("rm_scores")
     columns = [name for name in ("raw_prompt", "multi_modal_inputs") if name in samples.non_tensor_batch]
-    asked = samples.select(batch_keys=list(READ), non_tensor_batch_keys=columns)
-    asked.meta_info = {}
+    inputs = samples.select(batch_keys=list(READ), non_tensor_batch_keys=columns)
+    inputs.meta_info = {}
     role = roles[RM]
-    padded, added = pad_dataproto_to_divisor(asked, role.group.world_size)
+    padded, added = pad_dataproto_to_divisor(inputs, role.group.world_size)
     scored = unpad_dataproto(role.score(padded), added)
     samples.tensors["rm_scores"] = scored.tensors["rm_scores"]
     scores = scored.tensors["rm_scores"].sum(-1)
@@ -76,7 +76,7 @@ def _measure(scores: torch.Tensor, metrics: MetricSet) -> None:
 
 
 def measure_parts(details: Mapping[str, Sequence[Any]], keys: Sequence[str], metrics: MetricSet) -> None:
-    """``gdpo/<key>/*`` of every reward that is normalised apart, over the samples that have it."""
+    """``gdpo/<key>/*`` of every reward that is normalised separately, over the samples that have it."""
     for key in keys:
         values = np.array([value for value in details.get(key, ()) if value is not None], dtype=np.float64)
         if not len(values):
@@ -88,7 +88,7 @@ def measure_parts(details: Mapping[str, Sequence[Any]], keys: Sequence[str], met
 
 
 def tell_missing_parts(details: Mapping[str, Sequence[Any]], keys: Sequence[str], left_out: Sequence[bool]) -> None:
-    """A notice where samples lack a reward that is normalised apart; those that are left out need none."""
+    """A notice where samples lack a reward that is normalised separately; those that are left out need none."""
     for key in keys:
         lacking = sum(value is None and not out for value, out in zip(details.get(key, ()), left_out))
         if lacking:

@@ -3,7 +3,7 @@
 Training sees groups end in an order and at moments that nobody decides. Given these, all else follows: what is
 admitted, taken and dropped. So a replay hands out groups at the recorded moments, lets the recorded versions draw their
 tokens (`verl.rollout.request_spans`), and sends weights once every token is drawn that is of earlier ones. Each further
-decision is compared with the record. Where the record ends, the run goes on by itself.
+decision is compared with the record. Where the record ends, the run continues by itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScriptedSampling:
         return self.inner.idle_seconds
 
     def admits(self, room: int, ctx: StepContext) -> int:
-        """How many of so many groups begin now."""
+        """How many groups begin now, at most ``room``."""
         self._leave_script(ctx)
         script = self.follows
         if script is None:
@@ -71,7 +71,7 @@ class ScriptedSampling:
             self._start(prompts, ctx, gone=0)
 
     def begin_again(self, groups: Prompts, queue: GroupQueue, ctx: StepContext) -> None:
-        """What a checkpoint had in flight: drawn as before where there is a script, else anew."""
+        """What a checkpoint had in flight: drawn as before where there is a script, else from the prompts."""
         if self.follows is None and groups:
             for number in groups:
                 queue.begin_again(number)
@@ -91,7 +91,7 @@ class ScriptedSampling:
         script = self.follows
         done = self._live(ctx, wait, may_stop) if script is None else self._recorded(script, ctx, wait, may_stop)
         if done:
-            self._note("ended", step=ctx.step, calls=self._calls, groups=[self._facts(one) for one in done])
+            self._note("ended", step=ctx.step, calls=self._calls, groups=[self._facts(group) for group in done])
         else:
             self._calls += 1
         return done
@@ -139,7 +139,7 @@ class ScriptedSampling:
         self.inner.begin(begun, ctx, self._spans if script is not None else None)
 
     def _leave_script(self, ctx: StepContext) -> None:
-        """From the end of the record on, the run goes on by itself."""
+        """From the end of the record on, the run continues by itself."""
         script = self.script
         if script is None or not script.is_over:
             return
@@ -162,23 +162,23 @@ class ScriptedSampling:
             if wait and not (may_stop and ctx.run.stop.requested):
                 raise script.differs({"event": "wait", "step": ctx.step, "calls": self._calls})
             return []
-        wanted = [one["group"] for one in recorded["groups"]]
-        while not all(number in self._held for number in wanted):
+        numbers = [group["group"] for group in recorded["groups"]]
+        while not all(number in self._held for number in numbers):
             if may_stop and ctx.run.stop.requested:
                 return []
             if not self.inner.in_flight:
                 self._hold(self.inner.results(ctx, wait=False))
                 break
             self._hold(self.inner.results(ctx, wait=True, may_stop=may_stop))
-        missing = [number for number in wanted if number not in self._held]
+        missing = [number for number in numbers if number not in self._held]
         if missing:
             raise script.differs({"event": "wait", "step": ctx.step, "not begun": missing})
-        return [self._held.pop(number) for number in wanted]
+        return [self._held.pop(number) for number in numbers]
 
     def _hold(self, done: list[Done]) -> None:
-        for one in done:
-            self._held[one.number] = one
-            self._spans.pop(one.number, None)
+        for group in done:
+            self._held[group.number] = group
+            self._spans.pop(group.number, None)
 
     def _facts(self, done: Done) -> dict[str, Any]:
         """What the record says of a group that ended."""

@@ -43,7 +43,7 @@ def signs_of(batch: DataProto, ctx: StepContext) -> dict[str, str]:
             f"the policy was certain of every token (entropy {entropy:.1e}), so the samples of a prompt do not differ. "
             "It has collapsed, or began so: a lower actor_rollout_ref.actor.optim.lr, a KL to the reference "
             f"(actor_rollout_ref.actor.use_kl_loss) or a higher actor_rollout_ref.rollout.temperature keep it "
-            f"apart; {SAMPLES}"
+            f"diverse; {SAMPLES}"
         )
     return signs
 
@@ -99,9 +99,9 @@ def _of_update(ctx: StepContext, explained: bool) -> dict[str, str]:
 
 def _entropy(batch: DataProto, ctx: StepContext) -> float:
     """Of the policy in nats per token, or its estimate from the sampler's log-probs."""
-    known = ctx.metrics.values().get("actor/entropy")
-    if known is not None:
-        return known
+    entropy = ctx.metrics.values().get("actor/entropy")
+    if entropy is not None:
+        return entropy
     if "rollout_log_probs" not in batch.tensors.keys() or not ctx.config.actor_rollout_ref.rollout.do_sample:
         return math.inf
     mask = batch.tensors["response_mask"].bool()

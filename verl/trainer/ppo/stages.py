@@ -161,8 +161,8 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
     The samples of a prompt whose greedy response could not be scored are left out.
     """
     columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
-    asked = DataProto(prompts.batch, columns, {**prompts.meta_info, "global_steps": ctx.step, "do_sample": False})
-    greedy = sample(asked, roles["rollout"], MetricSet())
+    inputs = DataProto(prompts.batch, columns, {**prompts.meta_info, "global_steps": ctx.step, "do_sample": False})
+    greedy = sample(inputs, roles["rollout"], MetricSet())
     scored = score_samples(greedy, roles, ctx.run.reward, MetricSet())
     rewards = scored["reward_tensor"].sum(-1)
     failed = np.array(scored.get("unscorable", [False] * len(greedy)), dtype=bool)
@@ -225,15 +225,15 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
         correction.use_rollout_log_probs(batch)
         return
     replay = experts.mode_of(ctx)
-    wanted = {
+    outputs = {
         "sum_pi_squared": ctx.run.needs_sum_pi_squared,
         "full_kl": ctx.run.charges_exact_kl,
         experts.COLUMN: replay == "R2",
     }
-    more = tuple(name for name, is_read in wanted.items() if is_read)
+    more = tuple(name for name, is_read in outputs.items() if is_read)
     experts.check(batch, ctx)
-    asked = batch if replay == "R3" else experts.without(batch)
-    made = roles["actor"].infer(asked, InferOptions(("log_probs", "entropy", *more))).tensors
+    inputs = batch if replay == "R3" else experts.without(batch)
+    made = roles["actor"].infer(inputs, InferOptions(("log_probs", "entropy", *more))).tensors
     if replay == "R2":
         batch.tensors[experts.COLUMN] = made[experts.COLUMN]
     if ctx.run.needs_sum_pi_squared:
@@ -385,7 +385,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     """
     rows, together = role.mini_batch_size * ctx.run.trained_per_prompt, 2 if ctx.run.learns_from_pairs else 1
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
-    # the same whether or not something else asked for old log-probs.
+    # the same whether or not another reader needs old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
     if role.name == "actor":
         experts.check(batch, ctx)

@@ -32,10 +32,10 @@ def _versions(batch: DataProto) -> tuple[Tensor, Tensor, Tensor] | None:
     if VERSIONS not in batch.tensors.keys():
         return None
     versions = batch.tensors[VERSIONS].long()
-    known = versions >= 0  # padding and inserted text have -1
+    is_sampled = versions >= 0  # padding and inserted text have -1
     highest = torch.iinfo(torch.long).max
-    oldest = torch.where(known, versions, highest).amin(-1)
-    return oldest, versions.amax(-1), known.any(-1)
+    oldest = torch.where(is_sampled, versions, highest).amin(-1)
+    return oldest, versions.amax(-1), is_sampled.any(-1)
 
 
 def check(batch: DataProto, ctx: StepContext, bound: int | None) -> None:

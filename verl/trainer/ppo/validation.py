@@ -20,7 +20,7 @@ from verl.trainer.ppo.stages import give_uids, sample
 from verl.workers.roles import Roles
 
 CORE = ("mean", "maj", "best", "pass")
-VALIDATION_EPOCH = -1  # keeps validation uids, hence their random numbers, apart from those of training
+VALIDATION_EPOCH = -1  # keeps validation uids, hence their random numbers, separate from those of training
 
 
 @dataclass
