@@ -14,7 +14,17 @@ HELD = {
     "modules in circles": 0,
     "recipe paths in verl/": 0,
     "places that name a backend": 0,
-    "assignments to `found`": 9,
+    "words outside the glossary": 18,
+    "assignments to `found`": 3,
+    "assignments to `wanted`": 0,
+    "assignments to `asked`": 0,
+    "assignments to `own`": 2,
+    "assignments to `given`": 5,
+    "assignments to `kept`": 8,
+    "assignments to `whole`": 1,
+    "assignments to `said`": 7,
+    "assignments to `chosen`": 7,
+    "assignments to `known`": 10,
     "cloned lines, %": 0.5,
 }
 """Who brings one down writes the lower number here."""
@@ -38,19 +48,19 @@ def made(folder: Path, **texts: str) -> house.House:
     return house.House(folder)
 
 
-def test_the_counts_are_of_code_and_not_of_docstrings(tmp_path):
+def test_the_counts_are_of_code_and_words_are_of_all_text(tmp_path):
     lines = "".join(f"value_{i} = {i}\n" for i in range(house.WINDOW))
     small = made(
         tmp_path,
         rewards_a='"""Of recipe.prime, with "megatron"."""\nfrom verl.sandbox import b\nclass Pool: ...\n' + lines,
         sandbox_b="class Pool: ...\nclass Own: ...\nfound = [found := 1]\n",
-        data_c='"""vllm"""\nclass Own: ...\nBACKEND = "vllm"\nPATH = "recipe.prime.core:loss"\n' + lines,
+        data_c='"""vllm, Told so many"""\nclass Own: ...\nBACKEND = "vllm"\nPATH = "recipe.prime.core:loss"\n' + lines,
         engines_d='from verl.engines import e\nNAME = "megatron"\n',
         engines_e="def late():\n    from verl.engines.d import NAME\n",
     )
     counts = house.measure(small)
     assert counts.pop("cloned lines, %") == round(100 * 2 * house.WINDOW / (2 * house.WINDOW + 11), 2)
-    assert list(counts.values()) == [2, 1, 1, 2, 1, 1, 2]
+    assert list(counts.values()) == [2, 1, 1, 2, 1, 1, 2, 2, *[0] * 9]
     assert dict(+small.lines()) == {"rewards": 3 + house.WINDOW, "sandbox": 3, "data": 4 + house.WINDOW, "engines": 4}
     assert small.leaves() is None
 

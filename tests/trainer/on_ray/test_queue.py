@@ -172,17 +172,17 @@ def test_requests_of_a_killed_replica_go_on_elsewhere_from_what_it_had_reported(
     """Each part with the log-probs and the version that drew it; nothing of such a run is replayed with other bits."""
     stopped, killed, why = [], [], ReplicaKeeper._why_hung
 
-    def kill_one_that_reported(keeper, one, known=UNKNOWN):
+    def kill_one_that_reported(keeper, replica, state=UNKNOWN):
         """Stop it first: one that still has requests by the next look has not answered them, however fast it is."""
-        pid = one.unit.members[0].pid
-        if one in stopped and not killed:
-            stopped.remove(one)
-            os.kill(pid, signal.SIGKILL if known.requests else signal.SIGCONT)
-            killed.extend([one] if known.requests else [])
-        elif known.reported > 100 and not stopped and not killed:
-            stopped.append(one)
+        pid = replica.unit.members[0].pid
+        if replica in stopped and not killed:
+            stopped.remove(replica)
+            os.kill(pid, signal.SIGKILL if state.requests else signal.SIGCONT)
+            killed.extend([replica] if state.requests else [])
+        elif state.reported > 100 and not stopped and not killed:
+            stopped.append(replica)
             os.kill(pid, signal.SIGSTOP)
-        return why(keeper, one, known)
+        return why(keeper, replica, state)
 
     monkeypatch.setattr(ReplicaKeeper, "_why_hung", kill_one_that_reported)
     loose = (*STREAM, *OWN_POOL, "actor_rollout_ref.rollout.full_determinism=false",

@@ -45,7 +45,7 @@ def check(batch: DataProto, ctx: StepContext) -> None:
 
 
 def measure(samples: DataProto, ctx: StepContext) -> None:
-    """Report how evenly the sampler used its experts, every few steps; leave out what nothing else reads.
+    """Report how evenly the sampler used its experts, at the set interval of steps; leave out what nothing else reads.
 
     All are of response tokens, under ``rollout/moe``. A layer's load is its busiest expert's share over the mean share.
 
