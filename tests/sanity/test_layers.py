@@ -21,7 +21,7 @@ from tests.sanity.source_tree import (
     upstream_paths,
 )
 
-FACADE_LINES, ALL_FACADE_LINES, COMPAT_LINES = 60, 1500, 3100
+FACADE_LINES, ALL_FACADE_LINES, COMPAT_LINES = 60, 1500, 3084
 FORMS = "verl.compat.forms"
 """Upstream's signatures and helpers, which only facades use."""
 OF_THEIR_ROOM = {

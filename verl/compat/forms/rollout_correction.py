@@ -118,24 +118,6 @@ def compute_is_metrics(
     return weight_metrics(weights, rows, rollout_is, Bounds(lower, rollout_is_threshold))
 
 
-def compute_rollout_correction(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    rollout_is: str | None = None,
-    rollout_is_threshold: float | str | None = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: Any = None,
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Weights or None, the mask after rejection, and metrics under ``rollout_corr/``."""
-    bounds, zero = weight_bounds(2.0 if rollout_is_threshold is None else rollout_is_threshold)
-    rejected = rejections(rollout_rs, rollout_rs_threshold) if rollout_rs else ()
-    how = Correction(rollout_is, bounds, zero, rollout_is_batch_normalize, rejected)
-    corrected = correction_of(old_log_prob, rollout_log_prob, response_mask, how)
-    return corrected.weights, corrected.mask, {f"{PREFIX}{name}": value for name, value in corrected.metrics.items()}
-
-
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
@@ -233,9 +215,11 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold: Any = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """A batch with ``rollout_is_weights`` (B, T) or None, the mask after rejection, and ``rollout_corr/`` metrics."""
-    weights, mask, metrics = compute_rollout_correction(
-        old_log_prob, rollout_log_prob, response_mask, rollout_is, rollout_is_threshold,
-        rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold,
-    )  # fmt: skip
-    made = None if weights is None else DataProto.from_dict(tensors={"rollout_is_weights": weights})
-    return made, mask, metrics
+    bounds, zero = weight_bounds(2.0 if rollout_is_threshold is None else rollout_is_threshold)
+    rejected = rejections(rollout_rs, rollout_rs_threshold) if rollout_rs else ()
+    how = Correction(rollout_is, bounds, zero, rollout_is_batch_normalize, rejected)
+    corrected = correction_of(old_log_prob, rollout_log_prob, response_mask, how)
+    weights = (
+        None if corrected.weights is None else DataProto.from_dict(tensors={"rollout_is_weights": corrected.weights})
+    )
+    return weights, corrected.mask, {f"{PREFIX}{name}": value for name, value in corrected.metrics.items()}
