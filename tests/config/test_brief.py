@@ -19,7 +19,7 @@ from verl.config import load_config
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, REF, M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
-LAPTOP = "8 GPUs are asked for, and this machine has no GPU"
+LAPTOP = "8 GPUs are requested, and this machine has no GPU"
 ONE = "trainer.n_gpus_per_node=1 trainer.nnodes=1"
 NO_VAL, NO_MICRO, ON_CPU = "data.val_files", f"{A}.ppo_micro_batch_size_per_gpu", "trainer.n_gpus_per_node"
 

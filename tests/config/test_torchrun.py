@@ -25,7 +25,7 @@ def test_what_was_started_is_used_where_nothing_else_is_said(check):
 
 def test_more_processes_than_were_started_are_refused_with_the_command_that_starts_them(check):
     (told,) = check(1, trainer__n_gpus_per_node=8)
-    assert "trainer.n_gpus_per_node: 8 processes are asked for, and 1 was started" in told
+    assert "trainer.n_gpus_per_node: 8 processes are requested, and 1 was started" in told
     assert "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer" in told
     (told,) = check(8, trainer__n_gpus_per_node=8, trainer__nnodes=2)
     assert "trainer.nnodes: 16 processes" in told and "--nnodes=2 --nproc_per_node=8" in told

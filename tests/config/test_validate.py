@@ -212,19 +212,19 @@ def test_a_tracker_whose_package_is_missing_is_an_error_with_the_command_that_in
 
 def test_more_gpus_than_a_cpu_machine_has_is_one_error_with_both_counts(ppo):
     said = refused(ppo, "trainer.n_gpus_per_node=8")
-    assert said.startswith("trainer.n_gpus_per_node: 8 GPUs are asked for, and this machine has no GPU")
+    assert said.startswith("trainer.n_gpus_per_node: 8 GPUs are requested, and this machine has no GPU")
     assert "Set trainer.n_gpus_per_node=1 trainer.nnodes=1 to run on CPU" in said and "\n" not in said
 
 
 def test_more_gpus_than_a_gpu_machine_has_names_both_counts(ppo, machine):
     machine(2)
     said = refused(ppo, "trainer.n_gpus_per_node=8")
-    assert "8 GPUs are asked for, and this machine has 2 GPUs" in said and "Allowed: 1 to 2" in said
+    assert "8 GPUs are requested, and this machine has 2 GPUs" in said and "Allowed: 1 to 2" in said
 
 
 def test_a_supervised_run_of_several_processes_is_started_by_torchrun(sft, monkeypatch):
     said = refused(sft, "trainer.nnodes=2")
-    assert "2 processes are asked for, and 1 was started" in said and "torchrun --nnodes=2" in said
+    assert "2 processes are requested, and 1 was started" in said and "torchrun --nnodes=2" in said
     assert "this machine has no GPU" in refused(sft, "trainer.n_gpus_per_node=8")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert sft("trainer.nnodes=2").trainer.nnodes == 2

@@ -129,7 +129,7 @@ def test_the_dry_run_that_a_page_prints_passes_and_its_files_are_there(page, tmp
 @pytest.mark.parametrize(
     "name, gpus, words, said",
     [
-        ("qwen3-8b-grpo-8gpu", 4, (), "8 GPUs are asked for, and this machine has 4 GPUs"),
+        ("qwen3-8b-grpo-8gpu", 4, (), "8 GPUs are requested, and this machine has 4 GPUs"),
         ("qwen3-14b-grpo-8gpu", 8, ("actor_rollout_ref.rollout.tensor_model_parallel_size=16",), "hold 0 replicas"),
         (
             "qwen3-14b-grpo-16x8gpu",

@@ -108,11 +108,11 @@ def logits_row_by_row(model: Any, batch: DataProto) -> Tensor:
         ids = tensors["input_ids"][row][here][None]
         if inputs:
             kinds = token_kinds(model.config, (ids == model.config.image_token_id).int())
-            found = model(input_ids=ids, use_cache=False, **kinds, **inputs).logits[0]
+            logits = model(input_ids=ids, use_cache=False, **kinds, **inputs).logits[0]
         else:
-            found = model(input_ids=ids, use_cache=False).logits[0]
-        made = found.new_zeros(len(here), found.shape[-1])
-        made[here] = found
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+        made = logits.new_zeros(len(here), logits.shape[-1])
+        made[here] = logits
         rows.append(made[width - 1 : -1])
     return torch.stack(rows)
 

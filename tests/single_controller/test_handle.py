@@ -18,6 +18,7 @@ from verl.single_controller.local import LocalHandle, LocalWorkerGroup
 class Server:
     def __init__(self):
         self.started, self.cancelled = 0, 0
+        self.begun = asyncio.Event()
         self.release = threading.Event()
 
     async def echo(self, name, timeout=None, method=None):
@@ -25,6 +26,7 @@ class Server:
 
     async def hang(self):
         self.started += 1
+        self.begun.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -180,8 +182,7 @@ async def test_a_handle_takes_methods_and_cancels_by_class():
     with pytest.raises(WorkerError, match=r"a handle calls methods.*Class.method"):
         await handle.call(gc.collect)
     hanging = asyncio.ensure_future(handle.call(Server.hang))
-    while not server.started:
-        await asyncio.sleep(0)
+    await server.begun.wait()
     assert handle.cancel(Other.hang) == 0 and await handle.call(Other.hang) == "done"
     assert handle.cancel(Server.hang) == 1
     with pytest.raises(WorkerError, match="was cancelled"):

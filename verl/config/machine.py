@@ -139,7 +139,7 @@ def _too_many(gpus: int, there: int) -> ConfigError:
     here = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
     on = "on CPU" if there == 0 else "on one GPU"
     return ConfigError(
-        f"{gpus} GPUs are asked for, and this machine has {here}",
+        f"{gpus} GPUs are requested, and this machine has {here}",
         key=_GPUS,
         got=gpus,
         allowed=f"1 to {there}" if there > 1 else "1",

@@ -19,7 +19,7 @@ def processes(cfg: SFTTrainerConfig) -> Problems:
         nodes = f"--nnodes={trainer.nnodes} " if trainer.nnodes > 1 else ""
         return [
             ConfigError(
-                f"{needed} processes are asked for, and {started} {'was' if started == 1 else 'were'} started",
+                f"{needed} processes are requested, and {started} {'was' if started == 1 else 'were'} started",
                 key=_GPUS if trainer.nnodes == 1 else "trainer.nnodes",
                 got=per_node if trainer.nnodes == 1 else trainer.nnodes,
                 fix=f"Start them with torchrun {nodes}--nproc_per_node={per_node} -m verl.trainer.sft_trainer ..., "

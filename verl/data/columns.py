@@ -178,9 +178,8 @@ class ConversationColumns:
             return None
         for usual in PAIRS:
             if set(usual) <= set(columns):
-                message = (
-                    f"there is none named {self.messages_key!r}: {usual[0]!r} is asked and {usual[1]!r} is learned"
-                )
+                prompt, answer = usual
+                message = f"there is none named {self.messages_key!r}: {prompt!r} is the prompt, {answer!r} the answer"
                 notice("data.messages_key", message)
                 return usual
         near = nearest_column(self.messages_key, columns)

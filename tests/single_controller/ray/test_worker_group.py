@@ -348,13 +348,13 @@ def test_colocated_roles_share_processes_and_draw_as_they_do_locally(pool):
     assert error.value.__notes__ == ["(in worker critic[1].fail)"]
     with pytest.raises(WorkerError, match=r"no role 'critik'.*critic"):
         group.spawn({"critik"})
-    (beside,) = ours["critic"].start_helpers(ClassWithInitArgs(Counter), 1, "counter")
-    assert asyncio.run(beside.call(Counter.add, 2)) == 2
+    (helper,) = ours["critic"].start_helpers(ClassWithInitArgs(Counter), 1, "counter")
+    assert asyncio.run(helper.call(Counter.add, 2)) == 2
     group.close()
     with pytest.raises(WorkerError, match="were stopped"):
         ours["actor"].add(1)
     with pytest.raises(WorkerError, match="'counter' were stopped"):
-        asyncio.run(beside.call(Counter.add, 1))
+        asyncio.run(helper.call(Counter.add, 1))
 
 
 def test_fused_roles_are_attributes_of_the_group(pool):
