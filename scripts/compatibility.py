@@ -98,10 +98,12 @@ def verdicts(scripts: list[dict[str, Any]], every_reason: bool = True) -> list[V
 @contextlib.contextmanager
 def _machine(folder: Path) -> Iterator[None]:
     """Every device, package and file is there, and a program stops where its configuration is resolved."""
-    from verl.config import loading, machine, overrides, reward_model
+    from verl.config.loading import configuration, overrides
+    from verl.config.machine import host
+    from verl.config.rules import reward_model
     from verl.trainer import export, main_generation_server
 
-    check_whole = loading._check_whole
+    check_whole = configuration._check_whole
 
     def checked(*arguments: Any) -> None:
         check_whole(*arguments)
@@ -112,12 +114,12 @@ def _machine(folder: Path) -> Iterator[None]:
 
     there = (
         (device, "device_count", lambda kind: DEVICES),
-        (machine, "files", lambda cfg: []),
-        (machine, "sft_files", lambda cfg: []),
-        (machine, "nsys", lambda cfg: []),
+        (host, "files", lambda cfg: []),
+        (host, "sft_files", lambda cfg: []),
+        (host, "nsys", lambda cfg: []),
         (reward_model, "bad_model_folder", lambda *arguments: []),
         (main_generation_server, "missing_folder", lambda key, path: []),
-        (loading, "_check_whole", checked),
+        (configuration, "_check_whole", checked),
         (export, "_run", resolved),
         (overrides, "parse_override", functools.cache(overrides.parse_override)),
     )
@@ -181,7 +183,8 @@ def _is_about(word: str, key: str) -> bool:
 
 def _attempt(main: Main, argv: list[str]) -> list[tuple[Reason, str, str]]:
     """The problems of one command (none: it resolves): reason, message, and a setting to leave out."""
-    from verl.config import checks, resolve
+    from verl.config.loading import resolve
+    from verl.config.rules import checks
 
     problems: list[VerlError] = []
     raise_all = resolve.raise_all

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from typing import Any
 
-from verl.config.groups import PPO, SFT, Program
-from verl.config.node import ConfigNode
+from verl.config.loading.groups import PPO, SFT, Program
+from verl.config.schema.node import ConfigNode
 
 SMALL = 4
 """A sub-section of at most that many settings that occurs nowhere else is listed with the section around it."""

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scripts.config_outline import OutlinePart, parts
-from verl.config.groups import PPO, SFT, Program
-from verl.config.node import ABSENT, UNSET
-from verl.config.recipes import Recipe, with_recipes
-from verl.config.schema import schema_of
-from verl.config.upstream_only import rows
+from verl.config.loading.groups import PPO, SFT, Program
+from verl.config.loading.recipes import Recipe, with_recipes
+from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import ABSENT, UNSET
+from verl.config.schema.upstream_only import rows
 
 HEADER = "| key | default | meaning |\n|---|---|---|"
 INTRO = """\
@@ -62,8 +62,8 @@ def page(recipes: Iterable[Recipe] = ()) -> str:
         *(_recipe(recipe) for recipe in recipes),
         "## Known and not built yet\n",
         "Settings of features that do not exist in this version. They are known by name, so that a script that carries "
-        "them with upstream's defaults (`verl/config/upstream_only.yaml`) runs, and any other value is refused by the "
-        "name of the feature.\n",
+        "them with upstream's defaults (`verl/config/schema/upstream_only.yaml`) runs, and any other value is refused "
+        "by the name of the feature.\n",
         _upstream_only("feature"),
         "## Known and without effect\n",
         "Settings that have nothing to change here. Setting one gives a notice with the reason.\n",

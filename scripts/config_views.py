@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config.groups import COMPOSED_ENGINE, choose, program_of
-from verl.config.merge import TWINS
-from verl.config.schema import Leaf, schema_of
+from verl.config.loading.groups import COMPOSED_ENGINE, choose, program_of
+from verl.config.loading.merge import TWINS
+from verl.config.schema.leaves import Leaf, schema_of
 
 MADE = "Made by scripts/generate_config_docs.py from verl/config: change the declarations there, then run it again."
 TO_COPY = f"""\

@@ -34,8 +34,8 @@ ODD_WORDS = re.compile(r"\b(?:whoever|anew|told|goes on|so many|lies|asked|wante
 PARTICIPLES = ("found", "wanted", "asked", "own", "given", "kept", "whole", "said", "chosen", "known")
 """Names of variables that do not say what they hold."""
 LEAVES = """
-from verl.config.groups import NAMES
-from verl.config.schema import schema_of
+from verl.config.loading.groups import NAMES
+from verl.config.schema.leaves import schema_of
 declared = schema_of(NAMES["ppo_trainer"][0].root).leaves.values()
 works = [leaf for leaf in declared if leaf.engines or (leaf.planned is None and leaf.no_effect is None)]
 print(len(declared), len(works))

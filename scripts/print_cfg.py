@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from verl.config.groups import NAMES
-from verl.config.loading import load_config
+from verl.config.loading.configuration import load_config
+from verl.config.loading.groups import NAMES
 from verl.errors import ConfigError
 
 

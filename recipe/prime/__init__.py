@@ -2,7 +2,7 @@
 
 from recipe.prime.rules import problems, tell
 from recipe.prime.settings import ALIASES, IMPLICIT, ImplicitRewardConfig, PrimeAlgoConfig
-from verl.config.recipes import Recipe
+from verl.config.loading.recipes import Recipe
 from verl.registry import ScheduleFacts
 
 FACTS = {"PrimeSchedule": ScheduleFacts(reward_model=True)}

@@ -7,10 +7,10 @@ from typing import Any
 
 from recipe.prime.settings import IMPLICIT
 from verl import env, registry
-from verl.config.checks import Problems, bad_model_folder, in_range, one_of
-from verl.config.optimizers import of_section
-from verl.config.pools import Pools
-from verl.config.reward import RewardModelConfig
+from verl.config.machine.pools import Pools
+from verl.config.rules.checks import Problems, bad_model_folder, in_range, one_of
+from verl.config.rules.optimizers import of_section
+from verl.config.schema.reward import RewardModelConfig
 from verl.errors import ConfigError
 from verl.json_text import read_json
 from verl.metrics import notice

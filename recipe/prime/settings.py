@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.aliases import SCHEDULE_NAMES, Aliases, to
-from verl.config.node import ABSENT, ConfigNode, section, setting
-from verl.config.optim import OptimizerConfig
+from verl.config.loading.aliases import SCHEDULE_NAMES, Aliases, to
+from verl.config.schema.node import ABSENT, ConfigNode, section, setting
+from verl.config.schema.optim import OptimizerConfig
 
 IMPLICIT = "reward.reward_model.implicit"
 

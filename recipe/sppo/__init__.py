@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import ConfigNode, setting
-from verl.config.checks import Problems, in_range
-from verl.config.recipes import Recipe
+from verl.config.loading.recipes import Recipe
+from verl.config.rules.checks import Problems, in_range
 from verl.registry import EstimatorFacts
 
 _ACTOR = "actor_rollout_ref.actor"

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.brief.machine import resolve
 from tests.brief.table import Attempt
-from verl.config.topology import backend_of
+from verl.config.machine.topology import backend_of
 
 PPO_SIZES = {
     "data.train_files": "train.parquet",

@@ -7,7 +7,7 @@ import pytest
 from recipe.one_step_off_policy.main_ppo import main as of_recipe
 from verl.compat.forms import programs
 from verl.compat.forms.programs import ONE_STEP_OFF, with_defaults
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.experimental.one_step_off_policy.main_ppo import main as of_experimental
 
 APART = "actor_rollout_ref.hybrid_engine=False"

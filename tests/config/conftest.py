@@ -3,7 +3,7 @@
 import pytest
 
 from verl import metrics
-from verl.config import machine
+from verl.config.machine import host
 
 
 @pytest.fixture(autouse=True)
@@ -14,4 +14,4 @@ def told():
 @pytest.fixture(autouse=True)
 def engines(monkeypatch):
     """The machine of these tests has the rollout engines, whatever this environment has."""
-    monkeypatch.setattr(machine, "is_installed", lambda package: True)
+    monkeypatch.setattr(host, "is_installed", lambda package: True)

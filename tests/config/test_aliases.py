@@ -3,10 +3,10 @@
 import pytest
 
 from verl.config import load_config
-from verl.config.aliases import PPO_ALIASES, SFT_ALIASES
-from verl.config.groups import PPO, SFT
-from verl.config.loading import read_config
-from verl.config.schema import schema_of
+from verl.config.loading.aliases import PPO_ALIASES, SFT_ALIASES
+from verl.config.loading.configuration import read_config
+from verl.config.loading.groups import PPO, SFT
+from verl.config.schema.leaves import schema_of
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, M, REF = (

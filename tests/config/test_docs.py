@@ -10,10 +10,10 @@ from scripts import generate_config_docs
 from scripts.config_outline import parts
 from scripts.config_page import page
 from scripts.generate_config_docs import RECIPES
-from verl.config.groups import PPO, SFT
-from verl.config.node import ABSENT, UNSET, leaves
-from verl.config.recipes import with_recipes
-from verl.config.schema import schema_of
+from verl.config.loading.groups import PPO, SFT
+from verl.config.loading.recipes import with_recipes
+from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import ABSENT, UNSET, leaves
 
 COVERAGE = Path(__file__).with_name("coverage.json")
 """Which test covers a setting: {"ppo_trainer": {key: test id}, ...}."""

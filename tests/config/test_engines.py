@@ -36,12 +36,12 @@ def ppo(usual):
     ],
 )
 def test_an_engine_that_is_not_there_is_refused_before_anything_starts(ppo, monkeypatch, settings, said):
-    monkeypatch.setattr("verl.config.machine.is_installed", lambda package: False)
+    monkeypatch.setattr("verl.config.machine.host.is_installed", lambda package: False)
     assert said in refused(ppo, *settings)
 
 
 def test_a_server_that_runs_needs_nothing_installed(ppo, monkeypatch):
-    monkeypatch.setattr("verl.config.machine.is_installed", lambda package: False)
+    monkeypatch.setattr("verl.config.machine.host.is_installed", lambda package: False)
     for name in ("sglang", "server"):
         ppo(f"{R}.name={name}", f"{R}.server.url=http://localhost:30000", f"{R}.server.timeout=5")
 

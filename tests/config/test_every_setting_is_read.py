@@ -12,12 +12,12 @@ from tests.harness.reward_models import reward_model_dir
 from tests.harness.rows import talks, write_prompts
 from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
-from verl.config.groups import PPO
-from verl.config.megatron import MegatronEngineConfig
-from verl.config.model import MegatronLoraConfig
-from verl.config.recipes import with_recipes
-from verl.config.torchtitan import TorchTitanEngineConfig
-from verl.config.trainer import AsyncTrainingConfig
+from verl.config.loading.groups import PPO
+from verl.config.loading.recipes import with_recipes
+from verl.config.schema.megatron import MegatronEngineConfig
+from verl.config.schema.model import MegatronLoraConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
+from verl.config.schema.trainer import AsyncTrainingConfig
 from verl.trainer import main_ppo, sft_trainer
 
 PROFILER_TOOLS = (

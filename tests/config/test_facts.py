@@ -11,8 +11,8 @@ from tests.harness.configs import describe
 from tests.harness.programs import python
 from verl.algorithms.policy_losses import aggregation_of
 from verl.config import PPOTrainerConfig, load_config
-from verl.config.node import leaves
-from verl.config.root import learns_from_pairs, skips_old_log_prob, uses_critic, uses_reference
+from verl.config.schema.node import leaves
+from verl.config.schema.root import learns_from_pairs, skips_old_log_prob, uses_critic, uses_reference
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts, Registry

@@ -1,6 +1,6 @@
 import pytest
 
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError
 
 

@@ -4,16 +4,16 @@ import pytest
 
 from tests.harness.programs import python
 from verl.config import ActorConfig, PPOTrainerConfig, SFTTrainerConfig, load_config, save_config, to_dict
-from verl.config.convert import convert
-from verl.config.files import DefaultsEntry
-from verl.config.groups import PPO, SFT
-from verl.config.loading import read_config, to_yaml
-from verl.config.mapping import from_mapping
-from verl.config.merge import Merge
-from verl.config.planned import INSTEAD
-from verl.config.resolve import resolve
-from verl.config.schema import schema_of
-from verl.config.validate_profiler import LATER
+from verl.config.loading.configuration import read_config, to_yaml
+from verl.config.loading.files import DefaultsEntry
+from verl.config.loading.groups import PPO, SFT
+from verl.config.loading.merge import Merge
+from verl.config.loading.resolve import resolve
+from verl.config.rules.planned import INSTEAD
+from verl.config.rules.validate_profiler import LATER
+from verl.config.schema.convert import convert
+from verl.config.schema.leaves import schema_of
+from verl.config.schema.mapping import from_mapping
 from verl.errors import ConfigError, NotBuiltError
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.configs import PPO, describe
 from verl.config import load_config
-from verl.config.validate_megatron import missing_or_other
+from verl.config.rules.validate_megatron import missing_or_other
 from verl.errors import ConfigError, NotBuiltError
 
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"

@@ -3,7 +3,7 @@
 import pytest
 
 from verl import metrics
-from verl.config.loading import read_config, to_yaml
+from verl.config.loading.configuration import read_config, to_yaml
 from verl.errors import ConfigError, NotBuiltError
 
 M = "actor_rollout_ref.model"

@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 
 from tests.harness.configs import PPO, describe, refused
-from verl.config import OptimizerConfig, load_config, optimizers
+from verl.config import OptimizerConfig, load_config
+from verl.config.rules import optimizers
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
 
@@ -102,9 +103,9 @@ def test_a_model_that_is_trained_whole_has_one_process(run):
 
 
 def test_one_engine_of_a_sampler_splits_heads_and_layers_too(run, monkeypatch):
-    from verl.config import machine
+    from verl.config.machine import host
 
-    monkeypatch.setattr(machine, "is_installed", lambda name: True)
+    monkeypatch.setattr(host, "is_installed", lambda name: True)
     vllm = [*EIGHT, f"{R}.name=vllm"]
     said = refused(run, DENSE, *vllm, f"{R}.tensor_model_parallel_size=8")
     assert f"{R}.tensor_model_parallel_size: the model's 12 attention heads cannot be split evenly over 8" in said
@@ -128,16 +129,16 @@ REFUSED_BY_VLLM = [
 
 @pytest.mark.parametrize(("words", "says"), REFUSED_BY_VLLM)
 def test_what_vllm_or_an_optimizer_refuses_at_its_start_is_refused_before(run, monkeypatch, words, says):
-    from verl.config import machine
+    from verl.config.machine import host
 
-    monkeypatch.setattr(machine, "is_installed", lambda name: True)
+    monkeypatch.setattr(host, "is_installed", lambda name: True)
     assert says in refused(run, SHORT, *EIGHT, f"{R}.name=vllm", *words)
 
 
 def test_what_vllm_takes_passes(run, monkeypatch):
-    from verl.config import machine
+    from verl.config.machine import host
 
-    monkeypatch.setattr(machine, "is_installed", lambda name: True)
+    monkeypatch.setattr(host, "is_installed", lambda name: True)
     vllm = [*EIGHT, f"{R}.name=vllm"]
     run(LONG, *vllm, f"{R}.max_model_len=4096", f"{M}.lora_rank=512")
     of_kinds = {"sliding_attention": {"rope_type": "default"}, "full_attention": LONG["rope_scaling"]}

@@ -10,9 +10,9 @@ from functools import cache
 import pytest
 
 from tests.sanity.source_tree import ROOT, parse, python_files
-from verl.config.aliases import longest_prefix
-from verl.config.groups import NAMES
-from verl.config.schema import schema_of
+from verl.config.loading.aliases import longest_prefix
+from verl.config.loading.groups import NAMES
+from verl.config.schema.leaves import schema_of
 
 KEY = re.compile(r"(?<![\w./\[{:-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w/(])")
 PROGRAMS = {program.name: program for program, _ in NAMES.values()}
@@ -26,14 +26,14 @@ SERVES = {
     "verl/data/sft_dataset.py": SUPERVISED,
     "verl/data/columns.py": ALL_TRAINERS,
     "verl/data/turns.py": SUPERVISED,
-    "verl/config/validate_generation.py": ("generation",),
-    "verl/config/validate_evaluation.py": ("evaluation",),
+    "verl/config/rules/validate_generation.py": ("generation",),
+    "verl/config/rules/validate_evaluation.py": ("evaluation",),
     "verl/trainer/main_eval.py": ("evaluation",),
     "verl/trainer/main_generation.py": ("generation",),
     "verl/trainer/pairs.py": ("dpo_trainer",),
     "verl/trainer/supervised.py": SUPERVISED,
     "verl/trainer/watch.py": SUPERVISED,
-    "verl/config/preference.py": ("dpo_trainer",),
+    "verl/config/schema/preference.py": ("dpo_trainer",),
     "verl/rollout": ("ppo_trainer", "generation"),
     "verl/engines": ALL_TRAINERS,
     "verl/models": ALL_TRAINERS,
@@ -47,7 +47,7 @@ SERVES = {
 }
 """Programs that run a file or folder; what is not listed belongs to main_ppo."""
 TABLES = (
-    *("verl/registry.py", "verl/config/upstream_only.py", "verl/config/aliases.py"),
+    *("verl/registry.py", "verl/config/schema/upstream_only.py", "verl/config/loading/aliases.py"),
     *("verl/api/answers.py", "verl/cli/help.py", "verl/cli/last_words.py"),
 )
 NO_SETTINGS = {"torch.optim", "module.path", "module.name"}

@@ -14,11 +14,11 @@ from verl.config import (
     replace,
     to_dict,
     unread,
-    upstream_only,
 )
-from verl.config.groups import NAMES
-from verl.config.loading import read_config
-from verl.config.schema import schema_of
+from verl.config.loading.configuration import read_config
+from verl.config.loading.groups import NAMES
+from verl.config.schema import upstream_only
+from verl.config.schema.leaves import schema_of
 
 
 def test_attribute_item_and_get_reach_the_same_value():
@@ -110,7 +110,7 @@ def test_a_changed_copy_still_records():
 
 @pytest.mark.parametrize("root", [PPOTrainerConfig, SFTTrainerConfig])
 def test_every_leaf_has_a_type_that_its_default_fits(root):
-    from verl.config.convert import convert
+    from verl.config.schema.convert import convert
 
     for leaf in schema_of(root).leaves.values():
         got = convert(leaf.default, leaf.type)

@@ -11,10 +11,10 @@ import pytest
 
 from tests.harness.configs import describe
 from verl.config import PPOTrainerConfig, load_config, replace, to_dict
-from verl.config.groups import PPO
-from verl.config.loading import read_config, to_yaml
-from verl.config.recipes import Recipe, extended, with_recipes
-from verl.config.schema import schema_of
+from verl.config.loading.configuration import read_config, to_yaml
+from verl.config.loading.groups import PPO
+from verl.config.loading.recipes import Recipe, extended, with_recipes
+from verl.config.schema.leaves import schema_of
 from verl.errors import ConfigError
 from verl.metrics import notices
 
@@ -22,8 +22,8 @@ MINE = '''
 from dataclasses import dataclass
 
 from verl.config import ConfigNode, Recipe, setting
-from verl.config.aliases import Aliases, to
-from verl.config.checks import in_range
+from verl.config.loading.aliases import Aliases, to
+from verl.config.rules.checks import in_range
 from verl.metrics import notice
 from verl.registry import EstimatorFacts
 

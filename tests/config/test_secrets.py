@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from verl.config import load_config, save_config, to_dict
-from verl.config.loading import read_config, to_yaml
-from verl.config.secrets import hide
+from verl.config.loading.configuration import read_config, to_yaml
+from verl.config.loading.secrets import hide
 from verl.errors import HIDDEN, ConfigError, RewardError, hide_in_text
 from verl.metrics import notice, notices
 from verl.observability.tracker import Tracker

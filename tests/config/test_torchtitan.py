@@ -10,10 +10,10 @@ import pytest
 from tests.harness.configs import PPO, describe
 from tests.sanity.test_packaging import pins
 from verl.config import load_config
-from verl.config.shared_rows import parts_of, sequence_ranks
-from verl.config.torchtitan import INSTALL
-from verl.config.validate_megatron import roles
-from verl.config.validate_torchtitan import missing_or_other
+from verl.config.rules.shared_rows import parts_of, sequence_ranks
+from verl.config.rules.validate_megatron import roles
+from verl.config.rules.validate_torchtitan import missing_or_other
+from verl.config.schema.torchtitan import INSTALL
 from verl.errors import ConfigError, NotBuiltError
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"

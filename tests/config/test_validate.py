@@ -8,8 +8,8 @@ from tests.harness.configs import changed as replaced
 from tests.harness.configs import refused
 from verl import device, registry
 from verl.config import load_config, record_reads, replace
-from verl.config.loading import read_config
-from verl.config.validate import KL_KINDS, LOSS_AGG_MODES, validate
+from verl.config.loading.configuration import read_config
+from verl.config.rules.validate import KL_KINDS, LOSS_AGG_MODES, validate
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from ray.runtime_env import RuntimeEnv
 
 import verl
-from verl.config import loading
-from verl.config.groups import PPO
-from verl.config.loading import config_from, read_config
-from verl.config.node import to_dict
-from verl.config.schema import schema_of
+from verl.config.loading import configuration
+from verl.config.loading.configuration import config_from, read_config
+from verl.config.loading.groups import PPO
+from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import to_dict
 from verl.metrics import notices
 
 FOLDER = Path(verl.__file__).parent / "trainer" / "config"
@@ -58,7 +58,7 @@ def test_a_recipe_hands_the_section_of_ray_to_ray_init_as_it_is():
 @pytest.fixture
 def unchecked(monkeypatch):
     """Configurations are not held against this machine."""
-    monkeypatch.setattr(loading, "_check_whole", lambda *_, **__: None)
+    monkeypatch.setattr(configuration, "_check_whole", lambda *_, **__: None)
 
 
 def test_what_a_recipe_composes_means_the_defaults(unchecked):

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from verl.config import PPOTrainerConfig, machine, replace, vision
+from verl.config import PPOTrainerConfig, replace
+from verl.config.machine import host, vision
 from verl.errors import ConfigError, NotBuiltError
 
 
@@ -125,5 +126,5 @@ def test_a_critic_of_the_policys_model_needs_an_engine_with_towers_too(model):
     path = model(model_type="qwen2_5_vl", vision_config={"depth": 2})
     changes = {"actor_rollout_ref.model.path": path, "critic.model.path": path, "algorithm.adv_estimator": "gae"}
     config = replace(PPOTrainerConfig(), **changes, **{"critic.strategy": "megatron"})
-    [problem] = machine._towers(config)
+    [problem] = host._towers(config)
     assert isinstance(problem, NotBuiltError) and problem.key == "critic.model.path" and "megatron" in str(problem)

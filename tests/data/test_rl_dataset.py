@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.rows import addition_rows, write_prompts
 from verl.config import DataConfig
-from verl.config.data import PromptFilterConfig
+from verl.config.schema.data import PromptFilterConfig
 from verl.data.collate import collate_fn
 from verl.data.loader import StatefulLoader
 from verl.data.rl_dataset import RLHFDataset

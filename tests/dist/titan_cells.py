@@ -14,7 +14,7 @@ from tests.dist import resume_cells as resume
 from tests.dist.engine_cells import OPTIM, ROWS, flat, loss_of, order_of, plain, sharded, share, shared_model
 from tests.harness.engines import gradients, on_policy_batch, ragged_batch, relative_error
 from verl.config import HFModelConfig, OptimizerConfig
-from verl.config.torchtitan import TorchTitanEngineConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.distributed import Ranks
 from verl.models.hf_folder import read_weights
 from verl.models.weights import named_tensors

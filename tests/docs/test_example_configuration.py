@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from tests.sanity.source_tree import ROOT
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 
 PAGES = ("docs/index.rst", "docs/examples/config.rst")
 

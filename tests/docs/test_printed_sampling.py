@@ -12,7 +12,7 @@ import pytest
 from tests.docs.printed import bash, block
 from tests.docs.test_statements import blocks
 from tests.sanity.source_tree import ROOT
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 
 ENGINES, DYNAMIC = "docs/howto/engines.md", "docs/howto/dynamic_sampling.md"
 SAMPLING, ALGORITHMS = "docs/concepts/sampling.md", "docs/concepts/algorithms.md"

@@ -15,10 +15,10 @@ import pytest
 from scripts.generate_config_docs import RECIPES
 from tests.sanity.source_tree import ROOT, read_toml, tracked_files
 from verl import registry
-from verl.config.groups import NAMES, PPO
-from verl.config.loading import read_config
-from verl.config.recipes import with_recipes
-from verl.config.schema import schema_of
+from verl.config.loading.configuration import read_config
+from verl.config.loading.groups import NAMES, PPO
+from verl.config.loading.recipes import with_recipes
+from verl.config.schema.leaves import schema_of
 
 GENERATED = ("docs/reference/configuration.md", "docs/appendix/coverage.md")
 PAGES = sorted(
@@ -288,5 +288,5 @@ def test_pages_that_messages_of_the_library_name_are_there_and_say_it():
     named = {page for text in texts for page in re.findall(r"docs/\w+/\w+\.md", text)}
     assert named and [page for page in sorted(named) if not (ROOT / page).is_file()] == []
     told = "It gets reward_router_address; docs/howto/rewards.md has one."
-    assert told in (ROOT / "verl/config/reward_model.py").read_text(encoding="utf-8")
+    assert told in (ROOT / "verl/config/rules/reward_model.py").read_text(encoding="utf-8")
     assert any("reward_router_address=None" in block for block in blocks(ROOT / "docs/howto/rewards.md", "python"))

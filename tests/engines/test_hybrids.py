@@ -12,7 +12,7 @@ from tests.engines.hybrids import PACKED, PADDED, hybrid_dir
 from tests.harness.engines import gradients, grouped_batch, make_engine, relative_error
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
-from verl.config.config_json import NEVER_PACKED, NOT_SAMPLED, carries_state
+from verl.config.machine.config_json import NEVER_PACKED, NOT_SAMPLED, carries_state
 from verl.engines.settings import PassSettings
 from verl.errors import RolloutError
 from verl.metrics import notices, reset_notices

@@ -13,7 +13,7 @@ from tests.dist.engine_cells import whole_gradient
 from tests.harness.engines import gradients, make_engine, model_dir, policy_loss, ragged_batch, relative_error
 from verl.checkpoint import CheckpointReader, CheckpointWriter
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
-from verl.config.topology import backend_of
+from verl.config.machine.topology import backend_of
 from verl.engines import sharding
 from verl.engines.fsdp2 import FSDP2Engine
 from verl.errors import CheckpointError, ConfigError, EngineError

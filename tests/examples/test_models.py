@@ -26,7 +26,7 @@ from tests.harness.scorers import LETTERS
 from tests.sanity.source_tree import ROOT
 from verl import device
 from verl.cli.main import main
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 
 FOLDER = ROOT / "examples" / "models"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*-grpo-*.yaml"))}

@@ -19,7 +19,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.utils.tensorboard",
     "transformers.models.qwen2.modeling_qwen2",
-    "verl.config.validate",
+    "verl.config.rules.validate",
     "verl.rewards.managers",
     "verl.trainer.main_ppo",
     "verl.trainer.ppo.ray_trainer",

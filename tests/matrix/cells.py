@@ -51,7 +51,7 @@ def usual(program: str, folder: Path, number: int, words: list[str]) -> list[str
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Relations between settings are not looked at inside: what is built says for itself what it cannot do."""
-    with mock.patch("verl.config.loading._check_whole", lambda *given: None):
+    with mock.patch("verl.config.loading.configuration._check_whole", lambda *given: None):
         yield
 
 

@@ -20,7 +20,7 @@ from tests.megatron.cells import (
     shared_model,
 )
 from tests.megatron.families import MIXTRAL, MIXTURE
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.engines.adapters import AdapterBaseEngine
 from verl.errors import CheckpointError, NotBuiltError
 

@@ -14,7 +14,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.programs import run
 from tests.harness.rows import write_prompts
 from verl.config import load_config
-from verl.config.topology import Topology
+from verl.config.machine.topology import Topology
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 REQUIRED = ["data.train_files=train.jsonl", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",

@@ -29,7 +29,7 @@ from tests.harness.scorers import scorer
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.aggregation import loss_norm
 from verl.config import load_config
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.metrics import notices, reset_notices
 
 A, RM, IMPLICIT = "actor_rollout_ref.actor", "reward.reward_model", "reward.reward_model.implicit"

@@ -14,7 +14,7 @@ import pytest
 from tests.harness.models import tiny_model_dir
 from verl.agent_loop.server.endpoint import Endpoint
 from verl.config import PPOTrainerConfig
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.place import make_sampler
 from verl.weight_sync import BroadcastTransport, DiskTransport, SharedMemoryTransport, shared_memory

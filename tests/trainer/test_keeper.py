@@ -133,7 +133,7 @@ class Run:
 
 @pytest.fixture
 def in_run(monkeypatch, tmp_path):
-    monkeypatch.setattr("verl.config.validate.validate", lambda cfg, served=False: None)
+    monkeypatch.setattr("verl.config.rules.validate.validate", lambda cfg, served=False: None)
     monkeypatch.setattr("verl.trainer.keeper.LOOK_SECONDS", 0.02)
     return lambda *arguments: Run(tmp_path, *arguments)
 

@@ -16,8 +16,8 @@ from tests.harness.rows import talks, write_prompts
 from tests.harness.runs import COMMON, prepare
 from tests.harness.scorers import scorer
 from verl.config import ProfilerConfig, load_config
-from verl.config.loading import read_config
-from verl.config.nsight import nsight_options
+from verl.config.loading.configuration import read_config
+from verl.config.machine.nsight import nsight_options
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
 from verl.observability import profiler as profiling

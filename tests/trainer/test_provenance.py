@@ -14,11 +14,11 @@ from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import COMMON, prepare
 from tests.harness.scorers import scorer
 from verl.checkpoint import find_checkpoint
-from verl.config import provenance
-from verl.config.groups import NAMES
-from verl.config.loading import read_config
-from verl.config.provenance import Provenance, is_harmless
-from verl.config.schema import schema_of
+from verl.config.loading import provenance
+from verl.config.loading.configuration import read_config
+from verl.config.loading.groups import NAMES
+from verl.config.loading.provenance import Provenance, is_harmless
+from verl.config.schema.leaves import schema_of
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo, sft_trainer
 

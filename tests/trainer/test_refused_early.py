@@ -10,7 +10,7 @@ import pytest
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import talks, write_prompts
 from verl.config import PPOTrainerConfig, load_config, replace
-from verl.config.node import full_keys, place
+from verl.config.schema.node import full_keys, place
 from verl.data import tokenizer_of
 from verl.distributed import Ranks
 from verl.engines.sequence_parallel import sequence_peers

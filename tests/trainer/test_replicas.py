@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from verl.config import elastic, load_config
+from verl.config import load_config
+from verl.config.rules import elastic
 from verl.metrics import notices, reset_notices
 from verl.single_controller.ray import unit
 
@@ -27,7 +28,7 @@ def configured(*changes: str):
 @pytest.fixture
 def no_files(monkeypatch):
     """Only the rules about replicas, whatever this machine has."""
-    monkeypatch.setattr("verl.config.validate.validate", lambda cfg, served=False: None)
+    monkeypatch.setattr("verl.config.rules.validate.validate", lambda cfg, served=False: None)
     yield
 
 

@@ -11,7 +11,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import logged, records
 from verl.config import SFTTrainerConfig
-from verl.config.sft import SFTDataConfig
+from verl.config.schema.sft import SFTDataConfig
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer, sft_trainer_ray
 from verl.trainer.supervised import SupervisedTrainer

@@ -8,7 +8,7 @@ import torch
 from tests.harness.engines import ragged_batch
 from tests.harness.models import tiny_model_dir
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.engines.plain import PlainEngine
 from verl.errors import ConfigError, WorkerError
 from verl.single_controller.base.worker import WorkerInfo

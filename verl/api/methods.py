@@ -20,7 +20,7 @@ class Method:
     """A way to train.
 
     Args:
-        configuration: name of the settings that its program reads (`verl.config.groups.NAMES`).
+        configuration: name of the settings that its program reads (`verl.config.loading.groups.NAMES`).
         module: that holds the program's ``main``.
         defaults: ``a.b=c``, which the user's settings win over.
         meaning: for the help text.

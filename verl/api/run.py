@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.loading import write_private
+from verl.config.loading.configuration import write_private
 from verl.errors import CheckpointError, DataError
 from verl.journal.places import newest_file
 from verl.json_text import read_json

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.groups import program_of
-from verl.config.overrides import parse_override
-from verl.config.schema import schema_of
+from verl.config.loading.groups import program_of
+from verl.config.loading.overrides import parse_override
+from verl.config.schema.leaves import schema_of
 from verl.errors import ConfigError
 
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
@@ -22,8 +22,8 @@ def words_of(configuration: str, settings: Mapping[str, Any]) -> list[str]:
     """``{"trainer": {"seed": 1}, "data.shuffle": False}`` -> ``["trainer.seed=1", "data.shuffle=false"]``.
 
     Args:
-        configuration: name of the settings (`verl.config.groups.NAMES`); it says where a value begins that is itself a
-            mapping.
+        configuration: name of the settings (`verl.config.loading.groups.NAMES`); it says where a value begins that is
+            itself a mapping.
 
     Raises:
         ConfigError: a value that no command line could hold: an object, a tensor, an open file.

@@ -22,7 +22,7 @@ from verl.api.methods import METHODS, Method, method_of
 from verl.api.rows import files_of
 from verl.api.run import METRICS, RECORD, Run, open_run, write_record
 from verl.api.settings import word_of, words_of
-from verl.config.loading import writable, write_private
+from verl.config.loading.configuration import writable, write_private
 from verl.errors import ConfigError, VerlError
 from verl.observability.backends.notebook import in_notebook
 

@@ -20,7 +20,7 @@ def _lines(method: Method, words: Sequence[str]) -> list[str]:
     config: Any = load_config(method.configuration, [*words], look_of(method), defaults=method.defaults)
     lines = [f"{key}: {value}" for key, value in _facts(method, config).items()]
     if method.configuration == "ppo_trainer":
-        from verl.config.topology import Topology, added_roles
+        from verl.config.machine.topology import Topology, added_roles
 
         lines += str(Topology.of(config, added_roles(config))).splitlines()
     return [*lines, "Settings, data files and this machine agree: the run can start."]

@@ -1,24 +1,24 @@
 """The configuration: every default once, typed, with its meaning."""
 
-from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
-from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
-from verl.config.checkpoint import CheckpointConfig
-from verl.config.correction import RolloutCorrectionConfig
-from verl.config.critic import CriticConfig
-from verl.config.data import DataConfig
-from verl.config.engine import FSDPEngineConfig
-from verl.config.loading import load_config, save_config
-from verl.config.model import HFModelConfig
-from verl.config.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
-from verl.config.optim import OptimizerConfig
-from verl.config.preference import DPOTrainerConfig, RMTrainerConfig
-from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
-from verl.config.recipes import Recipe
-from verl.config.reward import RewardConfig
-from verl.config.rollout import RolloutConfig, SamplingConfig
-from verl.config.root import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.config.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
-from verl.config.trainer import TrainerConfig
+from verl.config.loading.configuration import load_config, save_config
+from verl.config.loading.recipes import Recipe
+from verl.config.schema.actor import ActorConfig, PolicyLossConfig, RefConfig
+from verl.config.schema.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
+from verl.config.schema.checkpoint import CheckpointConfig
+from verl.config.schema.correction import RolloutCorrectionConfig
+from verl.config.schema.critic import CriticConfig
+from verl.config.schema.data import DataConfig
+from verl.config.schema.engine import FSDPEngineConfig
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
+from verl.config.schema.optim import OptimizerConfig
+from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.schema.profiler import GlobalProfilerConfig, ProfilerConfig
+from verl.config.schema.reward import RewardConfig
+from verl.config.schema.rollout import RolloutConfig, SamplingConfig
+from verl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig
+from verl.config.schema.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
+from verl.config.schema.trainer import TrainerConfig
 
 FSDPOptimizerConfig = OptimizerConfig
 

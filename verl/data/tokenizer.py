@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl import env
-from verl.config.node import full_keys
+from verl.config.schema.node import full_keys
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.storage import copy_to_local, expand, is_hub_name, is_remote, missing_path

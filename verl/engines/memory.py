@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from verl.config import HFModelConfig, OptimizerConfig
-from verl.config.optimizers import TORCH
+from verl.config.rules.optimizers import TORCH
 from verl.device import free_host_memory
 from verl.engines.rows import MicroBatch
 from verl.errors import EngineError, ModelError

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.config.node import key_of
+from verl.config.schema.node import key_of
 from verl.device import torch_dtype
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice

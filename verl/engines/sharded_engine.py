@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from verl import distributed
 from verl.checkpoint.state import StateSection
-from verl.config.node import key_of
+from verl.config.schema.node import key_of
 from verl.distributed import Ranks, data_parallel_mesh
 from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import mirror

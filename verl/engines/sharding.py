@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl.config.node import key_of
+from verl.config.schema.node import key_of
 from verl.metrics import notice
 from verl.models.layers import transformer_layers
 from verl.models.weights import loose_tensors

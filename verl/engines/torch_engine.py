@@ -28,7 +28,7 @@ from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import prepare_weights, write_hf
 from verl.checkpoint.state import EngineState, StateSection, prefixed
 from verl.checkpoint.tensors import write_tensors
-from verl.config.node import key_of
+from verl.config.schema.node import key_of
 from verl.device import torch_dtype
 from verl.distributed import Ranks
 from verl.distributed.boxes import written_once

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from transformers import logging as transformers_logging
 
-from verl.config import vision
+from verl.config.machine import vision
 from verl.errors import ConfigError, ModelError, suggest
 from verl.models import folder
 

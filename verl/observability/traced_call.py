@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from verl.config.secrets import hide
+from verl.config.loading.secrets import hide
 
 KEY = "actor_rollout_ref.rollout.trace.backend"
 LONGEST_TEXT, LARGEST, DEEPEST = 1000, 65536, 12

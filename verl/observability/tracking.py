@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from verl.config.secrets import hide
+from verl.config.loading.secrets import hide
 from verl.errors import VerlError
 from verl.metrics import notice
 from verl.observability.tracker import Sample, Tracker

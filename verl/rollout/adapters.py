@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.config_json import adapter_on_experts, experts_of, facts_of
+from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
 from verl.metrics import notice
 from verl.models.lora import LoraSettings, config_of
 from verl.registry import SAMPLERS

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from verl.config.node import key_of
+from verl.config.schema.node import key_of
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 

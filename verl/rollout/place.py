@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from verl import env
-from verl.config.node import replace
-from verl.config.sampler_sizes import spec_of
+from verl.config.machine.sampler_sizes import spec_of
+from verl.config.schema.node import replace
 from verl.device import torch_dtype
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice

@@ -10,8 +10,8 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig, replace
-from verl.config.queues import samples_while_training
-from verl.config.root import uses_critic, uses_reference, uses_reward_model
+from verl.config.rules.queues import samples_while_training
+from verl.config.schema.root import uses_critic, uses_reference, uses_reward_model
 from verl.data import RLHFDataset, create_rl_dataset
 from verl.metrics import notice
 from verl.models.flops import device_peak_flops

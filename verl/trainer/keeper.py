@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOTrainerConfig
-from verl.config.elastic import KEY
-from verl.config.refusals import raise_all
-from verl.config.topology import beyond_one_machine, processes_of
+from verl.config.machine.topology import beyond_one_machine, processes_of
+from verl.config.rules.elastic import KEY
+from verl.config.rules.refusals import raise_all
 from verl.errors import VerlError, WorkerError
 from verl.metrics import notice
 from verl.rollout.base import Moved

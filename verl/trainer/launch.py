@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import env
 from verl.config import load_config
-from verl.config.loading import FirstLook
+from verl.config.loading.configuration import FirstLook
 from verl.errors import VerlError, WorkerError
 from verl.trainer.command import interrupted, report
 
@@ -32,7 +32,7 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
         ranks: the processes of the run, of which this is one; None joins those that torchrun started, or is alone.
     """
     from verl import device, distributed
-    from verl.config.validate_megatron import refuse_without_cuda, role_of_supervised
+    from verl.config.rules.validate_megatron import refuse_without_cuda, role_of_supervised
     from verl.single_controller.spmd import Spmd
     from verl.trainer import runtime
 

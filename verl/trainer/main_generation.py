@@ -6,8 +6,8 @@ import sys
 from typing import cast
 
 from verl.config import load_config, record_reads, replace, unread
-from verl.config.generation import GenerationConfig
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
+from verl.config.schema.generation import GenerationConfig
 from verl.data.look import look_at_questions
 from verl.errors import ModelError
 from verl.metrics import notice
@@ -17,7 +17,7 @@ from verl.trainer.command import run
 def run_generation(config: GenerationConfig) -> str:
     """Run a checked configuration; returns the path of the output."""
     from verl import device
-    from verl.config.images import ImageDataConfig
+    from verl.config.schema.images import ImageDataConfig
     from verl.data import processor_of, tokenizer_of
     from verl.registry import SAMPLERS
     from verl.storage import copy_to_local

@@ -7,8 +7,8 @@ from functools import partial
 
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import HFModelConfig, PPOTrainerConfig, replace
-from verl.config.node import Node, key_of
-from verl.config.topology import added_roles
+from verl.config.machine.topology import added_roles
+from verl.config.schema.node import Node, key_of
 from verl.single_controller.base import Role
 from verl.workers.model import ModelRole
 from verl.workers.part import PassLimits

@@ -17,15 +17,15 @@ import torch
 from verl import device, env, lifeline, terminal
 from verl.checkpoint import RemoteCheckpoints, RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
-from verl.config.loading import writable
-from verl.config.nsight import worker_nsight_options
-from verl.config.validate_megatron import refuse_without_cuda, roles
+from verl.config.loading.configuration import writable
+from verl.config.machine.nsight import worker_nsight_options
+from verl.config.rules.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
 
 if TYPE_CHECKING:
-    from verl.config.topology import Topology
+    from verl.config.machine.topology import Topology
     from verl.single_controller.ray.runtime import RayCluster
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl import env
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, VerlError
 from verl.metrics import reset_notices
 from verl.trainer import sft_trainer

@@ -23,9 +23,9 @@ from verl.checkpoint import (
     find_or_fetch,
 )
 from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
-from verl.config.provenance import Provenance, check_resume
-from verl.config.sft import EACH_EPOCH
-from verl.config.topology import backend_of
+from verl.config.loading.provenance import Provenance, check_resume
+from verl.config.machine.topology import backend_of
+from verl.config.schema.sft import EACH_EPOCH
 from verl.data import StatefulLoader
 from verl.data.progress import timed
 from verl.distributed import Ranks

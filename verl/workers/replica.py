@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from verl import distributed
 from verl.config import ActorRolloutRefConfig
-from verl.config.topology import processes_of
+from verl.config.machine.topology import processes_of
 from verl.rollout.base import Sampler
 from verl.rollout.devices import of_replica
 from verl.rollout.hosted import WeightIntake

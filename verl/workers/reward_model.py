@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.config import HFModelConfig
-from verl.config.reward_model import headless
+from verl.config.rules.reward_model import headless
 from verl.data import hf_tokenizer
 from verl.data.rewriting import Rewriter, same_encoding
 from verl.engines.seen_rows import COLUMN as PICTURES

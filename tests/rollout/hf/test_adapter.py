@@ -14,8 +14,8 @@ from tests.harness.samplers import largest_difference, prompt, requests, sample
 from verl import metrics
 from verl.algorithms.losses import SFTLoss
 from verl.config import HFModelConfig, RolloutConfig
-from verl.config.model import MegatronLoraConfig
-from verl.config.rollout import CheckpointEngineConfig
+from verl.config.schema.model import MegatronLoraConfig
+from verl.config.schema.rollout import CheckpointEngineConfig
 from verl.errors import ModelError, RolloutError
 from verl.models import load_causal_lm, lora
 from verl.rollout.adapters import separate_adapter

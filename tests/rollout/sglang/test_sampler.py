@@ -14,7 +14,7 @@ from tests.rollout.server.test_kinds import sglang_answer
 from tests.rollout.server.test_sampler import ask
 from verl import env
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads, replace
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, MissingDependencyError
 from verl.ports import free_port
 from verl.rollout import Request, SamplingParams

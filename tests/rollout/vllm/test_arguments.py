@@ -11,7 +11,7 @@ import torch
 
 from tests.harness.models import tiny_model_dir
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, MissingDependencyError, NotBuiltError, RolloutError
 from verl.metrics import notices
 from verl.rollout.model_facts import ModelFacts

@@ -23,7 +23,7 @@ from tests.matrix.cells import prepare, reason, start, unchecked, usual
 from tests.matrix.test_starts import GRPO, SHIM, A, P, R, disagreeing
 from tests.trainer.on_ray.kept import Kept, kept_processes
 from verl.config import load_config
-from verl.config.topology import Topology
+from verl.config.machine.topology import Topology
 from verl.trainer import main_ppo
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from tests.harness.scorers import scorer
 from tests.harness.waiting import wait_until
 from verl.agent_loop.failed import RunStops
 from verl.config import load_config
-from verl.config.pools import Pools, PoolSpec
+from verl.config.machine.pools import Pools, PoolSpec
 from verl.errors import ConfigError, DataError, RewardError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.harness.runs import train
-from verl.config import PPOTrainerConfig, off_policy, replace
-from verl.config.partial_rollouts import problems
-from verl.config.root import updates_once
+from verl.config import PPOTrainerConfig, replace
+from verl.config.rules import off_policy
+from verl.config.rules.partial_rollouts import problems
+from verl.config.schema.root import updates_once
 from verl.errors import ConfigError
 from verl.metrics import notices
 from verl.protocol import DataProto

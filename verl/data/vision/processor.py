@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from verl.config.node import full_keys
-from verl.config.vision import SEEN, TEXT_TOO
+from verl.config.machine.vision import SEEN, TEXT_TOO
+from verl.config.schema.node import full_keys
 from verl.data.tokenizer import PROCESSOR_FILES, brief, source_of
 from verl.data.vision.parts import VIDEOS
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError, suggest

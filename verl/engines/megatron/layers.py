@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verl.config import megatron_fields
+from verl.config.rules import megatron_fields
 from verl.engines.megatron.parallel import (
     SECTION,
     MegatronSizes,

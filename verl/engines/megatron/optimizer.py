@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.checkpoint.state import EngineState, StateSection
-from verl.config.optimizers import for_megatron
+from verl.config.rules.optimizers import for_megatron
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.matrices import build_muon

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.torchtitan import FAMILIES
+from verl.config.schema.torchtitan import FAMILIES
 from verl.engines.torchtitan.modules import parts
 from verl.engines.torchtitan.package import import_torchtitan
 from verl.engines.torchtitan.parallel import TitanSizes

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.checkpoint.state import StateSection
-from verl.config.node import key_of
-from verl.config.torchtitan import features_not_built
+from verl.config.schema.node import key_of
+from verl.config.schema.torchtitan import features_not_built
 from verl.distributed import Ranks
 from verl.distributed.metrics import merged
 from verl.distributed.shards import gather, local_box

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.config.torchtitan import INSTALL, NEEDED, VERSION
+from verl.config.schema.torchtitan import INSTALL, NEEDED, VERSION
 from verl.errors import ConfigError
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 
-from verl.config.node import key_of
-from verl.config.torchtitan import COPIES, EXPERTS, SIZES
+from verl.config.schema.node import key_of
+from verl.config.schema.torchtitan import COPIES, EXPERTS, SIZES
 from verl.distributed import Ranks
 from verl.engines.torchtitan.package import import_torchtitan
 from verl.errors import ConfigError, NotBuiltError

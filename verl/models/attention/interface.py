@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from verl.config.config_json import STATE_LAYERS
+from verl.config.machine.config_json import STATE_LAYERS
 from verl.errors import ModelError
 from verl.models.attention import varlen
 from verl.models.attention.flash_cpu import FlashOnCPU

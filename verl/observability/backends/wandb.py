@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.config.secrets import hide
+from verl.config.loading.secrets import hide
 from verl.errors import MissingDependencyError
 from verl.observability.tracker import Sample, Tracker, numbers, opened
 

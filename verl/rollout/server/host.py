@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from verl import env
 from verl.config import PPOTrainerConfig, replace
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, RolloutError, VerlError
 from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler

@@ -23,7 +23,7 @@ from verl.checkpoint import (
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.retention import delete
 from verl.config import PPOTrainerConfig
-from verl.config.provenance import Provenance, check_resume
+from verl.config.loading.provenance import Provenance, check_resume
 from verl.errors import CheckpointError, VerlError
 from verl.journal.file import Position
 from verl.metrics import notice

@@ -14,7 +14,7 @@ from typing import Any
 from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
-from verl.config.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
+from verl.config.schema.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
 from verl.errors import ConfigError
 from verl.journal.account import Key
 from verl.journal.file import Journal

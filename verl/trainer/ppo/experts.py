@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.config.config_json import experts_of, facts_of
+from verl.config.machine.config_json import experts_of, facts_of
 from verl.errors import RolloutError
 from verl.metrics import Reduction
 from verl.models.router_replay import COLUMN, NO_RECORD

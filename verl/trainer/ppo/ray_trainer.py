@@ -17,8 +17,10 @@ import torch
 from verl import device
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
-from verl.config import PPOTrainerConfig, elastic, to_dict, topology
-from verl.config.loading import config_from
+from verl.config import PPOTrainerConfig, to_dict
+from verl.config.loading.configuration import config_from
+from verl.config.machine import topology
+from verl.config.rules import elastic
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps

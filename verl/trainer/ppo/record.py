@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from verl.config import PPOTrainerConfig
-from verl.config.pools import Pools
-from verl.config.provenance import Provenance, check_replay
-from verl.config.queues import samples_while_training
-from verl.config.root import of_schedule
+from verl.config.loading.provenance import Provenance, check_replay
+from verl.config.machine.pools import Pools
+from verl.config.rules.queues import samples_while_training
+from verl.config.schema.root import of_schedule
 from verl.errors import ConfigError
 from verl.journal.account import Key
 from verl.journal.file import Journal

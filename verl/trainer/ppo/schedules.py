@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from verl.config import PPOTrainerConfig
-from verl.config.root import sampler_is_old_policy
+from verl.config.schema.root import sampler_is_old_policy
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank, collected
 from verl.trainer.ppo import reloading, stages, staleness

@@ -19,7 +19,7 @@ from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
 from verl.algorithms.reweighting import resampled_rows
-from verl.config.root import of_estimator, updates_once
+from verl.config.schema.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import scattered_rows, zero_rows

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.config import ConfigNode, PPOTrainerConfig
-from verl.config.loading import config_from
-from verl.config.mapping import from_mapping, plain
-from verl.config.validate import validate
+from verl.config.loading.configuration import config_from
+from verl.config.rules.validate import validate
+from verl.config.schema.mapping import from_mapping, plain
 from verl.registry import load_object
 
 

@@ -1,0 +1,1 @@
+"""Files, a recipe and the command line become one configuration."""

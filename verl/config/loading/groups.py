@@ -1,0 +1,94 @@
+"""Programs by name, and the group choices (``model_engine=megatron``) that stand for a few settings each.
+
+Upstream composes its tree from groups; here the tree is whole, so a choice that means our default changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.loading.aliases import EVALUATION_ALIASES, GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
+from verl.config.schema.evaluation import EvaluationConfig
+from verl.config.schema.generation import GenerationConfig
+from verl.config.schema.node import ConfigNode
+from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.sft import SFTTrainerConfig
+from verl.errors import ConfigError, suggest
+
+_ENGINES = ("dp", "fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel", "mlite")
+_ROLES = {
+    "actor": "actor_rollout_ref.actor.strategy",
+    "ref": "actor_rollout_ref.ref.strategy",
+    "critic": "critic.strategy",
+}
+_OUR_DEFAULTS = (
+    "rollout", "hf_model", "data", "legacy_data", "reward", "reward_manager", "rollout_correction", "reward_loop",
+    "legacy_reward_impl", "distillation", "transfer_queue", "profiler", "rollout_skip", "dp_reward_model",
+    "dp_reward_loop", "prometheus", "npu_profile",
+)  # fmt: skip
+
+
+COMPOSED_ENGINE = "fsdp"
+"""What a tree that Hydra composes of the library's files calls ``auto``: code of recipes knows upstream's names alone."""
+
+
+def is_role(program: Program, key: str) -> bool:
+    """Whether a group of upstream's tree chooses the engine of a role."""
+    return program.name == PPO.name and key in _ROLES
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one entry point reads: its tree, its old spellings, and the choices that stand for settings."""
+
+    name: str
+    root: type[ConfigNode]
+    aliases: Aliases
+    engine_group: str
+    strategies: tuple[str, ...]
+    neutral_groups: tuple[str, ...] = ()
+
+
+PPO = Program("ppo_trainer", PPOTrainerConfig, PPO_ALIASES, "model_engine", tuple(_ROLES.values()))
+GENERATION = Program("generation", GenerationConfig, GENERATION_ALIASES, "model_engine", ())
+EVALUATION = Program("evaluation", EvaluationConfig, EVALUATION_ALIASES, "model_engine", ())
+SFT = Program("sft_trainer", SFTTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+DPO = Program("dpo_trainer", DPOTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+RM = Program("rm_trainer", RMTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+
+NAMES: dict[str, tuple[Program, str]] = {
+    "ppo_trainer": (PPO, "dp"),
+    "ppo_megatron_trainer": (PPO, "megatron"),
+    "sft_trainer": (SFT, "dp"),
+    "dpo_trainer": (DPO, "dp"),
+    "rm_trainer": (RM, "dp"),
+    "generation": (GENERATION, "dp"),
+    "evaluation": (EVALUATION, "dp"),
+    "sft_trainer_engine": (SFT, "dp"),
+}
+"""Configuration names, upstream's included: the program and the engine each one means."""
+
+
+def program_of(name: str) -> tuple[Program, str]:
+    """The program behind a configuration name, and its engine choice."""
+    if name not in NAMES:
+        raise ConfigError("unknown configuration", got=name, allowed=list(NAMES), fix=suggest(name, NAMES))
+    return NAMES[name]
+
+
+def choose(program: Program, group: str, option: str) -> list[tuple[str, str]] | None:
+    """The settings that a group choice stands for; None if it is no choice of this program."""
+    if group == program.engine_group:
+        if option not in _ENGINES:
+            raise ConfigError(
+                "unknown engine", key=group, got=option, allowed=list(_ENGINES), fix=suggest(option, _ENGINES)
+            )
+        return [] if option == "dp" else [(key, option) for key in program.strategies]
+    if group in program.neutral_groups and option in (*_ENGINES, *_OUR_DEFAULTS):
+        return []
+    group = group.rpartition(".")[2] if group.startswith("actor_rollout_ref.") else group
+    engine = option.removesuffix(f"_{group}")
+    if program.name == PPO.name and group in _ROLES and engine in (*_ENGINES, "${model_engine}"):
+        return [] if engine in ("dp", "${model_engine}") else [(_ROLES[group], engine)]
+    return [] if option in _OUR_DEFAULTS else None

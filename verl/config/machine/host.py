@@ -1,0 +1,259 @@
+"""Rules about the machine a run starts on: its devices, files, models and installed packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from verl import env, registry
+from verl.config.loading import recipes
+from verl.config.machine import sampler_sizes, topology, torchrun, vision
+from verl.config.machine.nsight import worker_nsight_options
+from verl.config.machine.pools import Pools
+from verl.config.rules.checks import (
+    Problems,
+    bad_model_folder,
+    caught,
+    in_range,
+    known_name,
+    missing_files,
+    missing_package,
+)
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.node import ConfigNode, was_typed
+from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reward_model
+from verl.config.schema.sft import SFTTrainerConfig
+from verl.errors import ConfigError
+from verl.metrics import notice
+
+_GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
+_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "swanlab": "swanlab"}
+_MODEL_HINT = "Set it to a folder with a Hugging Face model, or to a name on the hub."
+
+
+def trackers(cfg: Any) -> Problems:
+    """Trackers that do not exist, or whose package is not installed."""
+    key, problems = "trainer.logger", []
+    for name in cfg.trainer.logger:
+        unknown = known_name(registry.TRACKERS, key, name, f"Take {name!r} out of {key}.")
+        package = _PACKAGES.get(name)
+        problems += unknown or (missing_package(key, name, package) if package else [])
+    return problems
+
+
+def traces(cfg: PPOTrainerConfig) -> Problems:
+    """A backend of rollout traces whose package is not installed."""
+    name, key = cfg.actor_rollout_ref.rollout.trace.backend, "actor_rollout_ref.rollout.trace.backend"
+    return [] if name is None else missing_package(key, name, name)
+
+
+def nsys(cfg: PPOTrainerConfig) -> Problems:
+    """No program nsys where a local Ray cluster has to start it; other machines are not checked."""
+    if not worker_nsight_options(cfg) or _joins_cluster(cfg) or shutil.which("nsys") is not None:
+        return []
+    fix = "Install Nsight Systems (the package nsight-systems-cli), or set global_profiler.tool=torch."
+    return [ConfigError("there is no program 'nsys' here", key="global_profiler.tool", got="nsys", fix=fix)]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it is not."""
+    return importlib.util.find_spec(package) is not None
+
+
+def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
+    """A rollout engine that is not installed, or a server without an address."""
+    rollout, key = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.name"
+    url = "actor_rollout_ref.rollout.server.url"
+    if rollout.name == "server" and not rollout.server.url:
+        return [ConfigError("needs the address of a server", key=key, got="server", fix=f"Set {url}=http://host:port.")]
+    product = {"vllm": "vLLM", "sglang": "SGLang"}.get(rollout.name)
+    if product is None or is_installed(rollout.name) or (rollout.name == "sglang" and rollout.server.url):
+        return sampler_sizes.on_machine("actor_rollout_ref.rollout", rollout, cfg.trainer.device, _is_local(cfg))
+    near = "" if rollout.name == "vllm" else f", or name a server that runs: {url}=http://host:port"
+    fix = f"Run in an environment that has it (docs/howto/engines.md), or set {key}=hf or {key}=server{near}."
+    return [ConfigError(f"{product} is not installed in this environment", key=key, got=rollout.name, fix=fix)]
+
+
+def _is_local(cfg: PPOTrainerConfig) -> bool:
+    """Whether an engine sees all devices of a machine: it has them to itself, or each of its processes brings one."""
+    pools = Pools.of(cfg)
+    return pools.of_role("rollout").size > 1 or (cfg.trainer.runtime != "ray" and not pools.named)
+
+
+def hardware(cfg: PPOTrainerConfig) -> Problems:
+    """More GPUs than exist, a device that is not there."""
+    if topology.problems(cfg) or recipes.problems(cfg):
+        return []
+    return _sizes(cfg.trainer) if _joins_cluster(cfg) else _devices(cfg.trainer) or _pools_fit(cfg)
+
+
+def _pools_fit(cfg: PPOTrainerConfig) -> Problems:
+    """Every process of every pool has a GPU of its own; the pools of a run without a cluster are on this machine."""
+    from verl import device  # torch is loaded only once there is something to validate
+
+    placed, kind = topology.Topology.of(cfg, topology.added_roles(cfg)), device.resolve_device(cfg.trainer.device)
+    there = 0 if kind == "cpu" else device.device_count(kind)
+    if kind == "cpu" or placed.runtime == "local" or len(placed.pools) == 1 or placed.processes <= there:
+        return []
+    sum_of = " + ".join(f"{pool.size} ({pool.name})" for pool in placed.pools)
+    message = f"{sum_of} = {placed.processes} processes have a GPU each, and this machine has {there}"
+    fix = "Make a pool smaller, set RAY_ADDRESS=auto to use the GPUs of a Ray cluster, or trainer.device=cpu."
+    return [ConfigError(message, key=_GPUS, got=cfg.trainer.n_gpus_per_node, allowed=f"{there} in all", fix=fix)]
+
+
+def _joins_cluster(cfg: PPOTrainerConfig) -> bool:
+    """Whether the machines of the run are another's to count: several nodes, or a cluster that is named."""
+    named = cfg.ray_kwargs.ray_init.address or env.get("RAY_ADDRESS")
+    return cfg.trainer.runtime != "local" and (cfg.trainer.nnodes > 1 or named not in (None, "local"))
+
+
+def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
+    """The same for a supervised run, which torchrun starts."""
+    return _devices(cfg.trainer) or torchrun.processes(cfg)
+
+
+def _sizes(trainer: Any) -> Problems:
+    gpus, nodes = trainer.n_gpus_per_node, trainer.nnodes
+    problems = in_range(_NODES, nodes, "1 or more", nodes >= 1)
+    return problems + in_range(_GPUS, gpus, "1 or more, or null for one", gpus is None or gpus >= 1)
+
+
+def _devices(trainer: Any) -> Problems:
+    from verl import device  # torch is loaded only once there is something to validate
+
+    gpus = trainer.n_gpus_per_node
+    problems = _sizes(trainer) + caught(device.resolve_device, trainer.device)
+    if problems:
+        return problems
+    kind = device.resolve_device(trainer.device)
+    there = 0 if kind == "cpu" else device.device_count(kind)
+    if trainer.device == "cpu" or gpus is None or gpus <= max(there, 1):
+        _tell_devices(trainer, kind, there)
+        return []
+    return [_too_many(gpus, there)]
+
+
+def _too_many(gpus: int, there: int) -> ConfigError:
+    here = "no GPU" if there == 0 else f"{there} GPU{'s' if there > 1 else ''}"
+    on = "on CPU" if there == 0 else "on one GPU"
+    return ConfigError(
+        f"{gpus} GPUs are requested, and this machine has {here}",
+        key=_GPUS,
+        got=gpus,
+        allowed=f"1 to {there}" if there > 1 else "1",
+        fix=f"Set {_GPUS}=1 {_NODES}=1 to run {on} in this process, trainer.device=cpu for {gpus} processes on the "
+        "CPU, or RAY_ADDRESS=auto to use the GPUs of a Ray cluster.",
+    )
+
+
+def _tell_devices(trainer: Any, kind: str, there: int) -> None:
+    if trainer.n_gpus_per_node and trainer.device is None and kind == "cpu" and trainer.nnodes == 1:
+        notice(_GPUS, "this machine has no GPU, so the run uses the CPU")
+    if trainer.n_gpus_per_node is None and there > 1 and env.get_int("WORLD_SIZE", 1) == 1:
+        notice(_GPUS, f"not set: the run uses 1 of {there} GPUs; set it to {there} for all of them")
+
+
+def files(cfg: PPOTrainerConfig) -> Problems:
+    """Data, reward and agent files that are missing, and model folders that are none."""
+    data, reward, rollout = cfg.data, cfg.reward, cfg.actor_rollout_ref.rollout
+    problems = _data_files(data, data.custom_cls.path)
+    for name in ("tool_config_path", "function_tool_path", "interaction_config_path"):
+        problems += missing_files(f"actor_rollout_ref.rollout.multi_turn.{name}", rollout.multi_turn[name])
+    for key, path in (
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
+        ("data.custom_cls.path", data.custom_cls.path),
+        ("data.sampler.class_path", data.sampler.class_path),
+        ("data.filter_function.path", data.filter_function.path),
+        ("reward.custom_reward_function.path", reward.custom_reward_function.path),
+        ("reward.reward_manager.module.path", reward.reward_manager.module.path),
+    ):
+        problems += missing_files(key, path)
+    model = cfg.actor_rollout_ref.model.path
+    problems += _model("actor_rollout_ref.model", cfg.actor_rollout_ref.model)
+    problems += _towers(cfg)
+    if uses_critic(cfg) and cfg.critic.model.path != model:
+        problems += bad_model_folder("critic.model.path", cfg.critic.model.path, _MODEL_HINT)
+    return problems + _interpreter(cfg)
+
+
+def _towers(cfg: PPOTrainerConfig) -> Problems:
+    """Models that take images or sounds, where that is not built."""
+    policy, critic, scorer = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model
+    path, actor = policy.model.path, policy.actor
+    problems = vision.problems("actor_rollout_ref.model.path", path, policy.model.external_lib, actor.strategy)
+    if uses_critic(cfg) and (critic.model.path != path or not problems):
+        problems += vision.problems("critic.model.path", critic.model.path, critic.model.external_lib, critic.strategy)
+    if uses_reward_model(cfg):
+        key = "reward.reward_model.model_path"
+        problems += vision.problems(key, scorer.model_path, scorer.external_lib, scorer.strategy)
+    return problems
+
+
+def _interpreter(cfg: PPOTrainerConfig) -> Problems:
+    """A command for the workers of a cluster of this machine's own that this machine cannot start."""
+    command = cfg.ray_kwargs.ray_init.runtime_env.py_executable
+    if not command or _joins_cluster(cfg) or topology.Topology.of(cfg).runtime == "local":
+        return []
+    wrong, fix = "", "Leave it out: the workers run the Python of this program."
+    try:
+        program, *words = shlex.split(command)
+    except ValueError:  # a quotation mark without its other one, or nothing but spaces
+        program, words = command, []
+    if shutil.which(program) is None:
+        wrong = f"there is no program {program!r}"
+    elif Path(program).name == "uv" and "--frozen" in words and not _locked():
+        wrong, fix = "uv takes --frozen only beside a uv.lock, and there is none here", f"Run `uv lock`. {fix}"
+    key = "ray_kwargs.ray_init.runtime_env.py_executable"
+    return [ConfigError(wrong, key=key, got=command, fix=fix)] if wrong else []
+
+
+def _locked() -> bool:
+    here = Path.cwd()
+    return any((folder / "uv.lock").is_file() for folder in (here, *here.parents))
+
+
+def sft_files(cfg: SFTTrainerConfig) -> Problems:
+    """The same for a supervised run."""
+    problems = _data_files(cfg.data, cfg.data.custom_cls.path)
+    problems += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
+    path, engine = cfg.model.path, cfg.engine
+    problems += vision.problems("model.path", path, cfg.model.external_lib, engine.strategy)
+    return problems + _model("model", cfg.model)
+
+
+def _model(key: str, section: HFModelConfig) -> Problems:
+    """A folder that is no model; of a path that nobody has set, that none is set."""
+    problems, default = bad_model_folder(f"{key}.path", section.path, _MODEL_HINT), HFModelConfig().path
+    if problems and section.path == env.expand(default) and not was_typed(section, "path"):
+        return [ConfigError("no model is named", key=f"{key}.path", fix=_MODEL_HINT)]
+    return problems
+
+
+def _data_files(data: ConfigNode, custom: str | None) -> Problems:
+    if not data.train_files:
+        return [
+            ConfigError("no training files are given", key="data.train_files", fix="Name a file or a list of files.")
+        ]
+    if custom is not None:
+        return []  # what the names mean is up to the user's dataset class
+    hint = ""
+    if data.train_files == _default_files(data):
+        make = "python examples/data_preprocess/gsm8k.py --help"
+        hint = f"This is the default path: set data.train_files, or make the file (`{make}`)."
+    return _missing_data("data.train_files", data.train_files, hint) + _missing_data("data.val_files", data.val_files)
+
+
+def _missing_data(key: str, files: Any, hint: str = "") -> Problems:
+    """The files that do not exist; of a folder that `datasets` saved, the reader of data says what is wrong."""
+    named = [files] if isinstance(files, str) else list(files or [])
+    saved = ("state.json", "dataset_dict.json")
+    return missing_files(
+        key, [path for path in named if not any((Path(env.expand(path)) / name).is_file() for name in saved)], hint
+    )
+
+
+def _default_files(data: ConfigNode) -> str:
+    return env.expand(str(type(data).__dataclass_fields__["train_files"].default))

@@ -1,0 +1,155 @@
+"""The pools of a run: processes per node, and the roles that have a pool of their own.
+
+A pool is named by ``trainer.resource_pools``, or made for the reward model (``reward.reward_model.enable_resource_pool``)
+or for the samplers (``actor_rollout_ref.hybrid_engine=false``). All other roles share the global pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.rules.checks import Problems, in_range, one_of
+from verl.config.schema.node import was_typed
+from verl.config.schema.root import PPOTrainerConfig
+from verl.errors import ConfigError
+from verl.metrics import notice
+
+GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
+POOLED_ROLES = ["critic", "ref", "rm", "rollout"]
+"""Roles that may have processes of their own."""
+_KEY, _A, _R = "trainer.resource_pools", "actor_rollout_ref", "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Processes that hold the same roles.
+
+    Args:
+        processes: of each node.
+    """
+
+    name: str
+    processes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Processes over all nodes; ranks count through them, node after node."""
+        return sum(self.processes)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Every pool that the configuration describes, and the roles that it names for one.
+
+    A description that `problems` refuses is left out: other rules can still run.
+    """
+
+    by_name: Mapping[str, PoolSpec]
+    named: Mapping[str, str]
+
+    @classmethod
+    def of(cls, cfg: PPOTrainerConfig) -> Pools:
+        """The pools of a configuration, be it right or wrong."""
+        trainer = cfg.trainer
+        pools_by_name = {GLOBAL_POOL: PoolSpec(GLOBAL_POOL, (trainer.n_gpus_per_node or 1,) * trainer.nnodes)}
+        named: dict[str, str] = {}
+        for role, pool in (("rm", _of_reward_model(cfg)), ("rollout", _of_samplers(cfg))):
+            if pool is not None:
+                pools_by_name[pool.name], named[role] = pool, pool.name
+        for name, described in trainer.resource_pools.items():
+            if not _wrong(f"{_KEY}.{name}", described):
+                pools_by_name[name] = PoolSpec(name, tuple(described["processes"]))
+                named |= dict.fromkeys(described["roles"], name)
+        return cls(pools_by_name, named)
+
+    def of_role(self, role: str) -> PoolSpec:
+        """Where a role lives; ``role`` is a name that ``trainer.resource_pools`` knows, or any other."""
+        return self.by_name[self.named.get(role, GLOBAL_POOL)]
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What each pool has to say, that no role is named twice, and what the samplers' own pool needs."""
+    seen: dict[str, str] = {}
+    for name, pool in cfg.trainer.resource_pools.items():
+        problems = _wrong(f"{_KEY}.{name}", pool)
+        for role in [] if problems else pool["roles"]:
+            if role in seen:
+                problems.append(ConfigError(f"the role {role!r} is in two pools", key=_KEY, got=[seen[role], name]))
+            seen[role] = name
+        if problems:
+            return problems
+    return _reserved(cfg) or _pool_of_samplers(cfg, named="rollout" in seen)
+
+
+def _wrong(key: str, pool: Any) -> Problems:
+    """What is wrong with the description of one pool."""
+    shape = "{roles: [critic], processes: [2]}, the processes of each node"
+    if not isinstance(pool, Mapping) or set(pool) != {"roles", "processes"}:
+        return [ConfigError("not the description of a pool", key=key, got=pool, allowed=shape)]
+    counts, roles = pool["processes"], pool["roles"]
+    if not isinstance(counts, list) or not counts or not all(type(n) is int and n >= 1 for n in counts):
+        return [ConfigError("not a list of processes per node", key=f"{key}.processes", got=counts, allowed=shape)]
+    if not isinstance(roles, list) or not roles:
+        return [ConfigError("not a list of roles", key=f"{key}.roles", got=roles, allowed=shape)]
+    return [problem for role in roles for problem in one_of(f"{key}.roles", role, POOLED_ROLES)]
+
+
+def _reserved(cfg: PPOTrainerConfig) -> Problems:
+    """Names that other settings give to pools."""
+    reserved = {GLOBAL_POOL: "trainer.nnodes x trainer.n_gpus_per_node"}
+    if _of_reward_model(cfg) is not None:
+        reserved[REWARD_POOL] = "reward.reward_model.enable_resource_pool"
+    if _of_samplers(cfg) is not None:
+        reserved[ROLLOUT_POOL] = f"{_A}.hybrid_engine=false"
+    fix = "Give the pool another name."
+    return [
+        ConfigError(f"the pool of {reserved[name]} has this name", key=_KEY, got=name, fix=fix)
+        for name in cfg.trainer.resource_pools
+        if name in reserved
+    ]
+
+
+def _pool_of_samplers(cfg: PPOTrainerConfig, named: bool) -> Problems:
+    """``hybrid_engine`` and ``rollout.nnodes`` say the same twice; so does a pool that names the role ``rollout``."""
+    rollout, split, key = cfg.actor_rollout_ref.rollout, not cfg.actor_rollout_ref.hybrid_engine, f"{_R}.nnodes"
+    nodes, per_node = rollout.nnodes, rollout.n_gpus_per_node
+    problems = in_range(key, nodes, "0 or more", nodes >= 0)
+    problems += in_range(f"{_R}.n_gpus_per_node", per_node, "1 or more", per_node is None or per_node >= 1)
+    if problems:
+        return problems
+    if named and nodes > 0:
+        message = f"{_KEY} has a pool for the role 'rollout' as well"
+        return [ConfigError(message, key=key, got=nodes, fix="Keep one of the two.")]
+    if split and nodes == 0 and not named:
+        fix = f"Set {key}=1 and {_R}.n_gpus_per_node, or leave {_A}.hybrid_engine out."
+        message = "samplers apart from the trainers need a pool, and it has 0 nodes"
+        return [ConfigError(message, key=key, got=0, allowed="1 or more", fix=fix)]
+    if nodes > 0 and not split:
+        message = (
+            f"the samplers share the processes of the trainers, and have no nodes of their own to fill ({nodes} set)"
+        )
+        fix = f"Set {_A}.hybrid_engine=false for a pool of their own, or leave it out."
+        return [ConfigError(message, key=key, got=nodes, allowed=[0], fix=fix)]
+    return []
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """A notice of the size of a pool that there is not."""
+    rollout, key = cfg.actor_rollout_ref.rollout, f"{_R}.n_gpus_per_node"
+    shared = rollout.nnodes == 0 and rollout.n_gpus_per_node != cfg.trainer.n_gpus_per_node
+    if shared and was_typed(rollout, "n_gpus_per_node"):
+        notice(key, f"has no effect with {_R}.nnodes=0")
+
+
+def _of_reward_model(cfg: PPOTrainerConfig) -> PoolSpec | None:
+    model = cfg.reward.reward_model
+    return PoolSpec(REWARD_POOL, (model.n_gpus_per_node,) * model.nnodes) if model.enable_resource_pool else None
+
+
+def _of_samplers(cfg: PPOTrainerConfig) -> PoolSpec | None:
+    rollout = cfg.actor_rollout_ref.rollout
+    if cfg.actor_rollout_ref.hybrid_engine or rollout.nnodes < 1:
+        return None
+    return PoolSpec(ROLLOUT_POOL, (rollout.n_gpus_per_node or 1,) * rollout.nnodes)

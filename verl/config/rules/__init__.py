@@ -1,0 +1,1 @@
+"""Rules between settings: errors and notices, before anything is allocated."""

@@ -1,0 +1,44 @@
+"""Rules about choosing prompts by how often they were answered rightly."""
+
+from __future__ import annotations
+
+from verl.config.rules.checks import Problems, in_range
+from verl.config.schema.data import DataConfig
+from verl.config.schema.root import PPOTrainerConfig
+from verl.errors import ConfigError
+from verl.metrics import notice
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What is wrong with it."""
+    data, key = cfg.data, "data.oversample_factor"
+    low, high = data.accuracy_lower_bound, data.accuracy_upper_bound
+    problems = in_range(key, data.oversample_factor, "1 or more", data.oversample_factor >= 1)
+    problems += in_range("data.accuracy_lower_bound", low, f"0 to accuracy_upper_bound={high}", 0 <= low <= high)
+    problems += in_range("data.accuracy_upper_bound", high, "at most 1", high <= 1)
+    if data.oversample_factor == 1:
+        return problems
+    both = {
+        "algorithm.filter_groups.enable": cfg.algorithm.filter_groups.enable,
+        "data.gen_batch_size": data.gen_batch_size,
+    }
+    for other, value in both.items():
+        if value:
+            message = f"{other}={value} chooses how many prompts are sampled, too"
+            problems.append(ConfigError(message, key=key, got=data.oversample_factor, fix="Keep one of the two."))
+    return problems
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """Settings without effect in this run."""
+    data, usual, key = cfg.data, DataConfig(), "data.oversample_factor"
+    if data.oversample_factor == 1:
+        for name in ("filter_accuracy", "filter_truncate"):
+            if data[name] != usual[name]:
+                notice(f"data.{name}", f"has no effect with {key}=1: every sampled prompt is trained on")
+    elif not data.filter_accuracy and not data.filter_truncate:
+        notice(key, "no filter is on, so the earliest prompts are trained on and the others dropped")
+    if not data.filter_accuracy:
+        for name in ("accuracy_lower_bound", "accuracy_upper_bound"):
+            if data[name] != usual[name]:
+                notice(f"data.{name}", "has no effect without data.filter_accuracy=true")

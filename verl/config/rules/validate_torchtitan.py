@@ -1,0 +1,250 @@
+"""Rules about ``strategy=torchtitan``: sizes against processes and models, what is not built, what has no effect.
+
+They run before anything is allocated; the engine checks again what it is given.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+from typing import Any
+
+from verl.config.machine.config_json import experts_of, facts_of
+from verl.config.rules.checks import Problems, in_range, one_of
+from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles, set_names, tell_names
+from verl.config.schema.node import was_typed
+from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
+from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
+from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.torchtitan import (
+    COPIES,
+    EXPERTS,
+    FAMILIES,
+    INSTALL,
+    LIKE_ENGINE,
+    NAME,
+    NEEDED,
+    SIZES,
+    VERSION,
+    features_not_built,
+)
+from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
+
+_DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
+_ACTOR = "actor_rollout_ref.actor"
+_INSTEAD = "or set {}.strategy=fsdp2."
+
+
+def is_chosen(role: MegatronRole) -> bool:
+    """Whether a role runs on TorchTitan."""
+    return role.section.strategy == NAME
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What is wrong with the roles on TorchTitan; without one nothing is."""
+    wrong = [problem for role in roles(cfg) if is_chosen(role) for problem in _of_role(role)]
+    if cfg.actor_rollout_ref.actor.strategy == NAME and learns_from_pairs(cfg):
+        wrong.append(_not_built(f"{_ACTOR}.policy_loss.loss_mode", "a loss on pairs", _ACTOR))
+    if cfg.actor_rollout_ref.actor.strategy == NAME and cfg.actor_rollout_ref.actor.router_replay.mode != "disabled":
+        wrong.append(_not_built(f"{_ACTOR}.router_replay.mode", "replaying experts", _ACTOR))
+    return wrong
+
+
+def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
+    """The same for a supervised run, whose processes torchrun starts."""
+    role = role_of_supervised(cfg)
+    if not is_chosen(role):
+        return []
+    if isinstance(cfg, (DPOTrainerConfig, RMTrainerConfig)):
+        return [_not_built("engine.strategy", "training on pairs of answers", "engine")]
+    return _of_role(role)
+
+
+def missing_or_other(key: str) -> Problems:
+    """TorchTitan, or a package that it needs, is not installed, or the engine was written for another version."""
+    for package in NEEDED:
+        if importlib.util.find_spec(package) is None:
+            message = f"TorchTitan is not installed ({package} is missing)"
+            fix = f"{INSTALL} (without --no-deps it wants older datasets), or set {key}=fsdp2."
+            return [ConfigError(message, key=key, got=NAME, fix=fix)]
+    try:
+        version = importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        return []  # a checkout on the path: the engine says whether it can use it
+    if version.startswith(VERSION):
+        return []
+    message = "the engine was written for another version of TorchTitan"
+    return [ConfigError(message, key=key, got=f"{NAME} {version}", allowed=f"{VERSION}x", fix=INSTALL)]
+
+
+def _of_role(role: MegatronRole) -> Problems:
+    if "torchtitan" not in role.section:
+        return [_not_built(f"{role.key}.strategy", "a value model", role.key)]
+    return [*_numbers(role), *_features(role)] or [*_processes(role), *_model(role)]
+
+
+def _numbers(role: MegatronRole) -> Problems:
+    section, wrong = role.section.torchtitan, []
+    for name in (*SIZES, COPIES, EXPERTS):
+        wrong += in_range(_key(role, name), section[name], "1 or more", section[name] >= 1)
+    return wrong + one_of(_key(role, "dtype"), section.dtype.removeprefix("torch."), _DTYPES)
+
+
+def _features(role: MegatronRole) -> Problems:
+    """What of a model's own settings its engine does not have, or not with these sizes."""
+    section, model, context = role.section.torchtitan, role.model, "context_parallel_size"
+    faults: Problems = [
+        _not_built(f"{role.model_key}.{name}", what, role.key) for name, what in features_not_built(model).items()
+    ]
+    if section[context] > 1 and not model.use_remove_padding:
+        message = "the tokens of rows are shared only where rows are packed"
+        fix = f"Set {role.model_key}.use_remove_padding=true, or the size to 1."
+        faults.append(ConfigError(message, key=_key(role, context), got=section[context], fix=fix))
+    return faults
+
+
+def _processes(role: MegatronRole) -> Problems:
+    """The product of the sizes divides the processes; other sizes say what is left."""
+    section, world = role.section.torchtitan, role.processes
+    shared, copies = math.prod(section[name] for name in SIZES), section[COPIES]
+    if world % (shared * copies):
+        sizes = {name: section[name] for name in (*SIZES, COPIES) if section[name] > 1}
+        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        message = f"{world} process(es) cannot be shared by {' x '.join(f'{n} {size}' for n, size in sizes.items())}"
+        fix = f"Change the sizes, or {role.started}."
+        allowed = f"sizes whose product is one of {divisors}"
+        return [ConfigError(message, key=_key(role, next(iter(sizes))), got=shared * copies, allowed=allowed, fix=fix)]
+    per_copy = world // (copies * section["pipeline_parallel_size"])
+    if per_copy % section[EXPERTS]:
+        message = f"the {per_copy} process(es) that hold a copy of the weights cannot share the experts evenly"
+        return [ConfigError(message, key=_key(role, EXPERTS), got=section[EXPERTS], allowed=_divisors(per_copy))]
+    left = {"data_parallel_size": world // shared, "data_parallel_shard_size": world // (shared * copies)}
+    return [
+        ConfigError(
+            f"the other sizes leave {size} of {world} process(es)",
+            key=_key(role, name),
+            got=section[name],
+            allowed=[size, -1],
+            fix="Leave it out.",
+        )
+        for name, size in left.items()
+        if was_typed(section, name) and section[name] not in (size, -1)
+    ]
+
+
+def _model(role: MegatronRole) -> Problems:
+    """What the model's config.json says: a family that is there, and heads, layers and experts that can be shared."""
+    facts = facts_of(role.path)
+    if facts is None:
+        return []
+    family = facts.get("model_type")
+    if family is not None and family not in FAMILIES:
+        return [_not_built(f"{role.model_key}.path", f"a model of the type {family!r}", role.key, FAMILIES)]
+    return _heads(role, facts) or _stages(role, facts) or _experts(role, facts)
+
+
+def _heads(role: MegatronRole, facts: dict[str, Any]) -> Problems:
+    section, heads = role.section.torchtitan, facts.get("num_attention_heads")
+    tensor, context = section["tensor_parallel_size"], section["context_parallel_size"]
+    kv = facts.get("num_key_value_heads", heads)
+    for count, what in ((heads, "attention heads"), (kv, "KV heads")):
+        if isinstance(count, int) and count > 0 and count % tensor:
+            message = f"the model's {count} {what} cannot be split evenly over {tensor}"
+            return [_number(role, "tensor_parallel_size", message, _divisors(count))]
+    if isinstance(heads, int) and heads > 0 and heads // tensor % context:
+        message = f"the {heads // tensor} attention heads of a process cannot be exchanged for tokens evenly"
+        return [_number(role, "context_parallel_size", message, _divisors(heads // tensor))]
+    return []
+
+
+def _stages(role: MegatronRole, facts: dict[str, Any]) -> Problems:
+    name = "pipeline_parallel_size"
+    stages, layers = role.section.torchtitan[name], facts.get("num_hidden_layers")
+    if stages == 1:
+        return []
+    if facts.get("tie_word_embeddings"):
+        message = "one weight for embedding and head (tie_word_embeddings), which are on different stages, is not built"
+        fix = f"Set it to 1, or {role.key}.strategy=megatron."
+        return [NotBuiltError(f"{message} yet", key=_key(role, name), got=stages, fix=fix)]
+    if isinstance(layers, int) and stages > layers:
+        return [_number(role, name, f"the model's {layers} layers are fewer than its stages", f"1 to {layers}")]
+    return []
+
+
+def _experts(role: MegatronRole, facts: dict[str, Any]) -> Problems:
+    section, experts = role.section.torchtitan, experts_of(facts)
+    size, tensor = section[EXPERTS], section["tensor_parallel_size"]
+    if experts is None:
+        return [] if size == 1 else [_number(role, EXPERTS, "a dense model has no experts to share", [1])]
+    if experts % size:
+        message = f"the model's {experts} experts cannot be shared evenly"
+        return [_number(role, EXPERTS, message, _divisors(experts))]
+    if tensor > 1 and size == 1:
+        message = "experts cut by tensor-parallel ranks are not built yet: these share whole experts"
+        fix = f"Set it to {tensor}, or tensor_parallel_size to 1."
+        return [NotBuiltError(message, key=_key(role, EXPERTS), got=1, fix=fix)]
+    return []
+
+
+def _number(role: MegatronRole, name: str, message: str, allowed: Any) -> ConfigError:
+    return ConfigError(message, key=_key(role, name), got=role.section.torchtitan[name], allowed=allowed)
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _not_built(key: str, what: str, role: str, allowed: Any = None) -> NotBuiltError:
+    message = f"{what} is not built yet on TorchTitan's models"
+    return NotBuiltError(
+        message, key=key, allowed=allowed and list(allowed), fix=f"Leave it out, {_INSTEAD.format(role)}"
+    )
+
+
+def _key(role: MegatronRole, name: str) -> str:
+    return f"{role.key}.torchtitan.{name}"
+
+
+# ---- notices -------------------------------------------------------------------------------------------------------
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """One notice per role for what its backend does not read."""
+    for role in roles(cfg):
+        key, fsdp = role.others
+        if is_chosen(role):
+            why = f"has no effect with {role.key}.strategy=torchtitan: its settings are {role.key}.torchtitan"
+            tell_names(key, set_names(fsdp), why)
+            _tell_model(role)
+        elif "torchtitan" in role.section:
+            why = f"has no effect without {role.key}.strategy=torchtitan"
+            tell_names(f"{role.key}.torchtitan", set_names(role.section.torchtitan), why)
+    actor = cfg.actor_rollout_ref.actor
+    if actor.strategy != NAME:
+        return
+    for name in ("use_torch_compile", "entropy_checkpointing", "entropy_from_logits_with_chunking"):
+        if was_typed(actor, name) and actor[name]:
+            notice(
+                f"{_ACTOR}.{name}", f"has no effect with {_ACTOR}.strategy=torchtitan: {_ACTOR}.torchtitan.{name} has"
+            )
+
+
+def tell_supervised(cfg: SFTTrainerConfig) -> None:
+    """The same for a supervised run."""
+    role = role_of_supervised(cfg)
+    if not is_chosen(role):
+        names = [name for name in set_names(cfg.engine.torchtitan) if name not in LIKE_ENGINE]
+        tell_names("engine.torchtitan", names, "has no effect without engine.strategy=torchtitan")
+        return
+    others = ("strategy", "megatron", NAME)
+    idle = [n for n in set_names(cfg.engine) if n not in LIKE_ENGINE and not n.startswith(others)]
+    tell_names("engine", idle, "has no effect with engine.strategy=torchtitan: its settings are engine.torchtitan")
+    _tell_model(role)
+
+
+def _tell_model(role: MegatronRole) -> None:
+    if role.model is not None and (role.model.override_config or {}).get("attn_implementation"):
+        key = f"{role.model_key}.override_config.attn_implementation"
+        notice(key, f"has no effect with {role.key}.strategy=torchtitan, whose attention is that of packed rows")

@@ -1,0 +1,1 @@
+"""The settings: a file for each section, and what declares, converts and names them."""

@@ -1,0 +1,138 @@
+"""Settings of the RL datasets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.schema.images import ImageDataConfig
+from verl.config.schema.node import ABSENT, ConfigNode, section, setting
+
+
+@dataclass(frozen=True)
+class CustomClassConfig(ConfigNode):
+    """A dataset class of your own instead of the built-in one."""
+
+    path: str | None = setting(
+        None, "Python file with a dataset class of your own, instead of the built-in one", path=True
+    )
+    name: str | None = setting(None, "class name in that file; a torch Dataset")
+
+
+@dataclass(frozen=True)
+class SamplerClassConfig(ConfigNode):
+    """An order of the training prompts of your own, such as a curriculum."""
+
+    class_path: str | None = setting(
+        None, "Python file with the order of the training prompts, instead of data.shuffle", upstream=ABSENT, path=True
+    )
+    class_name: str | None = setting(
+        None, "class name in that file; a torch Sampler, called with data_source and data_config", upstream=ABSENT
+    )
+
+
+@dataclass(frozen=True)
+class PromptFilterConfig(ConfigNode):
+    """A function of your own that drops prompts."""
+
+    path: str | None = setting(
+        None,
+        "Python file with a function that gets a row as a dict of its columns and returns whether its prompt is used; "
+        "for training and validation",
+        upstream=ABSENT,
+        path=True,
+    )
+    name: str = setting("keep_prompt", "function name in that file", upstream=ABSENT)
+
+
+@dataclass(frozen=True)
+class DataConfig(ImageDataConfig):
+    """Prompts for RL training and validation."""
+
+    tokenizer: str | None = setting(None, "tokenizer, as a folder or hub name; null: the model's", path=True)
+    use_shm: bool = setting(False, "copy data files to shared memory before reading")
+    train_files: str | list = setting(
+        "~/data/rlhf/gsm8k/train.parquet",
+        "parquet, jsonl, json, csv or arrow file with prompts, or a folder of save_to_disk; or a list (local or hdfs://)",
+        path=True,
+    )
+    val_files: str | list | None = setting(
+        None, "the same for validation; null: no validation", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
+    )
+    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    prompt_key: str = setting("prompt", "column with the prompt: a list of chat messages, or a text")
+    reward_fn_key: str = setting("data_source", "column that selects the scorer of a row")
+    max_prompt_length: int = setting(
+        512, "maximum prompt length in tokens, chat template included; truncation decides what happens to longer ones"
+    )
+    max_response_length: int = setting(512, "maximum response length in tokens")
+    min_response_length: int = setting(
+        0, "minimum response length in tokens: before it every token that ends a response has probability 0"
+    )
+    train_batch_size: int = setting(1024, "prompts per step; each gets rollout.n samples")
+    gen_batch_size: int | None = setting(
+        None, "prompts sampled at a time until a training batch is full; null: train_batch_size"
+    )
+    oversample_factor: float = setting(
+        1.0,
+        "prompts to sample per step, in multiples of the training batch; prompts that pass the "
+        "filters below are trained on first, then the earliest others; the rest is dropped",
+        upstream=ABSENT,
+    )
+    filter_accuracy: bool = setting(
+        False,
+        "oversample_factor: prefer prompts whose accuracy lies within the two bounds",
+        upstream=ABSENT,
+    )
+    accuracy_lower_bound: float = setting(0.2, "filter_accuracy: lowest accuracy to prefer", upstream=ABSENT)
+    accuracy_upper_bound: float = setting(0.8, "filter_accuracy: highest accuracy to prefer", upstream=ABSENT)
+    filter_truncate: bool = setting(
+        False, "oversample_factor: prefer prompts with no sample cut off by the length limit", upstream=ABSENT
+    )
+    val_batch_size: int | None = setting(None, "prompts sampled at a time in validation; null: all")
+    tool_config_path: str | None = setting(
+        None,
+        "YAML file of tools; their schemas are part of the prompt",
+        follows="actor_rollout_ref.rollout.multi_turn.tool_config_path",
+        path=True,
+    )
+    function_tool_path: str | None = setting(
+        None,
+        "Python file of function tools; their schemas are part of the prompt",
+        follows="actor_rollout_ref.rollout.multi_turn.function_tool_path",
+        path=True,
+    )
+    return_raw_input_ids: bool = setting(
+        False, "add raw_input_ids to each row: token ids of the prompt without the chat template"
+    )
+    return_raw_chat: bool = setting(True, "keep the messages (raw_prompt) in each row")
+    return_full_prompt: bool = setting(
+        False, "add full_prompts to each row: the prompt as text, with the chat template"
+    )
+    shuffle: bool = setting(True, "reshuffle training rows in every epoch")
+    seed: int | None = setting(None, "seed of the shuffling; null: trainer.seed")
+    dataloader_num_workers: int = setting(
+        0, "processes that load rows; 0: in the main process, at most one per core", upstream=8
+    )
+    validation_shuffle: bool = setting(False, "shuffle validation rows")
+    filter_overlong_prompts: bool = setting(
+        False, "drop prompts that are longer than max_prompt_length before training"
+    )
+    filter_overlong_prompts_workers: int = setting(1, "processes that count prompt tokens and run filter_function")
+    filter_function: PromptFilterConfig = section(PromptFilterConfig)
+    return_multi_modal_inputs: bool = setting(
+        True, "keep what the image processor makes of a row (multi_modal_inputs), which the engines need"
+    )
+    truncation: str = setting(
+        "error",
+        "what to do with an overlong prompt: error stops the run; left, right, middle truncate there",
+        choices=("error", "left", "right", "middle"),
+    )
+    trust_remote_code: bool = setting(False, "run Python code that comes with the tokenizer")
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    sampler: SamplerClassConfig = section(SamplerClassConfig)
+    apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template, e.g. {enable_thinking: false}")
+    cache_dir: str = setting("~/.cache/verl/rlhf", "folder for local copies of remote files", path=True)
+    need_tools_kwargs: bool = setting(
+        False, "expect tool arguments in every row (extra_info.tools_kwargs); report rows without them"
+    )

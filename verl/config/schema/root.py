@@ -1,0 +1,152 @@
+"""The whole configuration of an RL run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.schema.actor import ActorConfig, RefConfig
+from verl.config.schema.algorithm import AlgoConfig
+from verl.config.schema.critic import CriticConfig
+from verl.config.schema.data import DataConfig
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.node import ConfigNode, section, setting
+from verl.config.schema.other import RayConfig, SkipConfig, TransferQueueConfig
+from verl.config.schema.profiler import GlobalProfilerConfig
+from verl.config.schema.reward import RewardConfig
+from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.trainer import AsyncTrainingConfig, TrainerConfig
+from verl.registry import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    SCHEDULES,
+    EstimatorFacts,
+    LossFacts,
+    ScheduleFacts,
+)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig(ConfigNode):
+    """Policy, sampler and reference policy."""
+
+    hybrid_engine: bool = setting(
+        True,
+        "colocate samplers with trainers; false: give them their own pool, rollout.nnodes x "
+        "rollout.n_gpus_per_node or the pool of trainer.resource_pools that has the role rollout",
+    )
+    nccl_timeout: int = setting(600, "time-out of collectives, in seconds")
+    model: HFModelConfig = section(HFModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+
+
+@dataclass(frozen=True)
+class PPOTrainerConfig(ConfigNode):
+    """Settings of ``python -m verl.trainer.main_ppo``."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
+    data: DataConfig = section(DataConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgoConfig = section(AlgoConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
+    ray_kwargs: RayConfig = section(RayConfig)
+    skip: SkipConfig = section(SkipConfig)
+    transfer_queue: TransferQueueConfig = section(TransferQueueConfig)
+
+
+def of_estimator(cfg: PPOTrainerConfig) -> EstimatorFacts:
+    """What is known of the estimator."""
+    return ADVANTAGE_ESTIMATORS.facts(cfg.algorithm.adv_estimator)
+
+
+def of_loss(cfg: PPOTrainerConfig) -> LossFacts:
+    """What is known of the policy loss."""
+    return POLICY_LOSSES.facts(cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
+
+
+def of_schedule(cfg: PPOTrainerConfig) -> ScheduleFacts:
+    """What is known of the schedule."""
+    return SCHEDULES.facts(cfg.trainer.v1.trainer_mode)
+
+
+def uses_critic(cfg: PPOTrainerConfig) -> bool:
+    """``critic.enable`` where it is set, else whether the estimator reads values."""
+    return cfg.critic.enable if cfg.critic.enable is not None else of_estimator(cfg).values
+
+
+def learns_from_pairs(cfg: PPOTrainerConfig) -> bool:
+    """Whether the actor learns from the best and the worst answer to each prompt."""
+    return of_loss(cfg).pairs
+
+
+def corrects_rollout(cfg: PPOTrainerConfig) -> bool:
+    """Whether the sampler's log-probs are compared with recomputed ones, for weights, rejection or metrics."""
+    algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
+    if newer.bypass_mode:
+        return False
+    return algorithm.rollout_is_threshold is not None or newer.rollout_is is not None or newer.rollout_rs is not None
+
+
+def updates_once(cfg: PPOTrainerConfig) -> bool:
+    """One mini-batch and one epoch: the policy is where it was, so its own detached log-probs are the old ones.
+
+    Not so where the old policy is the sampler, nor where samples of older versions are trained on, nor with
+    ``trainer.skip_old_log_prob=false``.
+    """
+    actor = cfg.actor_rollout_ref.actor
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= cfg.data.train_batch_size
+    on_policy = not (sampler_is_old_policy(cfg) or trains_on_older(cfg))
+    return one_update and on_policy and cfg.trainer.skip_old_log_prob
+
+
+def trains_on_older(cfg: PPOTrainerConfig) -> bool:
+    """Samples, or parts of them, may be of older versions of the policy: by the schedule, or from an earlier step."""
+    return of_schedule(cfg).off_policy or cfg.actor_rollout_ref.rollout.keep_unfinished
+
+
+def sampler_is_old_policy(cfg: PPOTrainerConfig) -> bool:
+    """The loss takes the sampler's log-probs as the old ones, each token's by the version that drew it."""
+    return cfg.actor_rollout_ref.actor.use_rollout_log_probs or cfg.algorithm.rollout_correction.bypass_mode
+
+
+def skips_old_log_prob(cfg: PPOTrainerConfig) -> bool:
+    """Whether the pass over old log-probs is left out.
+
+    That is so in the bypass mode, and where the loss does not read them (it is on pairs, or reads the sampler's, or the
+    policy `updates_once`) and nothing else does before.
+    """
+    if cfg.algorithm.rollout_correction.bypass_mode:
+        return True
+    read = cfg.algorithm.use_kl_in_reward or of_estimator(cfg).old_log_probs or corrects_rollout(cfg)
+    return (updates_once(cfg) or learns_from_pairs(cfg) or sampler_is_old_policy(cfg)) and not read
+
+
+def uses_reference(cfg: PPOTrainerConfig) -> bool:
+    """A KL term in the loss or in the reward needs the reference policy, and so does a loss on pairs."""
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward or learns_from_pairs(cfg)
+
+
+def kl_kinds(cfg: PPOTrainerConfig) -> dict[str, str]:
+    """Key -> kind of every KL to the reference that this run computes."""
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    in_loss = {"actor_rollout_ref.actor.kl_loss_type": actor.kl_loss_type} if actor.use_kl_loss else {}
+    return in_loss | ({"algorithm.kl_penalty": algorithm.kl_penalty} if algorithm.use_kl_in_reward else {})
+
+
+def reads_ref_log_prob(cfg: PPOTrainerConfig) -> bool:
+    """Some KL is estimated from sampled tokens, or the reference policy serves another end."""
+    kinds = kl_kinds(cfg).values()
+    return not kinds or learns_from_pairs(cfg) or any(kind != "full" for kind in kinds)
+
+
+def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
+    """Whether a reward model scores samples as a role; the reward function queries one on a server instead.
+
+    A schedule may hold it as a role of its own.
+    """
+    model = cfg.reward.reward_model
+    return model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model

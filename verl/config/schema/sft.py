@@ -1,0 +1,190 @@
+"""Settings of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.schema.checkpoint import COPY_CHECK, CheckpointContentsConfig
+from verl.config.schema.engine import FSDPEngineConfig
+from verl.config.schema.images import ImageDataConfig
+from verl.config.schema.megatron import LIKE_ENGINE, MegatronEngineConfig
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.node import ABSENT, ConfigNode, section, setting
+from verl.config.schema.optim import OptimizerConfig
+from verl.config.schema.profiler import ProfilerConfig
+from verl.config.schema.torchtitan import LIKE_ENGINE as TITAN_LIKE_ENGINE
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
+
+_TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
+
+
+@dataclass(frozen=True)
+class SFTCustomClassConfig(ConfigNode):
+    """A dataset class of your own instead of the built-in one."""
+
+    path: str | None = setting(
+        None, "Python file with a dataset class of your own, instead of the built-in one", path=True
+    )
+    name: str | None = setting(None, "class name in that file; a torch Dataset")
+
+
+@dataclass(frozen=True)
+class SFTDataConfig(ImageDataConfig):
+    """Conversations to learn from: a column of chat messages, or two columns."""
+
+    train_batch_size: int = setting(256, "rows per optimizer step, over all processes")
+    micro_batch_size_per_gpu: int = setting(4, "rows per pass of one process, with use_dynamic_bsz=false")
+    max_token_len_per_gpu: int | None = setting(
+        None,
+        "tokens per pass of one process with use_dynamic_bsz; at least the longest row; null: 8192, on CPU fewer",
+        upstream=8192,
+    )
+    use_dynamic_bsz: bool = setting(True, "build micro-batches by token count, not by row count")
+    train_files: str | list = setting(
+        "~/data/gsm8k/train.parquet",
+        "parquet, jsonl, json, csv or arrow file, or a folder of save_to_disk; or a list of them (local or hdfs://)",
+        path=True,
+    )
+    val_files: str | list | None = setting(None, "the same for validation; null: no validation", path=True)
+    filter_invalid: bool = setting(
+        False,
+        "skip and count rows that cannot be learned from, instead of stopping at the first",
+        upstream=ABSENT,
+    )
+    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    messages_key: str = setting("messages", "column with the chat messages")
+    tools_key: str = setting("tools", "optional column with tool schemas")
+    enable_thinking_key: str = setting("enable_thinking", "optional column with the thinking switch of a row")
+    enable_thinking_default: bool | None = setting(
+        None, "thinking switch of rows without one; null: the template's default"
+    )
+    pad_mode: str = setting(
+        "no_padding",
+        "no_padding: pad a batch to its longest row; right: pad every row to max_length",
+        choices=("no_padding", "right"),
+    )
+    max_length: int = setting(1024, "maximum row length in tokens")
+    truncation: str = setting(
+        "error",
+        "what to do with an overlong row: error stops the run; left, right, middle truncate there",
+        choices=("error", "left", "right", "middle"),
+    )
+    balance_dp_token: bool = setting(
+        False,
+        "split rows over processes so that each gets as many tokens",
+        no_effect="trainer.balance_batch decides it",
+    )
+    custom_cls: SFTCustomClassConfig = section(SFTCustomClassConfig)
+    use_shm: bool = setting(False, "copy data files to shared memory before reading")
+    apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template")
+    num_workers: int = setting(0, "processes that load rows; 0: in the main process", upstream=8)
+    ignore_input_ids_mismatch: bool = setting(
+        False, "accept rows that tokenise differently turn by turn than as a whole"
+    )
+    prompt_key: str | None = setting(None, "column with the question, in two-column data")
+    response_key: str | None = setting(None, "column with the answer, in two-column data")
+    prompt_dict_keys: list | None = setting(None, "path to the question inside that column")
+    response_dict_keys: list | None = setting(None, "path to the answer inside that column")
+
+
+@dataclass(frozen=True)
+class SFTEngineConfig(FSDPEngineConfig):
+    """The training backend, with the settings of the engines that hold a full model per data-parallel group.
+
+    Those of Megatron-Core stand below ``megatron``; upstream writes them without it.
+    """
+
+    strategy: str = setting(
+        "auto",
+        "training backend: plain, fsdp, fsdp2, megatron, veomni, torchtitan, automodel; auto: plain in one process, "
+        "fsdp2 in several",
+        upstream="fsdp",
+    )
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ENGINE)
+    torchtitan: TorchTitanEngineConfig = section(TorchTitanEngineConfig, TITAN_LIKE_ENGINE)
+
+
+EACH_EPOCH = "after_each_epoch"
+"""Of save_freq and test_freq: the steps of one pass over the training data."""
+
+
+@dataclass(frozen=True)
+class SFTRunConfig(ConfigNode):
+    """The run: its length, hardware, trackers and checkpoints."""
+
+    default_local_dir: str = setting(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "folder of the run: checkpoints and the resolved configuration",
+        path=True,
+    )
+    default_hdfs_dir: str | None = setting(
+        None,
+        "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
+        "resume_mode=auto takes the newer of the two; null: none",
+        path=True,
+    )
+    remote_timeout: float = setting(
+        300.0,
+        "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
+        upstream=ABSENT,
+    )
+    project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")
+    experiment_name: str = setting("test", "name of the run, for trackers and folders")
+    total_epochs: int = setting(4, "passes over the training data")
+    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs")
+    logger: list = setting(
+        ["console", "file"],
+        "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
+        upstream=["console", "wandb"],
+    )
+    console: str = setting(
+        "auto",
+        "what console prints of a step: table, line (all metrics) or both; auto: a table in a terminal, else a line",
+        choices=("auto", "table", "line", "both"),
+        upstream=ABSENT,
+    )
+    seed: int = setting(1, "seed of the run")
+    save_freq: int | str = setting(-1, "steps between checkpoints, the last step included; after_each_epoch; -1: never")
+    test_freq: int | str = setting(-1, "steps between validations, the last step included; after_each_epoch; -1: never")
+    val_before_train: bool = setting(False, "validate before the first step", upstream=ABSENT)
+    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT)
+    max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all")
+    balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
+    resume_mode: str = setting(
+        "auto",
+        "auto: resume from the last checkpoint, if any; resume_path: from resume_from_path; disable: start from scratch",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(
+        None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
+    )
+    resume_changed: str = setting(
+        "refuse",
+        "resuming with settings, data or files that change the results: refuse or accept",
+        choices=("refuse", "accept"),
+    )
+    device: str | None = setting(
+        None,
+        "cuda, npu or cpu; null or auto: the accelerator if there is one",
+        upstream="cuda",
+        choices=("auto", "cuda", "npu", "cpu"),
+    )
+    nnodes: int = setting(1, "number of machines", no_effect=_TORCHRUN)
+    n_gpus_per_node: int | None = setting(
+        None, "processes per machine, one per GPU; null: what torchrun started", upstream=1, no_effect=_TORCHRUN
+    )
+    profile_interval: list = setting([-1, -1], "first and last step to profile; -1: none")
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig(ConfigNode):
+    """A supervised fine-tuning run."""
+
+    data: SFTDataConfig = section(SFTDataConfig)
+    checkpoint: CheckpointContentsConfig = section(CheckpointContentsConfig)
+    trainer: SFTRunConfig = section(SFTRunConfig)
+    model: HFModelConfig = section(HFModelConfig)
+    engine: SFTEngineConfig = section(SFTEngineConfig)
+    optim: OptimizerConfig = section(OptimizerConfig, lr=1e-3)
+    profiler: ProfilerConfig = section(ProfilerConfig, tool="torch")
