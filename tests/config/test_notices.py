@@ -8,7 +8,7 @@ from tests.harness.configs import changed
 from verl import device
 from verl.config import load_config
 from verl.config.loading.configuration import read_config
-from verl.config.rules.notices import skips_old_log_prob
+from verl.config.schema.root import skips_old_log_prob
 
 A, R, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MICRO = (f"{A}.ppo_micro_batch_size_per_gpu", f"{R}.log_prob_micro_batch_size_per_gpu",

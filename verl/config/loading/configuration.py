@@ -192,8 +192,6 @@ def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
         from verl.config.rules.validate_evaluation import validate_evaluation
 
         validate_evaluation(config)  # type: ignore[arg-type]
-    elif program.name in ("dpo_trainer", "rm_trainer"):
-        validate.validate_pairs(config)  # type: ignore[arg-type]
     else:
         validate.validate_sft(config)  # type: ignore[arg-type]
 

@@ -13,15 +13,8 @@ from verl.config.loading import recipes
 from verl.config.machine import sampler_sizes, topology, torchrun, vision
 from verl.config.machine.nsight import worker_nsight_options
 from verl.config.machine.pools import Pools
-from verl.config.rules.checks import (
-    Problems,
-    bad_model_folder,
-    caught,
-    in_range,
-    known_name,
-    missing_files,
-    missing_package,
-)
+from verl.config.rules.checks import Problems, bad_model_folder, caught, known_name, missing_files, missing_package
+from verl.config.schema.bounds import in_range
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reward_model

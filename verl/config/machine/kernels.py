@@ -6,8 +6,9 @@ import importlib.util
 from typing import Any
 
 from verl.config.rules import megatron_fields, optimizers, validate_torchtitan
-from verl.config.rules.checks import Problems, caught, looks_local, missing_folder, one_of
+from verl.config.rules.checks import Problems, caught, looks_local, missing_folder
 from verl.config.rules.validate_megatron import MegatronRole, missing_or_other, role_of_supervised, roles
+from verl.config.schema.bounds import one_of
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.sft import SFTTrainerConfig
 from verl.errors import ConfigError

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.rules.checks import Problems, in_range, one_of
+from verl.config.rules.checks import Problems
+from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError

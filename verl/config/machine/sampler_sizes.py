@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.rules.checks import Problems, caught, in_range
+from verl.config.rules.checks import Problems, caught
+from verl.config.schema.bounds import in_range
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 

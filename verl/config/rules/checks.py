@@ -10,6 +10,7 @@ from typing import Any
 
 from verl import env
 from verl.config.rules.refusals import raise_all
+from verl.config.schema.bounds import in_range
 from verl.config.schema.leaves import schema_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.registry import Registry
@@ -50,19 +51,6 @@ def caught(check: Callable[..., Any], *arguments: Any) -> Problems:
     except ConfigError as error:
         return [error]
     return []
-
-
-def in_range(key: str, value: Any, allowed: str, holds: bool) -> Problems:
-    """A problem unless ``holds``; ``allowed`` says the range in words."""
-    return [] if holds else [ConfigError("out of range", key=key, got=value, allowed=allowed)]
-
-
-def one_of(key: str, value: Any, choices: Iterable[str]) -> Problems:
-    """A problem unless the value is one of the names, with the nearest of them."""
-    choices = list(choices)
-    if value in choices:
-        return []
-    return [ConfigError("unknown value", key=key, got=value, allowed=choices, fix=suggest(str(value), choices))]
 
 
 def known_name(registry: Registry, key: str, name: str, instead: str) -> Problems:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from verl.config.machine.pools import Pools
 from verl.config.machine.sampler_sizes import starts_no_engine
-from verl.config.rules.checks import Problems, in_range
+from verl.config.rules.checks import Problems
+from verl.config.schema.bounds import in_range
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notice

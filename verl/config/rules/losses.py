@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.config.rules import pairs
-from verl.config.rules.checks import Problems, in_range
+from verl.config.rules.checks import Problems
+from verl.config.rules.rule import value_at
+from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, of_estimator, of_loss
 from verl.errors import ConfigError
+from verl.metrics import notice
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, is_dotted
 
 _A = "actor_rollout_ref.actor"
-_L = f"{_A}.policy_loss"
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -23,26 +23,15 @@ def _loss(cfg: PPOTrainerConfig) -> Problems:
     actor = cfg.actor_rollout_ref.actor
     loss, problems = actor.policy_loss, []
     for name in of_loss(cfg).required:
-        if _in(actor, name) is None:
+        if value_at(actor, name) is None:
             message = f"the policy loss {loss.loss_mode!r} has no default for it"
             problems.append(ConfigError(message, key=f"{_A}.{name}", got=None, fix="Set it."))
-    problems += in_range(f"{_L}.dro_beta", loss.dro_beta, "above 0", loss.dro_beta is None or loss.dro_beta > 0)
-    for name in ("clip_cov_ratio", "kl_cov_ratio"):
-        problems += in_range(f"{_L}.{name}", loss[name], "above 0, at most 1", 0 < loss[name] <= 1)
-    coef = actor.positive_lm_coef
-    problems += in_range(f"{_A}.positive_lm_coef", coef, "0 or more", coef >= 0)
-    for name in ("tau_pos", "tau_neg"):
-        problems += in_range(f"{_A}.{name}", actor[name], "above 0", actor[name] > 0)
-    holds = loss.clip_cov_lb < loss.clip_cov_ub
-    return problems + in_range(f"{_L}.clip_cov_lb", loss.clip_cov_lb, f"below clip_cov_ub={loss.clip_cov_ub}", holds)
+    return problems
 
 
 def _estimator(cfg: PPOTrainerConfig) -> Problems:
     algorithm, problems = cfg.algorithm, []
-    alpha, keys, weights = algorithm.vapo_length_alpha, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    problems += in_range("algorithm.vapo_length_alpha", alpha, "above 0, or null", alpha is None or alpha > 0)
-    lam = algorithm.vapo_lam_critic
-    problems += in_range("algorithm.vapo_lam_critic", lam, "0 to 1", 0 <= lam <= 1)
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     listed = of_estimator(cfg).rewards
     if listed is not None and not algorithm[listed]:
         message = f"the estimator {algorithm.adv_estimator!r} normalises several rewards apart"
@@ -52,6 +41,20 @@ def _estimator(cfg: PPOTrainerConfig) -> Problems:
         key = "algorithm.gdpo_reward_weights"
         problems.append(ConfigError(f"{len(keys)} rewards have {len(weights)} weights", key=key, got=weights))
     return problems
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """A notice of every changed setting that nothing reads in this run."""
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    sections = {
+        _A: actor,
+        f"{_A}.policy_loss": actor.policy_loss,
+        "algorithm": algorithm,
+        "algorithm.pf_ppo": algorithm.pf_ppo,
+    }
+    changed = {f"{key}.{name}" for key, section in sections.items() for name in changed_names(section)}
+    for key, why in without_effect(cfg, changed).items():
+        notice(key, why)
 
 
 def without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
@@ -74,10 +77,3 @@ def without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
             if key in changed:
                 idle[key] = "has no effect without algorithm.use_pf_ppo=true"
     return idle
-
-
-def _in(section: Any, name: str) -> Any:
-    """The value of a setting by its dotted name below a section."""
-    for part in name.split("."):
-        section = section[part]
-    return section

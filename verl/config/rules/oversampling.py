@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verl.config.rules.checks import Problems, in_range
+from verl.config.rules.checks import Problems
+from verl.config.schema.bounds import in_range
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from verl.config.machine.pools import Pools
-from verl.config.rules.checks import Problems, in_range
+from verl.config.rules.checks import Problems
 from verl.config.rules.shared_rows import sequence_ranks
 from verl.config.rules.validate_megatron import roles
+from verl.config.schema.bounds import in_range
 from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, learns_from_pairs, uses_reference
 from verl.errors import ConfigError, NotBuiltError
 

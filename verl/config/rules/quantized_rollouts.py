@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.rules import sampled_log_probs
-from verl.config.rules.checks import Problems, in_range
+from verl.config.rules.checks import Problems
+from verl.config.schema.bounds import in_range
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from verl.config.machine.pools import Pools
-from verl.config.rules.checks import Problems, in_range
+from verl.config.rules.checks import Problems
+from verl.config.schema.bounds import in_range
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, of_schedule, sampler_is_old_policy
 from verl.errors import ConfigError

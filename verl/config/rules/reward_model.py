@@ -6,7 +6,8 @@ from pathlib import Path
 
 from verl import env, registry
 from verl.config.machine.pools import REWARD_POOL, Pools
-from verl.config.rules.checks import Problems, bad_model_folder, in_range, known_name, one_of
+from verl.config.rules.checks import Problems, bad_model_folder, known_name
+from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.root import PPOTrainerConfig, of_schedule
 from verl.errors import ConfigError, NotBuiltError
 from verl.json_text import read_json
@@ -36,10 +37,7 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
         problems += known_name(registry.ENGINES, f"{_KEY}.strategy", model.strategy, "Leave it out.") or one_of(
             f"{_KEY}.strategy", model.strategy, STRATEGIES
         )
-    for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "forward_max_token_len_per_gpu"):
-        value = model[name]
-        problems += in_range(f"{_KEY}.{name}", value, "1 or more", value is None or value >= 1)
-    return problems + _limits(cfg)
+    return problems
 
 
 def files(cfg: PPOTrainerConfig) -> Problems:
@@ -97,15 +95,4 @@ def _pool(cfg: PPOTrainerConfig) -> Problems:
     if model.rollout.name != "hf":
         message = "a reward model on a server has no processes in this run"
         problems.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", got=True, fix="Leave it out."))
-    return problems
-
-
-def _limits(cfg: PPOTrainerConfig) -> Problems:
-    model = cfg.reward.reward_model
-    total, per_gpu = model.micro_batch_size, model.micro_batch_size_per_gpu
-    problems: Problems = []
-    if total is not None and per_gpu is not None and total != per_gpu:
-        key = f"{_KEY}.micro_batch_size_per_gpu"
-        message = f"{_KEY}.micro_batch_size={total} and {key}={per_gpu} contradict each other"
-        problems.append(ConfigError(message, key=key, fix="Keep this one and leave the other out."))
     return problems

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verl.config.rules.checks import Problems, collect, in_range, missing_files, missing_folder
+from verl.config.rules.checks import Problems, collect, missing_files, missing_folder
+from verl.config.rules.rule import out_of_bounds
 from verl.config.schema.evaluation import EvaluationConfig
 from verl.config.schema.node import unrecorded
 from verl.errors import ConfigError
@@ -11,7 +12,7 @@ from verl.errors import ConfigError
 def validate_evaluation(cfg: EvaluationConfig) -> None:
     """All problems in one `ConfigError`."""
     with unrecorded():
-        collect((_files, _numbers), cfg)
+        collect((out_of_bounds, _files), cfg)
 
 
 def _files(cfg: EvaluationConfig) -> Problems:
@@ -26,8 +27,3 @@ def _files(cfg: EvaluationConfig) -> Problems:
         fix = "End its name in .parquet."
         problems.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
     return problems
-
-
-def _numbers(cfg: EvaluationConfig) -> Problems:
-    problems = in_range("report.timeout", cfg.report.timeout, "above 0", cfg.report.timeout > 0)
-    return problems + in_range("report.num_workers", cfg.report.num_workers, "1 or more", cfg.report.num_workers >= 1)

@@ -16,7 +16,8 @@ from verl.config.machine.config_json import adapter_on_experts, experts_of, fact
 from verl.config.machine.pools import Pools
 from verl.config.machine.topology import trained_roles
 from verl.config.rules import megatron_fields
-from verl.config.rules.checks import Problems, in_range, one_of
+from verl.config.rules.checks import Problems
+from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, follows_another, was_typed
 from verl.config.schema.root import PPOTrainerConfig

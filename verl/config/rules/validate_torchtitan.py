@@ -11,8 +11,9 @@ import math
 from typing import Any
 
 from verl.config.machine.config_json import experts_of, facts_of
-from verl.config.rules.checks import Problems, in_range, one_of
+from verl.config.rules.checks import Problems
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles, set_names, tell_names
+from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.node import was_typed
 from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs

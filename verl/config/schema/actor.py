@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.schema.bounds import AMOUNT, COUNT, KL_KIND, LOSS_AGG_MODE, PORTION, POSITIVE, ValueBound
 from verl.config.schema.checkpoint import CheckpointConfig
 from verl.config.schema.engine import FSDPEngineConfig
 from verl.config.schema.megatron import LIKE_ACTOR, MegatronEngineConfig
@@ -52,12 +53,14 @@ class PolicyLossConfig(ConfigNode):
     """The policy loss and its constants."""
 
     loss_mode: str = setting("vanilla", "policy loss: a registered name, or a dotted path my_pkg.my_mod:my_loss")
-    clip_cov_ratio: float = setting(0.0002, "clip_cov: share of tokens left out of the loss")
+    clip_cov_ratio: float = setting(0.0002, "clip_cov: share of tokens left out of the loss", within=PORTION)
     clip_cov_lb: float = setting(1.0, "clip_cov: lower covariance bound of tokens that may be left out")
     clip_cov_ub: float = setting(5.0, "clip_cov: upper covariance bound of tokens that may be left out")
-    kl_cov_ratio: float = setting(0.0002, "kl_cov: share of tokens, by highest covariance, that get a KL term")
+    kl_cov_ratio: float = setting(
+        0.0002, "kl_cov: share of tokens, by highest covariance, that get a KL term", within=PORTION
+    )
     ppo_kl_coef: float = setting(0.1, "kl_cov: weight of the KL term")
-    dro_beta: float | None = setting(None, "dro: weight of the squared log-ratio; required, above 0")
+    dro_beta: float | None = setting(None, "dro: weight of the squared log-ratio; required, above 0", within=POSITIVE)
     rollout_correction: PolicyCorrectionConfig = section(PolicyCorrectionConfig)
 
 
@@ -96,42 +99,62 @@ class ActorConfig(ConfigNode):
         upstream="fsdp",
     )
     ppo_mini_batch_size: int = setting(
-        256, "prompts per optimizer step, over all processes (times rollout.n samples); divides data.train_batch_size"
+        256,
+        "prompts per optimizer step, over all processes (times rollout.n samples); divides data.train_batch_size",
+        within=COUNT,
     )
     ppo_micro_batch_size: int | None = setting(
-        None, "deprecated: samples per pass over all processes; use ppo_micro_batch_size_per_gpu"
+        None,
+        "deprecated: samples per pass over all processes; use ppo_micro_batch_size_per_gpu",
+        within=COUNT,
     )
     ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per forward and backward pass of one process; null: an automatic token budget"
+        None,
+        "samples per forward and backward pass of one process; null: an automatic token budget",
+        within=COUNT,
     )
     use_dynamic_bsz: bool = setting(
         False, "build micro-batches by token count (ppo_max_token_len_per_gpu), not by sample count"
     )
     ppo_max_token_len_per_gpu: int = setting(
-        16384, "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample"
+        16384,
+        "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample",
+        within=COUNT,
     )
-    clip_ratio: float = setting(0.2, "PPO clip range: the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]")
-    clip_ratio_low: float | None = setting(None, "lower clip range; null: clip_ratio", upstream=0.2)
+    clip_ratio: float = setting(
+        0.2, "PPO clip range: the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]", within=POSITIVE
+    )
+    clip_ratio_low: float | None = setting(None, "lower clip range; null: clip_ratio", upstream=0.2, within=POSITIVE)
     clip_ratio_high: float | None = setting(
-        None, "upper clip range (clip-higher, as in DAPO); null: clip_ratio", upstream=0.2
+        None,
+        "upper clip range (clip-higher, as in DAPO); null: clip_ratio",
+        upstream=0.2,
+        within=POSITIVE,
     )
     positive_lm_coef: float = setting(
         0.0,
         "VAPO: weight of a language-model loss on correct answers (by acc, else by a score above 0)",
         upstream=ABSENT,
+        within=AMOUNT,
     )
-    tau_pos: float = setting(1.0, "SAPO: gate temperature for positive advantages")
-    tau_neg: float = setting(1.05, "SAPO: gate temperature for advantages of 0 or less")
+    tau_pos: float = setting(1.0, "SAPO: gate temperature for positive advantages", within=POSITIVE)
+    tau_neg: float = setting(1.05, "SAPO: gate temperature for advantages of 0 or less", within=POSITIVE)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     clip_ratio_c: float = setting(
-        3.0, "dual clip: for negative advantages, bound the loss at clip_ratio_c times |advantage|; above 1"
+        3.0,
+        "dual clip: for negative advantages, bound the loss at clip_ratio_c times |advantage|; above 1",
+        within=ValueBound("above 1", lambda value: value > 1),
     )
     loss_agg_mode: str = setting(
         "token-mean",
         "how token losses are aggregated: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm",
+        within=LOSS_AGG_MODE,
     )
     loss_scale_factor: float | None = setting(
-        None, "seq-mean-token-sum-norm: divisor in tokens; null: data.max_response_length"
+        None,
+        "seq-mean-token-sum-norm: divisor in tokens; null: data.max_response_length",
+        within=POSITIVE,
+        needs=".loss_agg_mode=seq-mean-token-sum-norm",
     )
     entropy_coeff: float = setting(0.0, "weight of the entropy bonus; 0: none")
     calculate_entropy: bool = setting(False, "report the entropy during updates, even without a bonus")
@@ -144,17 +167,19 @@ class ActorConfig(ConfigNode):
     use_torch_compile: bool | None = setting(
         None, "compile the transformer layers; null: on a GPU, for large models (see fsdp_config)", upstream=True
     )
-    kl_loss_coef: float = setting(0.001, "weight of the KL term")
+    kl_loss_coef: float = setting(0.001, "weight of the KL term", within=AMOUNT, needs=".use_kl_loss=true")
     kl_loss_type: str = setting(
         "low_var_kl",
         "KL estimator: kl (k1), abs, mse (k2), low_var_kl (k3), full; a trailing + keeps the value and takes the gradient of k2",
+        needs=".use_kl_loss=true",
+        within=KL_KIND,
     )
     use_rollout_log_probs: bool = setting(
         False,
         "take the sampler's log-probs as the old ones in the loss, for samples of older versions of the policy; "
         "algorithm.rollout_correction.bypass_mode takes them everywhere",
     )
-    ppo_epochs: int = setting(1, "epochs over each batch of samples")
+    ppo_epochs: int = setting(1, "epochs over each batch of samples", within=COUNT)
     shuffle: bool = setting(False, "reshuffle samples between mini-batches in every step and epoch")
     data_loader_seed: int = setting(42, "seed of the shuffling")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
@@ -167,7 +192,9 @@ class ActorConfig(ConfigNode):
     freeze_vision_tower: bool = setting(
         False, "train everything but what turns images into features: the vision tower and its projector"
     )
-    grad_clip: float = setting(1.0, "gradient clipping: maximum gradient norm", follows=".optim.clip_grad")
+    grad_clip: float = setting(
+        1.0, "gradient clipping: maximum gradient norm", follows=".optim.clip_grad", within=POSITIVE
+    )
     ulysses_sequence_parallel_size: int = setting(1, "deprecated; use fsdp_config.ulysses_sequence_parallel_size")
     entropy_from_logits_with_chunking: bool = setting(False, "compute the entropy in chunks of rows, to save memory")
     entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk")
@@ -212,10 +239,14 @@ class RefConfig(ConfigNode):
         upstream=True,
     )
     log_prob_micro_batch_size: int | None = setting(
-        None, "deprecated: samples per pass over all processes; use log_prob_micro_batch_size_per_gpu"
+        None,
+        "deprecated: samples per pass over all processes; use log_prob_micro_batch_size_per_gpu",
+        within=COUNT,
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per forward pass of one process; null: an automatic token budget"
+        None,
+        "samples per forward pass of one process; null: an automatic token budget",
+        within=COUNT,
     )
     log_prob_use_dynamic_bsz: bool = setting(
         False, "build micro-batches by token count", follows="actor_rollout_ref.actor.use_dynamic_bsz"
@@ -224,6 +255,7 @@ class RefConfig(ConfigNode):
         16384,
         "tokens per micro-batch of one process with log_prob_use_dynamic_bsz",
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        within=COUNT,
     )
     ulysses_sequence_parallel_size: int = setting(
         1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, KL_KIND, POSITIVE, SHARE, ValueBound
 from verl.config.schema.correction import RolloutCorrectionConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.thresholds import LEVELS, MODES
@@ -37,9 +38,9 @@ class KLControlConfig(ConfigNode):
         "KL coefficient: fixed, or adaptive (steered towards target_kl)",
         choices=("fixed", "adaptive"),
     )
-    kl_coef: float = setting(0.001, "initial KL coefficient")
-    horizon: int = setting(10000, "adaptive: horizon in samples; larger adapts more slowly")
-    target_kl: float = setting(0.1, "adaptive: target KL per sequence")
+    kl_coef: float = setting(0.001, "initial KL coefficient", within=AMOUNT)
+    horizon: int = setting(10000, "adaptive: horizon in samples; larger adapts more slowly", within=POSITIVE)
+    target_kl: float = setting(0.1, "adaptive: target KL per sequence", within=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,24 @@ class AlgoConfig(ConfigNode):
     """Advantages, KL in the reward, and correction of the sampler's mismatch."""
 
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    gamma: float = setting(1.0, "discount factor")
-    lam: float = setting(1.0, "GAE lambda")
+    gamma: float = setting(1.0, "discount factor", within=SHARE)
+    lam: float = setting(1.0, "GAE lambda", within=SHARE)
     adv_estimator: str = setting(
         "gae", "advantage estimator: a registered name, or a dotted path my_pkg.my_mod:my_estimator"
     )
     norm_adv_by_std_in_grpo: bool = setting(
         True, "GRPO: divide by the group's standard deviation; false: subtract the mean only (Dr. GRPO)"
     )
-    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, needs=".enable=true")
     use_kl_in_reward: bool = setting(
         False, "subtract a KL term from the reward of every token; loads the reference policy"
     )
-    kl_penalty: str = setting("kl", "KL estimator: kl (k1), abs, mse (k2), low_var_kl (k3), full")
+    kl_penalty: str = setting(
+        "kl",
+        "KL estimator: kl (k1), abs, mse (k2), low_var_kl (k3), full",
+        needs=".use_kl_in_reward=true",
+        within=KL_KIND,
+    )
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     use_pf_ppo: bool = setting(False, "resample the batch by reward before the update (PF-PPO)")
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
@@ -83,8 +89,9 @@ class AlgoConfig(ConfigNode):
         0.05,
         "vapo: alpha of the policy's lambda, max(0, 1 - 1 / (alpha * response length)); null: algorithm.lam",
         upstream=ABSENT,
+        within=ValueBound("above 0, or null", lambda value: value > 0),
     )
-    vapo_lam_critic: float = setting(1.0, "vapo: GAE lambda of the critic's targets", upstream=ABSENT)
+    vapo_lam_critic: float = setting(1.0, "vapo: GAE lambda of the critic's targets", upstream=ABSENT, within=SHARE)
     singleton: str = setting(
         "zero",
         "group estimators: advantage of a group of one: zero, or raw (its reward)",

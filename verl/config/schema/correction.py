@@ -35,17 +35,21 @@ class RolloutCorrectionConfig(ConfigNode):
         "rejection criteria: token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3; a list, or a text with commas",
     )
     rollout_rs_threshold: float | str | list | None = setting(
-        None, "one threshold, or one per option of rollout_rs; a k1 option takes a text 'low_high'"
+        None,
+        "one threshold, or one per option of rollout_rs; a k1 option takes a text 'low_high'",
+        needs=".rollout_rs",
     )
     bypass_mode: bool = setting(False, "use the sampler's log-probs as old log-probs")
     loss_type: str = setting(
         "ppo_clip",
         "loss of the bypass mode: ppo_clip or reinforce",
         choices=("ppo_clip", "reinforce"),
+        needs=".bypass_mode=true",
     )
     rollout_is_batch_normalize: bool = setting(
         False,
         "scale importance weights to mean 1 in a batch; in the bypass mode in a mini-batch, by one more forward pass",
+        needs=".rollout_is",
     )
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COUNT, ROWS
 from verl.config.schema.images import ImageDataConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 
@@ -41,7 +42,7 @@ class PromptFilterConfig(ConfigNode):
         upstream=ABSENT,
         path=True,
     )
-    name: str = setting("keep_prompt", "function name in that file", upstream=ABSENT)
+    name: str = setting("keep_prompt", "function name in that file", upstream=ABSENT, needs=".path")
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,24 @@ class DataConfig(ImageDataConfig):
     val_files: str | list | None = setting(
         None, "the same for validation; null: no validation", upstream="~/data/rlhf/gsm8k/test.parquet", path=True
     )
-    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
-    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all", within=ROWS)
+    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all", within=ROWS)
     prompt_key: str = setting("prompt", "column with the prompt: a list of chat messages, or a text")
     reward_fn_key: str = setting("data_source", "column that selects the scorer of a row")
     max_prompt_length: int = setting(
-        512, "maximum prompt length in tokens, chat template included; truncation decides what happens to longer ones"
+        512,
+        "maximum prompt length in tokens, chat template included; truncation decides what happens to longer ones",
+        within=COUNT,
     )
-    max_response_length: int = setting(512, "maximum response length in tokens")
+    max_response_length: int = setting(512, "maximum response length in tokens", within=COUNT)
     min_response_length: int = setting(
         0, "minimum response length in tokens: before it every token that ends a response has probability 0"
     )
-    train_batch_size: int = setting(1024, "prompts per step; each gets rollout.n samples")
+    train_batch_size: int = setting(1024, "prompts per step; each gets rollout.n samples", within=COUNT)
     gen_batch_size: int | None = setting(
-        None, "prompts sampled at a time until a training batch is full; null: train_batch_size"
+        None,
+        "prompts sampled at a time until a training batch is full; null: train_batch_size",
+        within=COUNT,
     )
     oversample_factor: float = setting(
         1.0,
@@ -89,7 +94,7 @@ class DataConfig(ImageDataConfig):
     filter_truncate: bool = setting(
         False, "oversample_factor: prefer prompts with no sample cut off by the length limit", upstream=ABSENT
     )
-    val_batch_size: int | None = setting(None, "prompts sampled at a time in validation; null: all")
+    val_batch_size: int | None = setting(None, "prompts sampled at a time in validation; null: all", within=COUNT)
     tool_config_path: str | None = setting(
         None,
         "YAML file of tools; their schemas are part of the prompt",
@@ -112,13 +117,18 @@ class DataConfig(ImageDataConfig):
     shuffle: bool = setting(True, "reshuffle training rows in every epoch")
     seed: int | None = setting(None, "seed of the shuffling; null: trainer.seed")
     dataloader_num_workers: int = setting(
-        0, "processes that load rows; 0: in the main process, at most one per core", upstream=8
+        0,
+        "processes that load rows; 0: in the main process, at most one per core",
+        upstream=8,
+        within=AMOUNT,
     )
     validation_shuffle: bool = setting(False, "shuffle validation rows")
     filter_overlong_prompts: bool = setting(
         False, "drop prompts that are longer than max_prompt_length before training"
     )
-    filter_overlong_prompts_workers: int = setting(1, "processes that count prompt tokens and run filter_function")
+    filter_overlong_prompts_workers: int = setting(
+        1, "processes that count prompt tokens and run filter_function", within=COUNT
+    )
     filter_function: PromptFilterConfig = section(PromptFilterConfig)
     return_multi_modal_inputs: bool = setting(
         True, "keep what the image processor makes of a row (multi_modal_inputs), which the engines need"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COUNT, DTYPE, MODEL_DTYPE
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 
 
@@ -14,6 +15,7 @@ class WrapPolicyConfig(ConfigNode):
     min_num_params: int = setting(
         0,
         "minimum parameters of a module that is sharded on its own; 0: every transformer block",
+        within=AMOUNT,
     )
 
 
@@ -41,7 +43,7 @@ class FSDPEngineConfig(ConfigNode):
         -1, "size of a sharding group, which holds one copy of the weights; -1: all processes; fewer: HSDP"
     )
     forward_prefetch: bool = setting(False, "gather the next layer while this one runs")
-    model_dtype: str = setting("fp32", "dtype of the master weights")
+    model_dtype: str = setting("fp32", "dtype of the master weights", within=MODEL_DTYPE)
     use_orig_params: bool = setting(
         False, "expose the original parameters to the optimizer", no_effect="FSDP2 keeps parameters as they are"
     )
@@ -51,11 +53,13 @@ class FSDPEngineConfig(ConfigNode):
         1,
         "sequence-parallel size (DeepSpeed-Ulysses); must divide the attention heads",
         follows="..ulysses_sequence_parallel_size",
+        within=COUNT,
     )
     expert_parallel_size: int = setting(
         1,
         "expert-parallel size; must divide the number of experts",
         upstream=ABSENT,
+        within=COUNT,
     )
     entropy_from_logits_with_chunking: bool = setting(
         False,
@@ -89,5 +93,8 @@ class FSDPEngineConfig(ConfigNode):
     )
     pad_to_length_bucket: int = setting(1024, "pad_to_length: the multiple, in tokens")
     dtype: str = setting(
-        "auto", "dtype of matrix products; auto: float32 on CPU, bfloat16 on an accelerator", upstream="bfloat16"
+        "auto",
+        "dtype of matrix products; auto: float32 on CPU, bfloat16 on an accelerator",
+        upstream="bfloat16",
+        within=DTYPE,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import COUNT, POSITIVE
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 
 
@@ -55,8 +56,10 @@ class EvaluationReportConfig(ConfigNode):
     compare: str | None = setting(
         None, "answers of another run to the same prompts: differences with intervals", path=True, upstream=ABSENT
     )
-    timeout: float = setting(30.0, "time limit per answer, in seconds", upstream=ABSENT)
-    num_workers: int = setting(8, "maximum number of scoring processes; at most one per core", upstream=ABSENT)
+    timeout: float = setting(30.0, "time limit per answer, in seconds", upstream=ABSENT, within=POSITIVE)
+    num_workers: int = setting(
+        8, "maximum number of scoring processes; at most one per core", upstream=ABSENT, within=COUNT
+    )
     seed: int = setting(42, "seed of the bootstrap", upstream=ABSENT)
 
 

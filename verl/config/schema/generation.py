@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COUNT, PORTION, TOP_K, ValueBound
 from verl.config.schema.images import ImageDataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
@@ -20,13 +21,15 @@ class GenerationDataConfig(ImageDataConfig):
     prompt_key: str = setting(
         "prompt", "column with the prompt: chat messages, or a text that becomes a user's message"
     )
-    n_samples: int = setting(5, "answers per prompt")
+    n_samples: int = setting(
+        5, "answers per prompt", within=ValueBound("1 to 100000", lambda count: 1 <= count <= 100_000)
+    )
     output_path: str = setting(
         "~/data/math_Qwen2-7B-Instruct.parquet",
         "parquet file to write: all columns, and the column responses",
         path=True,
     )
-    batch_size: int = setting(128, "prompts sampled at once")
+    batch_size: int = setting(128, "prompts sampled at once", within=COUNT)
     truncation: str = setting(
         "left",
         "what to do with a prompt longer than rollout.prompt_length: left, right, middle truncate there; error stops the run",
@@ -61,10 +64,15 @@ class GenerationRolloutConfig(RolloutConfig):
         upstream=8,
         planned="batch generation on several GPUs by one command",
     )
-    top_k: int = setting(50, "sample from the k most probable tokens; -1: all")
-    top_p: float = setting(0.7, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
-    prompt_length: int = setting(1536, "maximum prompt length in tokens")
-    response_length: int = setting(512, "maximum answer length in tokens")
+    temperature: float = setting(
+        1.0, "sampling temperature; all log-probs are computed at this temperature", within=AMOUNT
+    )
+    top_k: int = setting(50, "sample from the k most probable tokens; -1: all", within=TOP_K)
+    top_p: float = setting(
+        0.7, "nucleus sampling: cumulative probability to sample from; 1: all tokens", within=PORTION
+    )
+    prompt_length: int = setting(1536, "maximum prompt length in tokens", within=COUNT)
+    response_length: int = setting(512, "maximum answer length in tokens", within=COUNT)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Leaf:
     engines: tuple[str, ...]
     follows: str | None
     path: bool
+    within: tuple[Any, ...] = ()
+    needs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def _make(root: type[Node]) -> Schema:
     sections: dict[str, type[Node]] = {}
     types: dict[str, Any] = {}
     there: dict[str, str] = {}
-    _walk(root, "", sections, types, there)
+    switches: dict[str, str] = {}
+    _walk(root, "", sections, types, there, switches)
     by_key = {}
     for key, declared in leaves(root):
         meta, value = declared.metadata, defaults
@@ -116,6 +119,8 @@ def _make(root: type[Node]) -> Schema:
             meta["engines"],
             follows if follows in types else None,
             meta["path"],
+            meta["within"],
+            _absolute(meta["needs"], key) or switches.get(key),
         )
     below = {
         f"{key}.{row.name}".removeprefix("."): row
@@ -136,9 +141,14 @@ def _make(root: type[Node]) -> Schema:
 
 
 def _walk(
-    cls: type[Node], prefix: str, sections: dict[str, type[Node]], types: dict[str, Any], there: dict[str, str]
+    cls: type[Node],
+    prefix: str,
+    sections: dict[str, type[Node]],
+    types: dict[str, Any],
+    there: dict[str, str],
+    switches: dict[str, str],
 ) -> None:
-    """Fill in the class of every section, the type of every leaf, and what leaves follow where their section stands."""
+    """Fill in the class of every section, the type of every leaf, and what leaves follow and need where they stand."""
     hints = typing.get_type_hints(cls)
     for name, declared in cls.__dataclass_fields__.items():
         key = f"{prefix}.{name}".removeprefix(".")
@@ -148,7 +158,11 @@ def _walk(
         else:
             sections[key] = inner
             there |= {f"{key}.{leaf}": other for leaf, other in declared.metadata["follows"].items()}
-            _walk(inner, key, sections, types, there)
+            switch = _absolute(declared.metadata["needs"], f"{key}.")
+            if switch is not None:
+                names = (f"{key}.{name}" for name in inner.__dataclass_fields__)
+                switches |= {leaf: switch for leaf in names if leaf != switch.partition("=")[0]}
+            _walk(inner, key, sections, types, there, switches)
 
 
 def _absolute(follows: str | None, key: str) -> str | None:

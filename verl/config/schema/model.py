@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT
 from verl.config.schema.node import ConfigNode, section, setting
 
 
@@ -78,7 +79,7 @@ class HFModelConfig(ConfigNode):
         True,
         "pack rows without padding; a notice says if a model cannot be packed",
     )
-    lora_rank: int = setting(0, "LoRA rank; 0: train all weights")
+    lora_rank: int = setting(0, "LoRA rank; 0: train all weights", within=AMOUNT)
     lora_alpha: int = setting(16, "LoRA alpha; the adapter is scaled by alpha / rank")
     target_modules: str | list = setting("all-linear", "modules that get an adapter: all-linear, or a list of names")
     exclude_modules: list | str | None = setting(None, "modules without an adapter")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import STEPS
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 
 
@@ -54,7 +55,7 @@ class SkipRolloutConfig(ConfigNode):
     dump_dir: str = setting(
         "~/.verl/rollout_dump", "folder of the files, with a subfolder per project and experiment", path=True
     )
-    steps: list = setting([], "steps whose samples are written and replayed, counted from 1")
+    steps: list = setting([], "steps whose samples are written and replayed, counted from 1", within=STEPS)
     action: str = setting(
         "cache",
         "cache: other steps are sampled; repeat: steps after one with a file use the samples of the files in turn",
@@ -66,7 +67,7 @@ class SkipRolloutConfig(ConfigNode):
 class SkipConfig(ConfigNode):
     """Parts of a step that are left out."""
 
-    rollout: SkipRolloutConfig = section(SkipRolloutConfig)
+    rollout: SkipRolloutConfig = section(SkipRolloutConfig, needs=".enable=true")
 
 
 @dataclass(frozen=True)

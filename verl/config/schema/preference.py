@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COUNT, POSITIVE, ValueBound
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.optim import OptimizerConfig
 from verl.config.schema.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
@@ -17,14 +18,18 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 class PreferenceDataConfig(SFTDataConfig):
     """Prompts with a chosen and a rejected answer each."""
 
-    train_batch_size: int = setting(64, "pairs per optimizer step, over all processes", upstream=ABSENT)
+    train_batch_size: int = setting(64, "pairs per optimizer step, over all processes", upstream=ABSENT, within=COUNT)
     micro_batch_size_per_gpu: int = setting(
-        4, "rows per pass of one process, two for each pair, with use_dynamic_bsz=false", upstream=ABSENT
+        4,
+        "rows per pass of one process, two for each pair, with use_dynamic_bsz=false",
+        upstream=ABSENT,
+        within=COUNT,
     )
     max_token_len_per_gpu: int | None = setting(
         None,
         "tokens per pass of one process with use_dynamic_bsz; at least a pair; null: 8192, on CPU fewer",
         upstream=ABSENT,
+        within=COUNT,
     )
     train_files: str | list = setting(
         "~/data/full_hh_rlhf/rm/train.parquet",
@@ -50,7 +55,7 @@ class PreferenceDataConfig(SFTDataConfig):
 class DPOConfig(ConfigNode):
     """The loss on pairs, and the policy that it is measured against."""
 
-    beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT)
+    beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT, within=POSITIVE)
     loss_type: str = setting(
         "sigmoid",
         "sigmoid (DPO), ipo, hinge; simpo and orpo read log-probs per token, and no reference policy",
@@ -58,14 +63,23 @@ class DPOConfig(ConfigNode):
         choices=("sigmoid", "ipo", "hinge", *WITHOUT_REFERENCE),
     )
     simpo_gamma: float = setting(
-        0.5, "simpo: margin by which the chosen answer's reward is to be larger", upstream=ABSENT
+        0.5,
+        "simpo: margin by which the chosen answer's reward is to be larger",
+        upstream=ABSENT,
+        within=AMOUNT,
     )
     sft_coef: float | None = setting(
         None,
         "weight of the negative log-prob per token of the chosen answer (RPO, CPO); null: 1 for orpo, else 0",
         upstream=ABSENT,
+        within=AMOUNT,
     )
-    label_smoothing: float = setting(0.0, "sigmoid: assumed share of mislabelled pairs", upstream=ABSENT)
+    label_smoothing: float = setting(
+        0.0,
+        "sigmoid: assumed share of mislabelled pairs",
+        upstream=ABSENT,
+        within=ValueBound("0 or more, below 0.5", lambda share: 0 <= share < 0.5),
+    )
     length_normalised: bool = setting(False, "average log-probs over tokens instead of summing them", upstream=ABSENT)
     reference_free: bool = setting(
         False, "drop the reference policy; treat all answers as equally likely", upstream=ABSENT
@@ -98,7 +112,10 @@ class RewardTrainingConfig(ConfigNode):
     """The loss of a reward model."""
 
     centering: float = setting(
-        0.0, "weight of the squared sum of both scores, which centres scores around zero", upstream=ABSENT
+        0.0,
+        "weight of the squared sum of both scores, which centres scores around zero",
+        upstream=ABSENT,
+        within=AMOUNT,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import COUNT, POSITIVE
 from verl.config.schema.engine import FSDPEngineConfig
 from verl.config.schema.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
@@ -26,7 +27,12 @@ class CustomRewardFunctionConfig(ConfigNode):
 class RewardManagerModuleConfig(ConfigNode):
     """The file of a reward manager of your own."""
 
-    path: str | None = setting(None, "Python file with a reward manager of your own, for source=importlib", path=True)
+    path: str | None = setting(
+        None,
+        "Python file with a reward manager of your own, for source=importlib",
+        path=True,
+        needs="..source=importlib",
+    )
     name: str = setting("custom_reward_manager", "class name, if the file has several")
 
 
@@ -95,9 +101,14 @@ class RewardModelConfig(ConfigNode):
     use_shm: bool = setting(False, "copy the reward model to shared memory before loading", upstream=ABSENT)
     use_remove_padding: bool = setting(True, "pack rows without padding", upstream=ABSENT)
     strategy: str = setting("auto", "backend: auto, plain, fsdp, fsdp2 or megatron", upstream=ABSENT)
-    micro_batch_size: int | None = setting(None, "deprecated; use micro_batch_size_per_gpu", upstream=ABSENT)
+    micro_batch_size: int | None = setting(
+        None, "deprecated; use micro_batch_size_per_gpu", upstream=ABSENT, within=COUNT
+    )
     micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per pass of one process; null: an automatic token budget", upstream=ABSENT
+        None,
+        "samples per pass of one process; null: an automatic token budget",
+        upstream=ABSENT,
+        within=COUNT,
     )
     use_dynamic_bsz: bool = setting(
         False,
@@ -109,12 +120,14 @@ class RewardModelConfig(ConfigNode):
         32768,
         "tokens per micro-batch of one process with use_dynamic_bsz; at least the longest sample",
         upstream=ABSENT,
+        within=COUNT,
     )
     max_length: int | None = setting(
         None,
         "maximum conversation length in the reward model's tokens; longer ones lose their beginning, "
         "and are counted. null: no limit",
         upstream=ABSENT,
+        within=COUNT,
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
     megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
@@ -128,8 +141,10 @@ class SandboxFusionConfig(ConfigNode):
     url: str | None = setting(
         None, "address of a service that runs programs to score them; null: the sandbox of this machine"
     )
-    max_concurrent: int = setting(64, "maximum number of programs that run at the service at once")
-    memory_limit_mb: int = setting(1024, "memory limit of a program in MB, at the service and in the local sandbox")
+    max_concurrent: int = setting(64, "maximum number of programs that run at the service at once", within=COUNT)
+    memory_limit_mb: int = setting(
+        1024, "memory limit of a program in MB, at the service and in the local sandbox", within=COUNT
+    )
     allow_missing: list = setting(
         [],
         "isolation layers that the local sandbox may lack: namespaces, landlock, seccomp; empty: none",
@@ -141,8 +156,8 @@ class SandboxFusionConfig(ConfigNode):
 class RewardConfig(ConfigNode):
     """How responses are scored."""
 
-    num_workers: int = setting(1, "samples scored at once", upstream=8)
-    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
+    num_workers: int = setting(1, "samples scored at once", upstream=8, within=COUNT)
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, needs=".path")
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
@@ -164,7 +179,7 @@ class RewardConfig(ConfigNode):
         upstream=ABSENT,
         choices=("needed", "none"),
     )
-    timeout: float = setting(30.0, "time limit per sample, in seconds", upstream=ABSENT)
+    timeout: float = setting(30.0, "time limit per sample, in seconds", upstream=ABSENT, within=POSITIVE)
     while_sampling: bool = setting(
         False,
         "score each sample as soon as it is sampled, while others are still sampled; same numbers",

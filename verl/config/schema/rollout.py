@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COUNT, DTYPE, PORTION, POSITIVE, SECONDS, TOP_K, ValueBound, at_most
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.profiler import ProfilerConfig
+
+MOST_SAMPLES = 1 << 16
+"""Of a prompt: more than that is a typing error, which would fill the memory before anything is sampled."""
+DRAWN = ValueBound(
+    "above 0, since log-probs are those at this temperature (do_sample=false is greedy)", lambda value: value > 0
+)
 
 
 @dataclass(frozen=True)
@@ -24,10 +31,15 @@ class EngineKwargsConfig(ConfigNode):
 class SamplingConfig(ConfigNode):
     """Sampling in validation."""
 
-    top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
-    top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
-    temperature: float = setting(0.0, "temperature of validation samples")
-    n: int = setting(1, "responses per validation prompt")
+    top_k: int = setting(-1, "sample from the k most probable tokens; -1: all", within=TOP_K, needs=".do_sample=true")
+    top_p: float = setting(
+        1.0,
+        "nucleus sampling: cumulative probability to sample from; 1: all tokens",
+        within=PORTION,
+        needs=".do_sample=true",
+    )
+    temperature: float = setting(0.0, "temperature of validation samples", within=AMOUNT, needs=".do_sample=true")
+    n: int = setting(1, "responses per validation prompt", within=(COUNT, at_most(MOST_SAMPLES)))
     do_sample: bool = setting(False, "sample; false: greedy")
 
 
@@ -36,22 +48,28 @@ class MultiTurnConfig(ConfigNode):
     """Conversations with tools and users during sampling."""
 
     enable: bool = setting(False, "run tool_agent, not single_turn_agent, for rows without agent_name")
-    max_assistant_turns: int | None = setting(None, "maximum assistant turns; null: no limit")
+    max_assistant_turns: int | None = setting(None, "maximum assistant turns; null: no limit", within=COUNT)
     tool_config_path: str | None = setting(None, "YAML file of tools", path=True)
     function_tool_path: str | None = setting(None, "Python file of function tools", path=True)
-    max_user_turns: int | None = setting(None, "maximum tool and user turns; null: no limit")
-    max_parallel_calls: int = setting(1, "maximum tool calls per turn")
-    max_tool_response_length: int = setting(256, "maximum length of a tool response, in characters")
+    max_user_turns: int | None = setting(None, "maximum tool and user turns; null: no limit", within=COUNT)
+    max_parallel_calls: int = setting(1, "maximum tool calls per turn", within=COUNT)
+    max_tool_response_length: int = setting(256, "maximum length of a tool response, in characters", within=COUNT)
     tool_response_truncate_side: str = setting(
         "middle",
         "part of an overlong response to keep: the beginning (left), the end (right), or both (middle)",
         choices=("left", "middle", "right"),
     )
     tool_timeout: float | None = setting(
-        60.0, "time limit of a call to a tool or a simulated user, in seconds; null: none", upstream=ABSENT
+        60.0,
+        "time limit of a call to a tool or a simulated user, in seconds; null: none",
+        upstream=ABSENT,
+        within=SECONDS,
     )
     trajectory_timeout: float | None = setting(
-        None, "time limit of a conversation, in seconds; it is then scored as it stands; null: none", upstream=ABSENT
+        None,
+        "time limit of a conversation, in seconds; it is then scored as it stands; null: none",
+        upstream=ABSENT,
+        within=SECONDS,
     )
     tokenization_sanity_check_mode: str = setting(
         "strict",
@@ -81,6 +99,7 @@ class AgentLoopConfig(ConfigNode):
         "processes that run agent loops; 1: the first process that samples. More are processes on Ray without a device; "
         "they pay where tools, templates or parsers keep a core busy. A run of one process has no others",
         upstream=8,
+        within=COUNT,
     )
     default_agent_loop: str = setting(
         "single_turn_agent", "agent loop of rows without agent_name: a registered name, or a dotted path"
@@ -97,7 +116,7 @@ class CheckpointEngineConfig(ConfigNode):
         "weight sync transport: naive (the sampler lives in the trainer's process); shared_memory, "
         "gloo, nccl, cuda_ipc, disk and delta give it a process of its own",
     )
-    update_weights_bucket_megabytes: int = setting(2048, "MB per bucket of a weight sync")
+    update_weights_bucket_megabytes: int = setting(2048, "MB per bucket of a weight sync", within=COUNT)
     engine_kwargs: dict = setting({}, "arguments of the transport")
     custom_backend_module: str | None = setting(None, "module or Python file that registers a transport")
 
@@ -151,19 +170,31 @@ class ServerConfig(ConfigNode):
         "time limit per attempt, in seconds",
         planned="requests to servers",
         engines=_SERVERS,
+        within=POSITIVE,
     )
-    max_attempts: int = setting(3, "attempts per request", planned="requests to servers", engines=_SERVERS)
+    max_attempts: int = setting(
+        3, "attempts per request", planned="requests to servers", engines=_SERVERS, within=COUNT
+    )
     retry_delay: float = setting(
         2.0,
         "first pause between attempts, in seconds; it doubles each time",
         planned="requests to servers",
         engines=_SERVERS,
+        within=AMOUNT,
     )
     max_connections: int = setting(
-        1000, "maximum number of open connections", planned="requests to servers", engines=_SERVERS
+        1000,
+        "maximum number of open connections",
+        planned="requests to servers",
+        engines=_SERVERS,
+        within=COUNT,
     )
     max_start_wait_time: float = setting(
-        300.0, "seconds to wait for a server to start", planned="requests to servers", engines=_SERVERS
+        300.0,
+        "seconds to wait for a server to start",
+        planned="requests to servers",
+        engines=_SERVERS,
+        within=AMOUNT,
     )
 
 
@@ -180,6 +211,7 @@ class RolloutTraceSection(ConfigNode):
     max_samples_per_step_per_worker: int | None = setting(
         None,
         "prompts per step, drawn for each process that runs agent loops, of which all samples are traced; null: all",
+        within=COUNT,
     )
     project_name: str | None = setting(None, "project of the traces", follows="trainer.project_name")
     experiment_name: str | None = setting(None, "name of the run in them", follows="trainer.experiment_name")
@@ -214,13 +246,18 @@ class RolloutConfig(ConfigNode):
         "say that the policy takes images: an error where model or sampler do not; without it images are taken as well",
         upstream=ABSENT,
     )
-    temperature: float = setting(1.0, "sampling temperature; all log-probs are computed at this temperature")
-    top_k: int = setting(-1, "sample from the k most probable tokens; -1: all")
-    top_p: float = setting(1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens")
+    temperature: float = setting(
+        1.0, "sampling temperature; all log-probs are computed at this temperature", within=DRAWN
+    )
+    top_k: int = setting(-1, "sample from the k most probable tokens; -1: all", within=TOP_K)
+    top_p: float = setting(
+        1.0, "nucleus sampling: cumulative probability to sample from; 1: all tokens", within=PORTION
+    )
     repetition_penalty: float = setting(
         1.0,
         "of tokens that the prompt or the response already has, divide positive logits by this and multiply negative ones; "
         "1: none",
+        within=POSITIVE,
     )
     logprobs_mode: str = setting(
         "processed_logprobs",
@@ -240,13 +277,17 @@ class RolloutConfig(ConfigNode):
     )
     response_length: int = setting(512, "copied from data.max_response_length", follows="data.max_response_length")
     dtype: str = setting(
-        "auto", "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator", upstream="bfloat16"
+        "auto",
+        "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator",
+        upstream="bfloat16",
+        within=DTYPE,
     )
     gpu_memory_utilization: float = setting(
         0.5,
         "share of GPU memory for the engine",
         no_effect="the hf engine's cache takes the memory that its requests need",
         engines=("vllm", "sglang"),
+        within=PORTION,
     )
     ignore_eos: bool = setting(False, "keep sampling after the end token, up to the maximum length")
     enforce_eager: bool = setting(False, "run without CUDA graphs")
@@ -274,11 +315,13 @@ class RolloutConfig(ConfigNode):
     pipeline_model_parallel_size: int = setting(
         1, "pipeline-parallel size", planned="sampling on several ranks", engines=("vllm", "sglang")
     )
-    max_num_batched_tokens: int = setting(8192, "maximum tokens that the engine computes in one step")
+    max_num_batched_tokens: int = setting(8192, "maximum tokens that the engine computes in one step", within=COUNT)
     max_model_len: int | None = setting(
-        None, "maximum length of prompt and response in tokens; null: the model's limit"
+        None,
+        "maximum length of prompt and response in tokens; null: the model's limit",
+        within=COUNT,
     )
-    max_num_seqs: int = setting(256, "maximum responses sampled at once, per replica")
+    max_num_seqs: int = setting(256, "maximum responses sampled at once, per replica", within=COUNT)
     enable_chunked_prefill: bool = setting(
         True,
         "compute long prompts in chunks",
@@ -304,9 +347,13 @@ class RolloutConfig(ConfigNode):
         "gather weights layer by layer for weight sync",
         no_effect="weights are sent bucket by bucket in any case",
     )
-    log_prob_micro_batch_size: int | None = setting(None, "deprecated; use log_prob_micro_batch_size_per_gpu")
+    log_prob_micro_batch_size: int | None = setting(
+        None, "deprecated; use log_prob_micro_batch_size_per_gpu", within=COUNT
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "samples per forward-only pass of one process (old log-probs); null: an automatic token budget"
+        None,
+        "samples per forward-only pass of one process (old log-probs); null: an automatic token budget",
+        within=COUNT,
     )
     log_prob_use_dynamic_bsz: bool = setting(
         False, "build these micro-batches by token count", follows="actor_rollout_ref.actor.use_dynamic_bsz"
@@ -315,6 +362,7 @@ class RolloutConfig(ConfigNode):
         16384,
         "tokens per micro-batch of one process with log_prob_use_dynamic_bsz",
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        within=COUNT,
     )
     disable_log_stats: bool = setting(
         True,
@@ -323,9 +371,11 @@ class RolloutConfig(ConfigNode):
         engines=("vllm",),
     )
     do_sample: bool = setting(True, "sample; false: greedy")
-    n: int = setting(1, "responses per prompt; group estimators need 2 or more")
+    n: int = setting(1, "responses per prompt; group estimators need 2 or more", within=(COUNT, at_most(MOST_SAMPLES)))
     over_sample_rate: float = setting(
-        0.0, "share of training samples that may be aborted once the others are done; they are masked"
+        0.0,
+        "share of training samples that may be aborted once the others are done; they are masked",
+        within=ValueBound("0 or more, below 1", lambda share: 0 <= share < 1),
     )
     keep_unfinished: bool = setting(
         False,
@@ -357,7 +407,7 @@ class RolloutConfig(ConfigNode):
         0, "report every so many steps how evenly the sampler of a mixture used its experts (rollout/moe/*); 0: never"
     )
     agent: AgentLoopConfig = section(AgentLoopConfig)
-    trace: RolloutTraceSection = section(RolloutTraceSection)
+    trace: RolloutTraceSection = section(RolloutTraceSection, needs=".backend")
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     skip_tokenizer_init: bool = setting(
         True,

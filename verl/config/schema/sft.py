@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COPIES, COUNT, EVERY, POSITIVE, ROWS, ValueBound, at_least
 from verl.config.schema.checkpoint import COPY_CHECK, CheckpointContentsConfig
 from verl.config.schema.engine import FSDPEngineConfig
 from verl.config.schema.images import ImageDataConfig
@@ -32,12 +33,13 @@ class SFTCustomClassConfig(ConfigNode):
 class SFTDataConfig(ImageDataConfig):
     """Conversations to learn from: a column of chat messages, or two columns."""
 
-    train_batch_size: int = setting(256, "rows per optimizer step, over all processes")
-    micro_batch_size_per_gpu: int = setting(4, "rows per pass of one process, with use_dynamic_bsz=false")
+    train_batch_size: int = setting(256, "rows per optimizer step, over all processes", within=COUNT)
+    micro_batch_size_per_gpu: int = setting(4, "rows per pass of one process, with use_dynamic_bsz=false", within=COUNT)
     max_token_len_per_gpu: int | None = setting(
         None,
         "tokens per pass of one process with use_dynamic_bsz; at least the longest row; null: 8192, on CPU fewer",
         upstream=8192,
+        within=COUNT,
     )
     use_dynamic_bsz: bool = setting(True, "build micro-batches by token count, not by row count")
     train_files: str | list = setting(
@@ -51,8 +53,8 @@ class SFTDataConfig(ImageDataConfig):
         "skip and count rows that cannot be learned from, instead of stopping at the first",
         upstream=ABSENT,
     )
-    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
-    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all")
+    train_max_samples: int = setting(-1, "maximum number of rows to use; -1: all", within=ROWS)
+    val_max_samples: int = setting(-1, "maximum number of rows to use; -1: all", within=ROWS)
     messages_key: str = setting("messages", "column with the chat messages")
     tools_key: str = setting("tools", "optional column with tool schemas")
     enable_thinking_key: str = setting("enable_thinking", "optional column with the thinking switch of a row")
@@ -64,7 +66,7 @@ class SFTDataConfig(ImageDataConfig):
         "no_padding: pad a batch to its longest row; right: pad every row to max_length",
         choices=("no_padding", "right"),
     )
-    max_length: int = setting(1024, "maximum row length in tokens")
+    max_length: int = setting(1024, "maximum row length in tokens", within=at_least(2))
     truncation: str = setting(
         "error",
         "what to do with an overlong row: error stops the run; left, right, middle truncate there",
@@ -78,7 +80,7 @@ class SFTDataConfig(ImageDataConfig):
     custom_cls: SFTCustomClassConfig = section(SFTCustomClassConfig)
     use_shm: bool = setting(False, "copy data files to shared memory before reading")
     apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template")
-    num_workers: int = setting(0, "processes that load rows; 0: in the main process", upstream=8)
+    num_workers: int = setting(0, "processes that load rows; 0: in the main process", upstream=8, within=AMOUNT)
     ignore_input_ids_mismatch: bool = setting(
         False, "accept rows that tokenise differently turn by turn than as a whole"
     )
@@ -107,6 +109,9 @@ class SFTEngineConfig(FSDPEngineConfig):
 
 EACH_EPOCH = "after_each_epoch"
 """Of save_freq and test_freq: the steps of one pass over the training data."""
+EVERY_OR_EPOCH = ValueBound(
+    f"{EVERY.allowed}, or {EACH_EPOCH}", lambda value: value == EACH_EPOCH if isinstance(value, str) else value >= -1
+)
 
 
 @dataclass(frozen=True)
@@ -128,11 +133,13 @@ class SFTRunConfig(ConfigNode):
         300.0,
         "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
         upstream=ABSENT,
+        within=POSITIVE,
+        needs=".default_hdfs_dir",
     )
     project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")
     experiment_name: str = setting("test", "name of the run, for trackers and folders")
-    total_epochs: int = setting(4, "passes over the training data")
-    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs")
+    total_epochs: int = setting(4, "passes over the training data", within=COUNT)
+    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs", within=COUNT)
     logger: list = setting(
         ["console", "file"],
         "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
@@ -145,11 +152,15 @@ class SFTRunConfig(ConfigNode):
         upstream=ABSENT,
     )
     seed: int = setting(1, "seed of the run")
-    save_freq: int | str = setting(-1, "steps between checkpoints, the last step included; after_each_epoch; -1: never")
-    test_freq: int | str = setting(-1, "steps between validations, the last step included; after_each_epoch; -1: never")
+    save_freq: int | str = setting(
+        -1, "steps between checkpoints, the last step included; after_each_epoch; -1: never", within=EVERY_OR_EPOCH
+    )
+    test_freq: int | str = setting(
+        -1, "steps between validations, the last step included; after_each_epoch; -1: never", within=EVERY_OR_EPOCH
+    )
     val_before_train: bool = setting(False, "validate before the first step", upstream=ABSENT)
-    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT)
-    max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all")
+    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)
+    max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all", within=COUNT)
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
     resume_mode: str = setting(
         "auto",
@@ -157,7 +168,10 @@ class SFTRunConfig(ConfigNode):
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(
-        None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
+        None,
+        "folder of a step (.../global_step_20) for resume_mode=resume_path",
+        path=True,
+        needs=".resume_mode=resume_path",
     )
     resume_changed: str = setting(
         "refuse",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.bounds import AMOUNT, COPIES, COUNT, EVERY, POSITIVE
 from verl.config.schema.checkpoint import COPY_CHECK
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 
@@ -96,8 +97,8 @@ class TrainerConfig(ConfigNode):
     """The run: its length, hardware, trackers, checkpoints and validation."""
 
     balance_batch: bool = setting(True, "split samples over processes so that each gets as many tokens")
-    total_epochs: int = setting(30, "passes over the training data")
-    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs")
+    total_epochs: int = setting(30, "passes over the training data", within=COUNT)
+    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs", within=COUNT)
     project_name: str = setting("verl_examples", "project of the run, for trackers and folders")
     experiment_name: str = setting("gsm8k", "name of the run, for trackers and folders")
     logger: list = setting(
@@ -111,7 +112,7 @@ class TrainerConfig(ConfigNode):
         choices=("auto", "table", "line", "both"),
         upstream=ABSENT,
     )
-    log_val_generations: int = setting(0, "validation samples that trackers show as a table")
+    log_val_generations: int = setting(0, "validation samples that trackers show as a table", within=AMOUNT)
     rollout_data_dir: str | None = setting(
         None, "folder for the samples of every step as JSON lines; null: none", path=True
     )
@@ -142,6 +143,7 @@ class TrainerConfig(ConfigNode):
         "bytes of the journal beyond which its oldest segments are dropped, each a sixteenth of it; never what a run that "
         "resumes from the newest checkpoint needs; null: no bound",
         upstream=ABSENT,
+        within=POSITIVE,
     )
     hang_seconds: float | None = setting(
         None,
@@ -149,16 +151,21 @@ class TrainerConfig(ConfigNode):
         "and no token was drawn; it names the process that hangs (stacks: hang.txt); set it above the longest stage "
         "besides sampling; null: never",
         upstream=ABSENT,
+        within=POSITIVE,
     )
-    save_freq: int = setting(-1, "steps between checkpoints; -1: never")
-    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT)
+    save_freq: int = setting(-1, "steps between checkpoints; -1: never", within=EVERY)
+    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)
     esi_redundant_time: int = setting(
         0,
         "on an instance whose platform says when it ends, save if one more step and its save, plus these seconds, might "
         "end too late; needs save_freq",
+        within=AMOUNT,
+        needs=".save_freq",
     )
     checkpoint_callback_class: str | None = setting(
-        None, "dotted path of a class (CheckpointCallback) that is called after each complete checkpoint; null: none"
+        None,
+        "dotted path of a class (CheckpointCallback) that is called after each complete checkpoint; null: none",
+        needs=".save_freq",
     )
     resume_mode: str = setting(
         "auto",
@@ -166,7 +173,10 @@ class TrainerConfig(ConfigNode):
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(
-        None, "folder of a step (.../global_step_20) for resume_mode=resume_path", path=True
+        None,
+        "folder of a step (.../global_step_20) for resume_mode=resume_path",
+        path=True,
+        needs=".resume_mode=resume_path",
     )
     resume_changed: str = setting(
         "refuse",
@@ -185,8 +195,8 @@ class TrainerConfig(ConfigNode):
     ref_update_freq: int | None = setting(
         None, "copy the actor's weights to the reference policy every n steps; null: never"
     )
-    test_freq: int = setting(-1, "steps between validations; -1: only before training")
-    critic_warmup: int = setting(0, "first step that trains the policy; the critic trains from step 1")
+    test_freq: int = setting(-1, "steps between validations; -1: only before training", within=EVERY)
+    critic_warmup: int = setting(0, "first step that trains the policy; the critic trains from step 1", within=AMOUNT)
     default_local_dir: str = setting(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         "folder of the run: checkpoints and the resolved configuration",
@@ -202,12 +212,16 @@ class TrainerConfig(ConfigNode):
         300.0,
         "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
         upstream=ABSENT,
+        within=POSITIVE,
+        needs=".default_hdfs_dir",
     )
     del_local_ckpt_after_load: bool = setting(
-        False, "delete the checkpoint that was resumed from, once a newer one is complete or its remote copy is"
+        False,
+        "delete the checkpoint that was resumed from, once a newer one is complete or its remote copy is",
+        needs=".save_freq",
     )
-    max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all")
-    max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all")
+    max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all", within=COUNT)
+    max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all", within=COUNT)
     ray_wait_register_center_timeout: int = setting(300, "time limit for Ray workers to start, in seconds")
     device: str | None = setting(
         None,
@@ -238,7 +252,10 @@ class TrainerConfig(ConfigNode):
         upstream=False,
     )
     log_train_generations: int = setting(
-        3, "training samples shown on the console, after the first step and then every test_freq steps", upstream=0
+        3,
+        "training samples shown on the console, after the first step and then every test_freq steps",
+        upstream=0,
+        within=AMOUNT,
     )
     async_weight_update: bool = setting(
         False,

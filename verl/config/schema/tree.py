@@ -40,6 +40,8 @@ def setting(
     engines: tuple[str, ...] = (),
     follows: str | None = None,
     path: bool = False,
+    within: Any = (),
+    needs: str | None = None,
 ) -> Any:
     """One leaf of the configuration.
 
@@ -53,6 +55,9 @@ def setting(
         engines: rollout engines that follow the setting nevertheless: with them neither of the two holds.
         follows: dotted key whose value is taken while this one is not set.
         path: a file or folder: ``~`` and variables are expanded.
+        within: what it may be by itself, of `verl.config.schema.bounds`; one, or several.
+        needs: ``key=value``, ``key=one, two or three``, or ``key`` for a switch that is on: without it the setting has no
+            effect, with a notice. A leading dot is the section of the setting, as in ``follows``.
     """
     metadata = {
         "meaning": meaning,
@@ -63,20 +68,25 @@ def setting(
         "engines": engines,
         "follows": follows,
         "path": path,
+        "within": within if isinstance(within, tuple) else (within,),
+        "needs": needs,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls: type[N], follows: Mapping[str, str] = MappingProxyType({}), **defaults: Any) -> Any:
+def section(
+    cls: type[N], follows: Mapping[str, str] = MappingProxyType({}), *, needs: str | None = None, **defaults: Any
+) -> Any:
     """A sub-section, whose class says what it is wherever it stands.
 
     Args:
         follows: settings of it that take the value of another dotted key in this place while they are not set.
+        needs: of every setting in it, see `setting`; a leading dot is this section.
         defaults: replace the section's own in this place, e.g. the critic's learning rate.
     """
-    metadata = {"section": cls, "defaults": defaults, "follows": dict(follows)}
+    metadata = {"section": cls, "defaults": defaults, "follows": dict(follows), "needs": needs}
     return dataclasses.field(default_factory=lambda: cls(**defaults), metadata=metadata)
 
 

@@ -1,0 +1,209 @@
+"""Rules that compare the sections of an RL run: batches, groups, the critic, validation, rewards."""
+
+from __future__ import annotations
+
+from verl import registry
+from verl.config.rules.checks import Problems
+from verl.config.rules.rule import NOTICE, Rule, value_at
+from verl.config.schema.node import ConfigNode, changed_names
+from verl.config.schema.root import (
+    PPOTrainerConfig,
+    learns_from_pairs,
+    of_estimator,
+    of_schedule,
+    skips_old_log_prob,
+    uses_critic,
+    uses_reference,
+)
+from verl.errors import ConfigError
+from verl.metrics import notice
+
+_A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_MODEL, _NO_KL = "actor_rollout_ref.model", "has no effect without algorithm.use_kl_in_reward=true"
+_TURNS = {"enable", "num_repeat_rollouts"}
+
+
+def _copy(key: str, of: str, says: str, fix: str) -> Rule:
+    """A setting that is to be another one's copy."""
+    return Rule(key, says, lambda cfg: value_at(cfg, key) != value_at(cfg, of), f"Set {fix} alone.")
+
+
+def _compares(cfg: PPOTrainerConfig) -> bool:
+    rollout = cfg.actor_rollout_ref.rollout
+    return of_estimator(cfg).groups and not (rollout.n < 2 and cfg.algorithm.singleton == "raw")
+
+
+def _longest(cfg: PPOTrainerConfig) -> int:
+    return cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
+_LENGTH = "it is the same length as data.{0}, which is {{data.{0}}}"
+_COUNT = f"it is the same number as {_R}.n, which is {{actor_rollout_ref.rollout.n}}"
+ROWS = (
+    Rule("data.min_response_length", "out of range",
+         lambda cfg: not 0 <= cfg.data.min_response_length <= cfg.data.max_response_length,
+         allowed="0 to data.max_response_length={data.max_response_length}"),
+    Rule(f"{_R}.keep_unfinished", "samples that began in an earlier step are not those of this step's prompts",
+         lambda cfg: cfg.skip.rollout.enable and cfg.actor_rollout_ref.rollout.keep_unfinished, "Leave one out."),
+    Rule(f"{_R}.n", "the estimator {algorithm.adv_estimator!r} compares the samples of one prompt and needs several",
+         lambda cfg: _compares(cfg) and cfg.actor_rollout_ref.rollout.n < 2,
+         f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic.", "2 or more"),
+    Rule(f"{_R}.do_sample", "greedy samples of one prompt are all the same, so the estimator {algorithm.adv_estimator!r} has "
+         "nothing to compare",
+         lambda cfg: _compares(cfg) and cfg.actor_rollout_ref.rollout.n > 1 and not cfg.actor_rollout_ref.rollout.do_sample,
+         "Set {key}=true."),
+    Rule("critic.enable", "the estimator {algorithm.adv_estimator!r} needs the values of a critic",
+         lambda cfg: of_estimator(cfg).values and not uses_critic(cfg),
+         f"Leave it out, or take an estimator without a critic: algorithm.adv_estimator=grpo {_R}.n=8."),
+    _copy(f"{_R}.prompt_length", "data.max_prompt_length", _LENGTH.format("max_prompt_length"), "data.max_prompt_length"),
+    _copy(f"{_R}.response_length", "data.max_response_length", _LENGTH.format("max_response_length"),
+          "data.max_response_length"),
+    *(_copy(f"{section}.rollout_n", f"{_R}.n", _COUNT, f"{_R}.n") for section in (_A, "critic")),
+    Rule(f"{_R}.max_model_len",
+         lambda cfg: f"data.max_prompt_length + data.max_response_length = {_longest(cfg)} tokens do not fit",
+         lambda cfg: 0 < (cfg.actor_rollout_ref.rollout.max_model_len or 0) < _longest(cfg),
+         lambda cfg: f"Set {_R}.max_model_len={_longest(cfg)} or shorter lengths."),
+    Rule("reward.reward_manager.module.path", "reward.reward_manager.source=importlib needs a file",
+         lambda cfg: cfg.reward.reward_manager.source == "importlib" and cfg.reward.reward_manager.module.path is None,
+         "Name the Python file that holds the reward manager's class."),
+    Rule("trainer.checkpoint_callback_class", "this is no path of a class",
+         lambda cfg: cfg.trainer.checkpoint_callback_class and not registry.is_dotted(cfg.trainer.checkpoint_callback_class),
+         allowed="package.module:MyCallback"),
+    Rule("reward.reward_model.fsdp_config.model_dtype", "weights that are kept in float16 lose small updates",
+         lambda cfg: cfg.reward.reward_model.enable and of_schedule(cfg).reward_model
+         and cfg.reward.reward_model.fsdp_config.model_dtype.removeprefix("torch.") in ("fp16", "float16", "half"),
+         "Keep them in fp32, and set reward.reward_model.fsdp_config.dtype=float16 for products in float16."),
+    Rule("data.val_files", "trainer.val_only=true leaves nothing to do without validation files",
+         lambda cfg: cfg.trainer.val_only and not cfg.data.val_files, "Set data.val_files, or trainer.val_only=false."),
+
+    Rule("algorithm.use_kl_in_reward", f"the KL to the reference is charged twice: {_A}.use_kl_loss is on as well",
+         lambda cfg: cfg.algorithm.use_kl_in_reward and cfg.actor_rollout_ref.actor.use_kl_loss, kind=NOTICE),
+    Rule("algorithm.filter_groups.enable", f"drops nothing with {_R}.n=1: a single sample is always kept",
+         lambda cfg: cfg.algorithm.filter_groups.enable and cfg.actor_rollout_ref.rollout.n < 2, kind=NOTICE),
+    Rule("critic.enable", "a critic is trained, but the estimator {algorithm.adv_estimator!r} does not use its values",
+         lambda cfg: uses_critic(cfg) and not of_estimator(cfg).values
+         and not registry.is_dotted(cfg.algorithm.adv_estimator), kind=NOTICE),
+    Rule("trainer.critic_warmup", "there is no critic to warm up: the policy just waits for that many steps",
+         lambda cfg: cfg.trainer.critic_warmup > 0 and not uses_critic(cfg), kind=NOTICE),
+    Rule(f"{_MODEL}.lora.merge", f"has no effect without {_MODEL}.lora_rank",
+         lambda cfg: cfg.actor_rollout_ref.model.lora.merge
+         and not (cfg.actor_rollout_ref.model.lora_rank or cfg.actor_rollout_ref.model.lora_adapter_path), kind=NOTICE),
+    Rule("critic.model.lora.merge", "has no effect: no sampler takes a critic's weights",
+         lambda cfg: cfg.critic.model.lora.merge, kind=NOTICE),
+    Rule("skip.rollout.enable", "has no effect: skip.rollout.steps names no step",
+         lambda cfg: cfg.skip.rollout.enable and not cfg.skip.rollout.steps, kind=NOTICE),
+    Rule("data.val_files", "no validation files are given, so nothing is validated",
+         lambda cfg: not cfg.data.val_files, kind=NOTICE),
+    Rule(f"{_R}.val_kwargs.n", "greedy validation gives the same response {got} times; set "
+         f"{_R}.val_kwargs.do_sample=true and a temperature",
+         lambda cfg: cfg.data.val_files and cfg.actor_rollout_ref.rollout.val_kwargs.n > 1
+         and not cfg.actor_rollout_ref.rollout.val_kwargs.do_sample, kind=NOTICE),
+)  # fmt: skip
+
+
+def mini_batches(cfg: PPOTrainerConfig) -> Problems:
+    """A step is a number of mini-batches, of the actor and of the critic."""
+    sections = {_A: cfg.actor_rollout_ref.actor, **({"critic": cfg.critic} if uses_critic(cfg) else {})}
+    sizes = {f"{key}.ppo_mini_batch_size": section.ppo_mini_batch_size for key, section in sections.items()}
+    return [problem for key, mini in sizes.items() for problem in _divides(key, mini, cfg.data.train_batch_size)]
+
+
+def _divides(key: str, mini: int, batch: int) -> Problems:
+    if mini < 1 or batch < 1 or batch % mini == 0:
+        return []
+    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+    near = sorted(sizes, key=lambda size: abs(size - mini))[:4]
+    message = f"data.train_batch_size={batch} prompts cannot be cut into mini-batches of {mini}"
+    allowed = f"a divisor of {batch}, such as {', '.join(str(size) for size in sorted(near))}"
+    return [ConfigError(message, key=key, got=mini, allowed=allowed, fix=f"Set {key}={near[0]}.")]
+
+
+# ---- notices of several settings -----------------------------------------------------------------------------------
+
+
+def also(names: list[str], text: str = "; nor have {}") -> str:
+    """The settings after the first, which shares its notice with them."""
+    return text.format(", ".join(names[1:])) if names[1:] else ""
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """Notices of several settings at once."""
+    for part in (_conversations, _kl, _automatic_micro_batches, _skipped_pass, _correction, _critic, _reward_model):
+        part(cfg)
+
+
+def _conversations(cfg: PPOTrainerConfig) -> None:
+    rollout = cfg.actor_rollout_ref.rollout
+    names = sorted(set(changed_names(rollout.multi_turn)) - _TURNS)
+    if names and not rollout.multi_turn.enable and rollout.agent.default_agent_loop == "single_turn_agent":
+        text = f"has effect only for rows with agent_name=tool_agent, unless {_R}.multi_turn.enable=true"
+        notice(f"{_R}.multi_turn.{names[0]}", text + also(names, "; so has {}"))
+
+
+def _kl(cfg: PPOTrainerConfig) -> None:
+    algorithm = cfg.algorithm
+    hint = f" ({_A}.kl_loss_coef weighs the KL in the loss)" if cfg.actor_rollout_ref.actor.use_kl_loss else ""
+    for name in changed_names(algorithm.kl_ctrl):
+        if not algorithm.use_kl_in_reward:
+            notice(f"algorithm.kl_ctrl.{name}", f"{_NO_KL}{hint}")
+        elif name in ("target_kl", "horizon") and algorithm.kl_ctrl.type != "adaptive":
+            notice(f"algorithm.kl_ctrl.{name}", "has no effect without algorithm.kl_ctrl.type=adaptive")
+
+
+def _automatic_micro_batches(cfg: PPOTrainerConfig) -> None:
+    a = cfg.actor_rollout_ref
+    passes: list[tuple[str, ConfigNode, str, str, bool]] = [
+        (_A, a.actor, "ppo_micro_batch_size", "use_dynamic_bsz", True),
+        (_R, a.rollout, "log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", not skips_old_log_prob(cfg)),
+        (_REF, a.ref, "log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", uses_reference(cfg)),
+        ("critic", cfg.critic, "ppo_micro_batch_size", "use_dynamic_bsz", uses_critic(cfg)),
+    ]
+    names = [
+        f"{key}.{name}_per_gpu"
+        for key, node, name, dynamic, happens in passes
+        if happens and not node[dynamic] and node[name] is None and node[f"{name}_per_gpu"] is None
+    ]
+    if names:
+        text = "micro-batches get an automatic token budget, on which no result depends"
+        notice(names[0], f"not set{also(names, ' (nor {})')}: {text}")
+
+
+def _skipped_pass(cfg: PPOTrainerConfig) -> None:
+    rollout = cfg.actor_rollout_ref.rollout
+    names = [n for n in ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu") if rollout[n] is not None]
+    if not names or not skips_old_log_prob(cfg):
+        return
+    why = "one mini-batch and one epoch leave old log-probs unused, so that pass is skipped (trainer.skip_old_log_prob)"
+    if cfg.algorithm.rollout_correction.bypass_mode:
+        why = "the bypass mode takes the sampler's log-probs"
+    elif cfg.actor_rollout_ref.actor.use_rollout_log_probs:
+        why = f"{_A}.use_rollout_log_probs takes the sampler's log-probs"
+    elif learns_from_pairs(cfg):
+        why = "the loss on pairs reads no old log-probs"
+    notice(f"{_R}.{names[0]}", f"has no effect: {why}")
+
+
+def _correction(cfg: PPOTrainerConfig) -> None:
+    older = [name for name in changed_names(cfg.algorithm) if name.startswith("rollout_is")]
+    if older and cfg.algorithm.rollout_is_threshold is None:
+        notice(f"algorithm.{older[0]}", "has no effect without algorithm.rollout_is_threshold, e.g. 2.0")
+
+
+def _critic(cfg: PPOTrainerConfig) -> None:
+    critic, estimator = cfg.critic, cfg.algorithm.adv_estimator
+    if uses_critic(cfg):
+        return
+    names = [f"critic.{n}" for n in changed_names(critic) if n in ("cliprange_value", "grad_clip", "enable")]
+    names += [f"critic.optim.{n}" for n in changed_names(critic.optim) if n != "lr"]
+    names += ["critic.optim.lr"] * (critic.optim.lr != type(critic)().optim.lr)
+    names += ["critic.model.path"] * (critic.model.path != cfg.actor_rollout_ref.model.path)
+    if names:
+        why = f"since {estimator!r} has no critic" if critic.enable is None else "since critic.enable is false"
+        notice(names[0], f"has no effect, {why}{also(names)}")
+
+
+def _reward_model(cfg: PPOTrainerConfig) -> None:
+    names = [] if cfg.reward.reward_model.enable else changed_names(cfg.reward.reward_model)
+    if names:
+        why = "has no effect without reward.reward_model.enable=true"
+        notice(f"reward.reward_model.{names[0]}", why + also(names))
