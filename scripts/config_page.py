@@ -9,9 +9,8 @@ from typing import Any
 from scripts.config_outline import OutlinePart, parts
 from verl.config.loading.groups import PPO, SFT, Program
 from verl.config.loading.recipes import Recipe, with_recipes
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.leaves import rows, schema_of
 from verl.config.schema.node import ABSENT, UNSET
-from verl.config.schema.upstream_only import rows
 
 HEADER = "| key | default | meaning |\n|---|---|---|"
 INTRO = """\

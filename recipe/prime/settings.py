@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.loading.aliases import SCHEDULE_NAMES, Aliases, to
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
-from verl.config.schema.optim import OptimizerConfig
+from verl.config.schema.role import OptimizerConfig
 
 IMPLICIT = "reward.reward_model.implicit"
 

@@ -11,8 +11,8 @@ import torch
 from verl.algorithms import preference
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.preference import DPOLoss, RewardModelLoss, answer_sums, bradley_terry_loss, dpo_loss
-from verl.config.schema import preference as preference_settings
-from verl.config.schema.preference import DPOConfig
+from verl.config.schema import sft as preference_settings
+from verl.config.schema.sft import DPOConfig
 from verl.errors import ConfigError
 
 H = torch.tensor([1.5], dtype=torch.float64)  # log pi -10 and -12, log ref -11 and -11.5

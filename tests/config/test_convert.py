@@ -1,8 +1,8 @@
 import pytest
 
 from verl.config import SFTTrainerConfig, leaves
-from verl.config.schema.convert import build, convert, describe, expand_path
 from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import build, convert, describe, expand_path
 from verl.errors import ConfigError
 
 

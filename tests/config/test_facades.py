@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from verl import device
 from verl.config import PPOTrainerConfig, replace, to_dict
-from verl.config.schema.mapping import from_mapping
+from verl.config.schema.node import from_mapping
 from verl.errors import ConfigError, NotBuiltError
 from verl.trainer.config import AlgoConfig, CheckpointConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.utils.config import omega_conf_to_dataclass, validate_config

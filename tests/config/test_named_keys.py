@@ -26,14 +26,13 @@ SERVES = {
     "verl/data/sft_dataset.py": SUPERVISED,
     "verl/data/columns.py": ALL_TRAINERS,
     "verl/data/turns.py": SUPERVISED,
-    "verl/config/rules/validate_generation.py": ("generation",),
-    "verl/config/rules/validate_evaluation.py": ("evaluation",),
+    "verl/config/rules/programs.py": ("generation", "evaluation"),
     "verl/trainer/main_eval.py": ("evaluation",),
     "verl/trainer/main_generation.py": ("generation",),
     "verl/trainer/pairs.py": ("dpo_trainer",),
     "verl/trainer/supervised.py": SUPERVISED,
     "verl/trainer/watch.py": SUPERVISED,
-    "verl/config/schema/preference.py": ("dpo_trainer",),
+    "verl/config/schema/sft.py": ("dpo_trainer",),
     "verl/rollout": ("ppo_trainer", "generation"),
     "verl/engines": ALL_TRAINERS,
     "verl/models": ALL_TRAINERS,
@@ -47,7 +46,7 @@ SERVES = {
 }
 """Programs that run a file or folder; what is not listed belongs to main_ppo."""
 TABLES = (
-    *("verl/registry.py", "verl/config/schema/upstream_only.py", "verl/config/loading/aliases.py"),
+    *("verl/registry.py", "verl/config/schema/leaves.py", "verl/config/loading/aliases.py"),
     *("verl/api/answers.py", "verl/cli/help.py", "verl/cli/last_words.py"),
 )
 NO_SETTINGS = {"torch.optim", "module.path", "module.name"}

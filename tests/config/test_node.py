@@ -17,8 +17,7 @@ from verl.config import (
 )
 from verl.config.loading.configuration import read_config
 from verl.config.loading.groups import NAMES
-from verl.config.schema import upstream_only
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.leaves import rows, schema_of
 
 
 def test_attribute_item_and_get_reach_the_same_value():
@@ -110,7 +109,7 @@ def test_a_changed_copy_still_records():
 
 @pytest.mark.parametrize("root", [PPOTrainerConfig, SFTTrainerConfig])
 def test_every_leaf_has_a_type_that_its_default_fits(root):
-    from verl.config.schema.convert import convert
+    from verl.config.schema.node import convert
 
     for leaf in schema_of(root).leaves.values():
         got = convert(leaf.default, leaf.type)
@@ -157,7 +156,7 @@ def test_every_row_of_upstreams_settings_belongs_to_a_section_class_and_is_not_d
     roots = {program.root for program, _ in NAMES.values()}
     classes = [cls for root in roots for cls in [root, *schema_of(root).sections.values()]]
     ancestors = {base.__name__: base for cls in classes for base in cls.__mro__}
-    for section, own in upstream_only.rows().items():
+    for section, own in rows().items():
         assert section in ancestors, f"{section} is no section"
         declared = {key for key, _ in leaves(ancestors[section])}
         names = [row.name for row in own]

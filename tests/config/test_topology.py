@@ -13,8 +13,7 @@ import yaml
 from tests.harness.configs import refused
 from verl.config import HFModelConfig, load_config
 from verl.config.loading.configuration import read_config
-from verl.config.machine.per_config import per_config
-from verl.config.machine.topology import Topology
+from verl.config.machine.topology import Topology, per_config
 from verl.errors import ConfigError
 
 A, R = "actor_rollout_ref", "actor_rollout_ref.rollout"

@@ -6,7 +6,7 @@ import pytest
 
 from verl import device
 from verl.config import SFTTrainerConfig, replace
-from verl.config.machine.torchrun import processes
+from verl.config.machine.host import processes
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from verl.config import PPOTrainerConfig, replace
-from verl.config.machine import host, vision
+from verl.config.machine import host, models
 from verl.errors import ConfigError, NotBuiltError
 
 
@@ -21,10 +21,10 @@ def model(tmp_path):
 
 
 def told(*arguments, **named):
-    return [(type(one), str(one)) for one in vision.problems("model.path", *arguments, **named)]
+    return [(type(one), str(one)) for one in models.vision_problems("model.path", *arguments, **named)]
 
 
-@pytest.mark.parametrize("family", sorted(vision.SEEN.keys() - set(vision.TEXT_TOO)))
+@pytest.mark.parametrize("family", sorted(models.SEEN.keys() - set(models.TEXT_TOO)))
 def test_families_that_are_built_load_with_the_engines_over_torch_modules(model, family):
     path = model(model_type=family, vision_config={"depth": 2})
     for strategy in ("auto", "plain", "fsdp", "fsdp2"):
@@ -62,16 +62,16 @@ def test_a_policy_of_text_refuses_the_switch_and_a_sampler_of_text_a_policy_that
     from tests.config.test_brief_values import run
 
     text, key = model(model_type="qwen2"), "actor_rollout_ref"
-    [problem] = vision.policy_problems(run(f"{key}.model.path={text} {key}.rollout.enable_vision=true"))
+    [problem] = models.policy_problems(run(f"{key}.model.path={text} {key}.rollout.enable_vision=true"))
     assert isinstance(problem, ConfigError) and "the policy takes no images" in str(problem)
     sees = model(model_type="qwen3_vl", vision_config={"depth": 2})
     for name in ("hf", "vllm", "server", "sglang"):
         child = f"{key}.rollout.checkpoint_engine.backend=shared_memory"
-        assert not vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name={name} {child}"))
-    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=carrier_pigeon"))
+        assert not models.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name={name} {child}"))
+    [problem] = models.policy_problems(run(f"{key}.model.path={sees} {key}.rollout.name=carrier_pigeon"))
     assert isinstance(problem, NotBuiltError) and "Set rollout.name to hf or vllm or server" in str(problem)
     frozen = f"{key}.actor.freeze_vision_tower=true {key}.model.lora_rank=4"
-    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
+    [problem] = models.policy_problems(run(f"{key}.model.path={sees} {frozen}"))
     assert isinstance(problem, ConfigError) and "exclude_modules" in str(problem)
 
 
@@ -81,7 +81,7 @@ def test_a_server_of_text_is_refused_for_a_policy_that_sees(model, api):
 
     sees, key = model(model_type="qwen3_vl", vision_config={"depth": 2}), "actor_rollout_ref"
     served = f"{key}.rollout.name=server {key}.rollout.server.url=http://a:1 {key}.rollout.server.api={api}"
-    [problem] = vision.policy_problems(run(f"{key}.model.path={sees} {served}"))
+    [problem] = models.policy_problems(run(f"{key}.model.path={sees} {served}"))
     assert isinstance(problem, NotBuiltError) and problem.key == f"{key}.rollout.server.api"
     assert "which tokens it makes of them is not known" in str(problem)
 
@@ -94,20 +94,20 @@ def test_a_running_sglang_server_needs_a_frozen_tower(model, named):
 
     sees, key = model(model_type="qwen3_vl", vision_config={"depth": 2}), "actor_rollout_ref"
     served = f"{key}.model.path={sees} {key}.{named} {key}.rollout.server.url=http://a:1"
-    [problem] = vision.policy_problems(run(served))
+    [problem] = models.policy_problems(run(served))
     assert isinstance(problem, ConfigError) and problem.key == f"{key}.actor.freeze_vision_tower"
     assert "keeps features of images across new weights" in str(problem)
-    assert not vision.policy_problems(run(f"{served} {key}.actor.freeze_vision_tower=true"))
+    assert not models.policy_problems(run(f"{served} {key}.actor.freeze_vision_tower=true"))
 
 
-@pytest.mark.parametrize("family", vision.HF_ALONE)
+@pytest.mark.parametrize("family", models.HF_ALONE)
 def test_images_of_families_in_tiles_are_sampled_by_hf_alone(model, family):
     from tests.config.test_brief_values import run
 
     key = "actor_rollout_ref"
     path = f"{key}.model.path={model(model_type=family, vision_config={'depth': 2})} {key}.rollout.enable_vision=true"
-    assert not vision.policy_problems(run(path))
-    [problem] = vision.policy_problems(run(f"{path} {key}.rollout.name=vllm"))
+    assert not models.policy_problems(run(path))
+    [problem] = models.policy_problems(run(f"{path} {key}.rollout.name=vllm"))
     assert isinstance(problem, NotBuiltError) and f"'vllm' with the family {family}" in str(problem)
     assert "Set rollout.name to hf." in str(problem)
 
@@ -119,7 +119,7 @@ def test_a_family_that_reads_text_alone_too_keeps_its_engines_and_samplers(model
     assert told(path, None, "megatron") == []
     for sampler in ("vllm", "sglang"):
         words = f"actor_rollout_ref.model.path={path} actor_rollout_ref.rollout.name={sampler}"
-        assert not vision.policy_problems(run(words))
+        assert not models.policy_problems(run(words))
 
 
 def test_a_critic_of_the_policys_model_needs_an_engine_with_towers_too(model):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.rows import turns, write_prompts
 from verl.config import DataConfig, SFTDataConfig
-from verl.config.schema.preference import PreferenceDataConfig
+from verl.config.schema.sft import PreferenceDataConfig
 from verl.data import RLHFDataset, chat_template
 from verl.data.preference import PreferenceDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset

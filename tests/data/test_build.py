@@ -7,7 +7,7 @@ import pytest
 from tests.harness.rows import write_prompts
 from verl.config import DataConfig, SFTDataConfig
 from verl.config.schema.data import CustomClassConfig
-from verl.config.schema.preference import PreferenceDataConfig
+from verl.config.schema.sft import PreferenceDataConfig
 from verl.data import (
     RLHFDataset,
     create_preference_datasets,

@@ -13,7 +13,7 @@ import pytest
 from tests.harness.programs import python
 from tests.harness.rows import turns, write_prompts
 from verl.config import DataConfig, SFTDataConfig
-from verl.config.schema.preference import PreferenceDataConfig
+from verl.config.schema.sft import PreferenceDataConfig
 from verl.data.look import look_at_conversations, look_at_pairs, look_at_prompts
 from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.rows import write_prompts
 from verl.config import DataConfig, SFTDataConfig
-from verl.config.schema.preference import PreferenceDataConfig
+from verl.config.schema.sft import PreferenceDataConfig
 from verl.data.overlong import MANY, PART, count_tokens, cut_tokens, truncate
 from verl.data.preference import PreferenceDataset
 from verl.data.rl_dataset import RLHFDataset

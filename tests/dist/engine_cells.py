@@ -18,7 +18,7 @@ from tests.harness.engines import gradients, make_engine, model_dir, on_policy_b
 from tests.harness.vision import seen_batch, vision_dir
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
-from verl.config.schema.mapping import from_mapping
+from verl.config.schema.node import from_mapping
 from verl.distributed import Ranks
 from verl.engines.plain import PlainEngine
 from verl.engines.sharded_engine import ShardedEngine

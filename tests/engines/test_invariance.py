@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.harness.engines import gradients, make_engine, model_dir, ragged_batch, relative_error
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
-from verl.config.schema.mapping import from_mapping
+from verl.config.schema.node import from_mapping
 from verl.protocol import DataProto
 
 ROWS = 7

@@ -17,7 +17,7 @@ from tests.harness.runs import COMMON, prepare
 from tests.harness.scorers import scorer
 from verl.config import ProfilerConfig, load_config
 from verl.config.loading.configuration import read_config
-from verl.config.machine.nsight import nsight_options
+from verl.config.machine.profiling import nsight_options
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notices, reset_notices
 from verl.observability import profiler as profiling

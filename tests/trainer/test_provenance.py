@@ -13,11 +13,10 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import COMMON, prepare
 from tests.harness.scorers import scorer
-from verl.checkpoint import find_checkpoint
-from verl.config.loading import provenance
+from verl.checkpoint import find_checkpoint, provenance
+from verl.checkpoint.provenance import Provenance, is_harmless
 from verl.config.loading.configuration import read_config
 from verl.config.loading.groups import NAMES
-from verl.config.loading.provenance import Provenance, is_harmless
 from verl.config.schema.leaves import schema_of
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo, sft_trainer

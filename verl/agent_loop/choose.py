@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase
-from verl.config.loading.user_files import entries_of, read_user_yaml
+from verl.config.loading.files import entries_of, read_user_yaml
 from verl.errors import ConfigError, suggest
 from verl.registry import AGENT_LOOPS, load_object
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verl import env
-from verl.config.machine.sampler_sizes import spec_of
+from verl.config.machine.pools import spec_of
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
 from verl.rollout.server.process import HostProcess

@@ -2,22 +2,17 @@
 
 from verl.config.loading.configuration import load_config, save_config
 from verl.config.loading.recipes import Recipe
-from verl.config.schema.actor import ActorConfig, PolicyLossConfig, RefConfig
-from verl.config.schema.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
-from verl.config.schema.checkpoint import CheckpointConfig
-from verl.config.schema.correction import RolloutCorrectionConfig
-from verl.config.schema.critic import CriticConfig
+from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
+from verl.config.schema.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.engine import FSDPEngineConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, leaves, record_reads, replace, section, setting, to_dict, unread
-from verl.config.schema.optim import OptimizerConfig
-from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
-from verl.config.schema.profiler import GlobalProfilerConfig, ProfilerConfig
 from verl.config.schema.reward import RewardConfig
+from verl.config.schema.role import CheckpointConfig, GlobalProfilerConfig, OptimizerConfig, ProfilerConfig
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
 from verl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.config.schema.sft import SFTDataConfig, SFTRunConfig, SFTTrainerConfig
+from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTDataConfig, SFTRunConfig, SFTTrainerConfig
 from verl.config.schema.trainer import TrainerConfig
 
 FSDPOptimizerConfig = OptimizerConfig

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from verl.config.loading.user_files import entries_of, read_user_yaml
+from verl.config.loading.files import entries_of, read_user_yaml
 from verl.errors import ConfigError
 from verl.registry import load_object
 

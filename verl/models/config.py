@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 from transformers import logging as transformers_logging
 
-from verl.config.machine import vision
+from verl.config.machine import models
 from verl.errors import ConfigError, ModelError, suggest
 from verl.models import folder
 
@@ -62,7 +62,7 @@ def load_model_config(
     if not trust_remote_code:
         _refuse_foreign_kernels(config, where)
     if not external_lib:
-        vision.refuse(config.to_dict(), "path", path)  # a hub name is known only after the download
+        models.refuse(config.to_dict(), "path", path)  # a hub name is known only after the download
     apply_overrides(config, override_config or {}, strict=not trust_remote_code)
     return config
 

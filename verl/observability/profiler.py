@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from verl.config.schema.profiler import ProfilerConfig, ProfilerToolTorchConfig
+from verl.config.schema.role import ProfilerConfig, ProfilerToolTorchConfig
 
 FOLDER = "outputs/profile"
 """Where recordings go in programs without ``global_profiler.save_path``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.machine.vision import HF_ALONE, SEEN
+from verl.config.machine.models import HF_ALONE, SEEN
 from verl.json_text import read_json
 from verl.rollout.gated import UNLIMITED
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl import env
-from verl.config.machine.sampler_sizes import spec_of
+from verl.config.machine.pools import spec_of
 from verl.config.schema.node import replace
 from verl.device import torch_dtype
 from verl.errors import ConfigError, suggest

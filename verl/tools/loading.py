@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from verl.config.loading.user_files import entries_of, read_user_yaml
+from verl.config.loading.files import entries_of, read_user_yaml
 from verl.errors import ConfigError
 from verl.registry import load_object
 from verl.tools.base import BaseTool

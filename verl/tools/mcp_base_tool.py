@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from verl.config.loading.user_files import read_user_yaml
+from verl.config.loading.files import read_user_yaml
 from verl.errors import ConfigError, VerlError, suggest
 from verl.json_text import check_depth
 from verl.tools.base import BaseTool, Executed

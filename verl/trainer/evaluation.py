@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.config.schema.evaluation import EvaluationDataConfig
+from verl.config.schema.generation import EvaluationDataConfig
 from verl.data.files import read_files, require_column
 from verl.errors import DataError
 from verl.rewards.samples import RewardResult, RewardSample

@@ -45,7 +45,7 @@ class Job:
         num_samples: answers per prompt.
         in_flight: prompts that are worked on at once.
         prompt_key: column with the prompts.
-        images: for a model that sees, the settings of prompts' images (`verl.config.schema.images.ImageDataConfig`).
+        images: for a model that sees, the settings of prompts' images (`verl.config.schema.data.ImageDataConfig`).
         max_prompt_length, truncation: what happens to longer ones, as in `RLHFDataset`.
         sampling: of every answer.
         identity: what else the answers depend on (model, engine), checked on resume.

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pyarrow.parquet as pq
 
 from verl.config import load_config
-from verl.config.schema.evaluation import EvaluationConfig
+from verl.config.schema.generation import EvaluationConfig
 from verl.errors import ConfigError
 from verl.json_text import without_nan
 from verl.metrics import notice

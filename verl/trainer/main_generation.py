@@ -17,7 +17,7 @@ from verl.trainer.command import run
 def run_generation(config: GenerationConfig) -> str:
     """Run a checked configuration; returns the path of the output."""
     from verl import device
-    from verl.config.schema.images import ImageDataConfig
+    from verl.config.schema.data import ImageDataConfig
     from verl.data import processor_of, tokenizer_of
     from verl.registry import SAMPLERS
     from verl.storage import copy_to_local

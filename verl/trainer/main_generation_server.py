@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
-from verl.config.machine.sampler_sizes import spec_of
+from verl.config.machine.pools import spec_of
 from verl.config.rules.checks import missing_folder
 from verl.errors import ConfigError, ModelError
 from verl.trainer.command import run

@@ -12,8 +12,7 @@ from typing import Any
 
 from verl import device
 from verl.config import PPOTrainerConfig
-from verl.config.machine.per_config import per_config
-from verl.config.machine.topology import Topology, added_roles
+from verl.config.machine.topology import Topology, added_roles, per_config
 from verl.config.schema.root import uses_critic, uses_reference, uses_reward_model
 from verl.single_controller.base import ResourcePool, ResourcePoolManager, Role
 from verl.single_controller.base.resources import unwrapped

@@ -18,7 +18,7 @@ from verl import device, env, lifeline, terminal
 from verl.checkpoint import RemoteCheckpoints, RunLock
 from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading.configuration import writable
-from verl.config.machine.nsight import worker_nsight_options
+from verl.config.machine.profiling import worker_nsight_options
 from verl.config.rules.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.registry import refuse_while_loading

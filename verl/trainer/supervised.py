@@ -22,8 +22,8 @@ from verl.checkpoint import (
     RemoteCheckpoints,
     find_or_fetch,
 )
+from verl.checkpoint.provenance import Provenance, check_resume
 from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
-from verl.config.loading.provenance import Provenance, check_resume
 from verl.config.machine.topology import backend_of
 from verl.config.schema.sft import EACH_EPOCH
 from verl.data import StatefulLoader

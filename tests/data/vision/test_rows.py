@@ -17,8 +17,7 @@ from tests.harness.models import tiny_tokenizer
 from tests.harness.rows import turns, write_prompts
 from verl.config import DataConfig
 from verl.config.schema.data import CustomClassConfig
-from verl.config.schema.preference import PreferenceDataConfig
-from verl.config.schema.sft import SFTDataConfig
+from verl.config.schema.sft import PreferenceDataConfig, SFTDataConfig
 from verl.data.build import create_rl_dataset
 from verl.data.collate import collate_fn
 from verl.data.preference import PreferenceDataset

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.schema.engine import FSDPEngineConfig
+from verl.config.schema.leaves import names_of
 from verl.config.schema.megatron import MegatronEngineConfig
-from verl.config.schema.upstream_only import names_of
 
 _A, _R, _M, _REF, _C = (
     "actor_rollout_ref.actor",

@@ -18,8 +18,7 @@ from verl.config.loading.overrides import CommandLine, parse_command_line
 from verl.config.loading.resolve import resolve
 from verl.config.loading.secrets import hide
 from verl.config.schema.leaves import Schema, schema_of
-from verl.config.schema.mapping import plain
-from verl.config.schema.node import ConfigNode, to_dict, unrecorded
+from verl.config.schema.node import ConfigNode, plain, to_dict, unrecorded
 from verl.errors import ConfigError
 
 FirstLook = Callable[[Any], None]
@@ -50,7 +49,7 @@ def load_config(
     program, _ = program_of(name)
     command = parse_command_line(argv)
     if command.help:
-        from verl.config.loading.help import usage
+        from verl.config.loading.groups import usage
 
         sys.stdout.write(usage(program))
         raise SystemExit(0)
@@ -185,11 +184,11 @@ def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
     if program.name == "ppo_trainer":
         validate.validate(config, served)  # type: ignore[arg-type]
     elif program.name == "generation":
-        from verl.config.rules.validate_generation import validate_generation
+        from verl.config.rules.programs import validate_generation
 
         validate_generation(config)  # type: ignore[arg-type]
     elif program.name == "evaluation":
-        from verl.config.rules.validate_evaluation import validate_evaluation
+        from verl.config.rules.programs import validate_evaluation
 
         validate_evaluation(config)  # type: ignore[arg-type]
     else:

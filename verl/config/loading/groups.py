@@ -1,4 +1,4 @@
-"""Programs by name, and the group choices (``model_engine=megatron``) that stand for a few settings each.
+"""Programs by name, the group choices (``model_engine=megatron``) that stand for a few settings each, and ``--help``.
 
 Upstream composes its tree from groups; here the tree is whole, so a choice that means our default changes nothing.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.loading.aliases import EVALUATION_ALIASES, GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
-from verl.config.schema.evaluation import EvaluationConfig
-from verl.config.schema.generation import GenerationConfig
+from verl.config.schema.generation import EvaluationConfig, GenerationConfig
+from verl.config.schema.leaves import Leaf, schema_of
 from verl.config.schema.node import ConfigNode
-from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.schema.root import PPOTrainerConfig
-from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError, suggest
 
 _ENGINES = ("dp", "fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel", "mlite")
@@ -92,3 +91,28 @@ def choose(program: Program, group: str, option: str) -> list[tuple[str, str]] |
     if program.name == PPO.name and group in _ROLES and engine in (*_ENGINES, "${model_engine}"):
         return [] if engine in ("dp", "${model_engine}") else [(_ROLES[group], engine)]
     return [] if option in _OUR_DEFAULTS else None
+
+
+def usage(program: Program) -> str:
+    """The help text of a program."""
+    schema = schema_of(program.root)
+    built = [leaf for leaf in schema.leaves.values() if leaf.planned is None]
+    lines = [
+        "Settings are given as key=value; lists as key=[a,b]; ~key resets one to its default.",
+        "",
+        "  --config-path DIR --config-name NAME   a YAML file over the defaults (the command line wins over it)",
+        "  --cfg job                              print the resolved configuration and leave",
+        "  --help                                 print this and leave",
+        "",
+        *(line(leaf) for leaf in built),
+        "",
+        f"{len(schema.every) - len(built)} more settings are known and belong to features that are not built yet.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def line(leaf: Leaf) -> str:
+    """A setting with its default, meaning and choices."""
+    value = "null" if leaf.default is None else str(leaf.default)
+    choices = f" ({', '.join(str(choice) for choice in leaf.choices)})" if leaf.choices else ""
+    return f"{leaf.key}={value}  {leaf.meaning}{choices}"

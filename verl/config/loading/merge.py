@@ -5,19 +5,158 @@ Nothing is raised here: every problem is collected, so that a person sees all of
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.loading.aliases import ENGINE_STRATEGIES, longest_prefix
 from verl.config.loading.files import DefaultsEntry, Layer
 from verl.config.loading.groups import Program, choose, is_role
-from verl.config.loading.implied import implied, left_open
-from verl.config.loading.unknown import unknown_settings
-from verl.config.schema.convert import convert
-from verl.config.schema.leaves import Leaf, holds_mapping, schema_of
+from verl.config.schema.leaves import Leaf, Schema, holds_mapping, nearest, open_key, schema_of
+from verl.config.schema.node import convert
 from verl.errors import ConfigError
 from verl.metrics import notice
+
+_MODE, _GEN, _TRAIN = "trainer.v1.trainer_mode", "data.gen_batch_size", "data.train_batch_size"
+_HYBRID, _NODES = "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout.nnodes"
+NULL = ("data_loader_seed", "min_lr_ratio")
+"""Last names of settings that are null in files of upstream's older releases, and mean their default."""
+QUEUES = ("colocate_async", "separate_async")
+"""Schedules that take prompts one by one out of what is drawn at once, besides fully_async."""
+
+
+@dataclass(frozen=True)
+class Implied:
+    """A value that follows: of ``key``, because of the setting ``source``, and why."""
+
+    key: str
+    value: Any
+    source: str
+    why: str
+
+
+def implied(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+    """All of an RL run.
+
+    Args:
+        settings: raw value of every setting that somebody set.
+        usual: the default of a setting.
+    """
+    mode = str(settings.get(_MODE, usual(_MODE)))
+    if mode == "separate_async":
+        yield from _separate(settings, usual)
+    if mode == "fully_async":
+        yield from _streamed(settings, usual)
+    elif mode not in QUEUES:
+        yield from _sampled(settings, usual)
+
+
+def _sampled(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+    """Without group filtering a step trains on what it samples, so one number says both; a queue has the two apart."""
+    size, switch = settings.get(_GEN), "algorithm.filter_groups.enable"
+    if size is None or "${" in str(size) or not _is_off(settings.get(switch, usual(switch))):
+        return
+    if str(size) != str(settings.get(_TRAIN, usual(_TRAIN))):
+        why = f"every step samples and trains on these prompts, without {switch}=true, and {_TRAIN} has no effect"
+        yield Implied(_TRAIN, size, _GEN, why)
+
+
+def _separate(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+    """separate_async: nodes of the samplers are a pool of their own; other schedules also need the switch."""
+    nodes = str(settings.get(_NODES, usual(_NODES)))
+    if nodes.isdigit() and int(nodes) > 0 and not _is_off(settings.get(_HYBRID, usual(_HYBRID))):
+        yield Implied(_HYBRID, False, _NODES, f"under separate_async they are the samplers' own: {_HYBRID}=false")
+
+
+def _streamed(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
+    """fully_async: what a step trains on; the number of prompts says so in no other schedule."""
+    factors = (
+        "async_training.trigger_parameter_sync_step",
+        "async_training.require_batches",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    )
+    numbers = [str(settings.get(key, usual(key))) for key in factors]
+    if not all(number.isdigit() for number in numbers):
+        return
+    size = math.prod(int(number) for number in numbers)
+    if str(settings.get(_TRAIN)) != str(size):
+        why = f"a step of fully_async trains on {' x '.join(numbers)} = {size} prompts ({', '.join(factors)})"
+        yield Implied(_TRAIN, size, _MODE, why)
+
+
+def left_open(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> list[str]:
+    """Settings that say nothing: ``???``, which asks for a value, below an ``enable`` that is off, and `NULL` ones."""
+    null = [key for key, value in settings.items() if value is None and key.rpartition(".")[2] in NULL]
+    return null + [key for key, value in settings.items() if value == "???" and _is_below_off(key, settings, usual)]
+
+
+def _is_below_off(key: str, settings: Mapping[str, Any], usual: Callable[[str], Any]) -> bool:
+    parts = key.split(".")
+    switches = [f"{'.'.join(parts[:cut])}.enable" for cut in range(1, len(parts))]
+    return any(_is_off(settings.get(switch, usual(switch))) for switch in switches)
+
+
+def _is_off(value: Any) -> bool:
+    return str(value).lower() in ("false", "no", "off", "0")
+
+
+_LISTED = 8
+
+
+def unknown_settings(
+    schema: Schema, entries: Iterable[tuple[str, DefaultsEntry]], where: Callable[[DefaultsEntry], str]
+) -> list[ConfigError]:
+    """One problem for each setting that has a near name, and one for all others of a section.
+
+    Args:
+        entries: the settings, by the key that nothing has, with what was given.
+        where: says the file of an entry.
+    """
+    return [_problem(schema, group, where) for group in _groups(schema, entries)]
+
+
+def _groups(
+    schema: Schema, entries: Iterable[tuple[str, DefaultsEntry]]
+) -> Iterator[list[tuple[str, DefaultsEntry, str]]]:
+    """Key, entry and section of each; those of one section together where no name is near, or where it is no section."""
+    grouped: dict[Any, list[tuple[str, DefaultsEntry, str]]] = {}
+    for key, entry in entries:
+        section = _section(schema, key)
+        is_alone = "." not in key or (schema.is_section(section) and nearest(schema, key))
+        grouped.setdefault(key if is_alone else (section, entry.source), []).append((key, entry, section))
+    yield from grouped.values()
+
+
+def _problem(
+    schema: Schema, group: list[tuple[str, DefaultsEntry, str]], where: Callable[[DefaultsEntry], str]
+) -> ConfigError:
+    key, entry, section = group[0]
+    takes = open_key(schema, key)
+    into = f"A field of the model's or the engine's own goes into {takes}." if takes else ""
+    if len(group) == 1:
+        near = nearest(schema, key)
+        meant = f"Did you mean {' or '.join(repr(name) for name in near)}?" if near else into
+        fix = meant or "--help lists every setting."
+        return ConfigError(f"unknown setting{where(entry)}", key=key, got=entry.value, fix=fix)
+    names = [name[len(section) + 1 :] for name, _, _ in group]
+    listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    what = "settings of it" if schema.is_section(section) else "settings of a section that does not exist"
+    return ConfigError(
+        f"unknown {what}: {listed}{where(entry)}", key=section, fix=into or "--help lists every setting."
+    )
+
+
+def _section(schema: Schema, key: str) -> str:
+    """The first part of a key that names nothing; the section of the last name where all of them are known."""
+    parts = key.split(".")
+    for cut in range(1, len(parts)):
+        section = ".".join(parts[:cut])
+        if not schema.is_section(section):
+            return section
+    return ".".join(parts[:-1])
+
 
 _LORA = "actor_rollout_ref.actor.lora"
 TWINS = (

@@ -1,4 +1,7 @@
-"""Rules about the machine a run starts on: its devices, files, models and installed packages."""
+"""Rules about the machine a run starts on: its devices, files, models, kernels and installed packages.
+
+How many processes a supervised run has is torchrun's word, not the configuration's.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,169 @@ from typing import Any
 
 from verl import env, registry
 from verl.config.loading import recipes
-from verl.config.machine import sampler_sizes, topology, torchrun, vision
-from verl.config.machine.nsight import worker_nsight_options
+from verl.config.machine import models, pools, topology
 from verl.config.machine.pools import Pools
-from verl.config.rules.checks import Problems, bad_model_folder, caught, known_name, missing_files, missing_package
-from verl.config.schema.bounds import in_range
+from verl.config.machine.profiling import worker_nsight_options
+from verl.config.rules import megatron_fields, optimizers, validate_torchtitan
+from verl.config.rules.checks import (
+    Problems,
+    bad_model_folder,
+    caught,
+    known_name,
+    looks_local,
+    missing_files,
+    missing_folder,
+    missing_package,
+)
+from verl.config.rules.validate_megatron import MegatronRole, missing_or_other, role_of_supervised, roles
+from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reward_model
 from verl.config.schema.sft import SFTTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notice
+
+
+def processes(cfg: SFTTrainerConfig) -> Problems:
+    """More processes than were started, or a backend that has no use for them."""
+    trainer, started = cfg.trainer, env.get_int("WORLD_SIZE", 1)
+    needed = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    if needed > started:
+        per_node = trainer.n_gpus_per_node or 1
+        nodes = f"--nnodes={trainer.nnodes} " if trainer.nnodes > 1 else ""
+        return [
+            ConfigError(
+                f"{needed} processes are requested, and {started} {'was' if started == 1 else 'were'} started",
+                key=_GPUS if trainer.nnodes == 1 else "trainer.nnodes",
+                got=per_node if trainer.nnodes == 1 else trainer.nnodes,
+                fix=f"Start them with torchrun {nodes}--nproc_per_node={per_node} -m verl.trainer.sft_trainer ..., "
+                "or leave it out.",
+            )
+        ]
+    problems = _one_device_each(cfg)
+    if problems:
+        return problems
+    if started > 1 and cfg.engine.strategy == "plain":
+        return [
+            ConfigError(
+                f"the plain engine trains in one process, and {started} were started",
+                key="engine.strategy",
+                got="plain",
+                fix="Leave it out, or set it to fsdp2.",
+            )
+        ]
+    return []
+
+
+def _one_device_each(cfg: SFTTrainerConfig) -> Problems:
+    from verl import device  # torch is loaded only once there is something to validate
+
+    here, kind = env.get_int("LOCAL_WORLD_SIZE", 1), device.resolve_device(cfg.trainer.device)
+    there = here if kind == "cpu" else device.device_count(kind)
+    if here <= there:
+        return []
+    return [
+        ConfigError(
+            f"torchrun started {here} processes on this machine, which has {there} GPU{'s' if there > 1 else ''}",
+            key="--nproc_per_node",
+            got=here,
+            allowed=f"1 to {there}",
+            fix="Or set trainer.device=cpu.",
+        )
+    ]
+
+
+_ATTENTION = {
+    "eager": None, "sdpa": None, "flex_attention": None, "paged|eager": None, "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn.cute",
+}  # fmt: skip
+"""What transformers calls them, and the package that each needs; a name with a slash is fetched from the hub."""
+
+
+def kernel_problems(cfg: PPOTrainerConfig) -> Problems:
+    """Of every model of an RL run."""
+    return _of(list(roles(cfg)), cfg.trainer.device) + optimizers.missing(cfg)
+
+
+def sft_kernel_problems(cfg: SFTTrainerConfig) -> Problems:
+    """Of the one model of a supervised run."""
+    return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
+
+
+def _of(megatron_roles: list[MegatronRole], device: str | None) -> Problems:
+    from verl import device as devices  # torch is loaded only once there is something to validate
+
+    on_megatron = [role for role in megatron_roles if role.is_megatron]
+    problems = missing_or_other(f"{on_megatron[0].key}.strategy") if on_megatron else []
+    on_titan = [role for role in megatron_roles if validate_torchtitan.is_chosen(role)]
+    problems += validate_torchtitan.missing_or_other(f"{on_titan[0].key}.strategy") if on_titan else []
+    if caught(devices.resolve_device, device):
+        return problems  # another rule reports it
+    kind = devices.resolve_device(device)
+    for role in megatron_roles:
+        problems += _attention(role, kind) + _adapter_folder(role) + _fp8(role)
+        problems += [] if role.has_own_sizes else _on_gpu(role, kind)
+    return list({problem.key: problem for problem in problems}.values())  # the reference has the actor's model
+
+
+def _attention(role: MegatronRole, kind: str) -> Problems:
+    key, name = f"{role.model_key}.override_config.attn_implementation", _named(role.model)
+    if name is None or "/" in name or role.has_own_sizes:
+        return []
+    if name not in _ATTENTION:  # a module of one's own may have registered it
+        return [] if role.model.external_lib else one_of(key, name, _ATTENTION)
+    package = _ATTENTION[name] if not _is_there("kernels") else None  # which fetches those that are missing
+    fix = "Set it to sdpa, or leave it out: packed rows have an attention of their own."
+    if package is not None and not _is_there(package):
+        return [ConfigError(f"it needs the package {package}, which is not installed", key=key, got=name, fix=fix)]
+    if name == "flex_attention" and kind == "cpu":
+        return [ConfigError("flex attention has no backward pass on a CPU", key=key, got=name, fix=fix)]
+    return []
+
+
+def _named(model: Any) -> str | None:
+    name = (model.override_config or {}).get("attn_implementation")
+    return name if isinstance(name, str) else None
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package inside another one
+        return False
+
+
+def _on_gpu(role: MegatronRole, kind: str) -> Problems:
+    model, key, problems = role.model, role.model_key, []
+    if "use_liger" in model and model.use_liger:
+        if kind == "cpu":
+            message, fix = "Liger's kernels need a GPU", f"Set {key}.use_liger=false on a CPU."
+            problems.append(ConfigError(message, key=f"{key}.use_liger", got=True, fix=fix))
+        elif not _is_there("liger_kernel"):
+            fix = "In the checkout: pip install -e '.[liger]', or leave it out."
+            message = "the package liger-kernel is not installed"
+            problems.append(ConfigError(message, key=f"{key}.use_liger", got=True, fix=fix))
+    is_fused = "use_fused_kernels" in model and model.use_fused_kernels
+    if kind == "cpu" and is_fused and model.fused_kernel_options.impl_backend == "triton":
+        name, message = f"{key}.fused_kernel_options.impl_backend", "the triton kernels need a GPU"
+        fix = "Set it to torch, which works on any device."
+        problems.append(ConfigError(message, key=name, got="triton", fix=fix))
+    return problems
+
+
+def _fp8(role: MegatronRole) -> Problems:
+    if not role.is_megatron or _is_there("transformer_engine"):
+        return []
+    return caught(megatron_fields.refuse_low_precision, role.of("override_mcore_model_config"), role.section.megatron)
+
+
+def _adapter_folder(role: MegatronRole) -> Problems:
+    path = role.model.lora_adapter_path if "lora_adapter_path" in role.model else None
+    if not path or role.adapter is None or not looks_local(path):
+        return []
+    return missing_folder(f"{role.model_key}.lora_adapter_path", path)
+
 
 _GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "swanlab": "swanlab"}
@@ -64,7 +219,7 @@ def rollout_engine(cfg: PPOTrainerConfig) -> Problems:
         return [ConfigError("needs the address of a server", key=key, got="server", fix=f"Set {url}=http://host:port.")]
     product = {"vllm": "vLLM", "sglang": "SGLang"}.get(rollout.name)
     if product is None or is_installed(rollout.name) or (rollout.name == "sglang" and rollout.server.url):
-        return sampler_sizes.on_machine("actor_rollout_ref.rollout", rollout, cfg.trainer.device, _is_local(cfg))
+        return pools.on_machine("actor_rollout_ref.rollout", rollout, cfg.trainer.device, _is_local(cfg))
     near = "" if rollout.name == "vllm" else f", or name a server that runs: {url}=http://host:port"
     fix = f"Run in an environment that has it (docs/howto/engines.md), or set {key}=hf or {key}=server{near}."
     return [ConfigError(f"{product} is not installed in this environment", key=key, got=rollout.name, fix=fix)]
@@ -105,7 +260,7 @@ def _joins_cluster(cfg: PPOTrainerConfig) -> bool:
 
 def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
     """The same for a supervised run, which torchrun starts."""
-    return _devices(cfg.trainer) or torchrun.processes(cfg)
+    return _devices(cfg.trainer) or processes(cfg)
 
 
 def _sizes(trainer: Any) -> Problems:
@@ -176,12 +331,14 @@ def _towers(cfg: PPOTrainerConfig) -> Problems:
     """Models that take images or sounds, where that is not built."""
     policy, critic, scorer = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model
     path, actor = policy.model.path, policy.actor
-    problems = vision.problems("actor_rollout_ref.model.path", path, policy.model.external_lib, actor.strategy)
+    problems = models.vision_problems("actor_rollout_ref.model.path", path, policy.model.external_lib, actor.strategy)
     if uses_critic(cfg) and (critic.model.path != path or not problems):
-        problems += vision.problems("critic.model.path", critic.model.path, critic.model.external_lib, critic.strategy)
+        problems += models.vision_problems(
+            "critic.model.path", critic.model.path, critic.model.external_lib, critic.strategy
+        )
     if uses_reward_model(cfg):
         key = "reward.reward_model.model_path"
-        problems += vision.problems(key, scorer.model_path, scorer.external_lib, scorer.strategy)
+        problems += models.vision_problems(key, scorer.model_path, scorer.external_lib, scorer.strategy)
     return problems
 
 
@@ -213,7 +370,7 @@ def sft_files(cfg: SFTTrainerConfig) -> Problems:
     problems = _data_files(cfg.data, cfg.data.custom_cls.path)
     problems += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)
     path, engine = cfg.model.path, cfg.engine
-    problems += vision.problems("model.path", path, cfg.model.external_lib, engine.strategy)
+    problems += models.vision_problems("model.path", path, cfg.model.external_lib, engine.strategy)
     return problems + _model("model", cfg.model)
 
 

@@ -6,16 +6,17 @@ by it; `str` is the table that a run prints when it starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 from verl import registry
-from verl.config.machine.per_config import per_config
-from verl.config.machine.pools import Pools, PoolSpec
-from verl.config.machine.pools import problems as problems_of_pools
-from verl.config.machine.sampler_sizes import (
+from verl.config.machine.pools import (
     OWN_PROCESSES,
+    Pools,
+    PoolSpec,
     ReplicaSpec,
     addresses_of,
     largest,
@@ -23,12 +24,31 @@ from verl.config.machine.sampler_sizes import (
     spec_of,
     starts_no_engine,
 )
+from verl.config.machine.pools import problems as problems_of_pools
 from verl.config.rules.checks import Problems
 from verl.config.rules.refusals import raise_all
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
+
+T = TypeVar("T")
+
+
+def per_config(function: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Remembers the answer of a function of one configuration for as long as that object lives."""
+    cache: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    @wraps(function)
+    def answer(config: Any) -> T:
+        key = id(config)
+        entry = cache.get(key)
+        if entry is None or entry[0]() is not config:
+            entry = cache[key] = weakref.ref(config, lambda _: cache.pop(key, None)), function(config)
+        return entry[1]
+
+    return answer
+
 
 IN_PLACE, COLOCATED, CHILD, OWN_POOL, HTTP = "in place", "colocated", "child process", "own pool", "HTTP"
 """Where a replica lives: this process; a trainer's process, in turn with it; a child of that; a pool without trainers; a

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.machine.pools import Pools
-from verl.config.machine.sampler_sizes import starts_no_engine
+from verl.config.machine.pools import Pools, starts_no_engine
 from verl.config.rules.checks import Problems
 from verl.config.schema.bounds import in_range
 from verl.config.schema.root import PPOTrainerConfig

@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.rules.rule import NOTICE, Rule, Table, value_at
-from verl.config.schema.actor import ActorConfig, PolicyLossConfig, RefConfig
-from verl.config.schema.algorithm import AlgoConfig
+from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
+from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
 from verl.config.schema.bounds import BETAS
-from verl.config.schema.correction import RolloutCorrectionConfig
-from verl.config.schema.critic import CriticConfig
 from verl.config.schema.data import CustomClassConfig, SamplerClassConfig
 from verl.config.schema.node import changed_names
-from verl.config.schema.optim import OptimizerConfig
-from verl.config.schema.preference import WITHOUT_REFERENCE, DPOConfig
 from verl.config.schema.reward import RewardModelConfig
+from verl.config.schema.role import OptimizerConfig
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
-from verl.config.schema.sft import SFTCustomClassConfig, SFTEngineConfig, SFTRunConfig, SFTTrainerConfig
+from verl.config.schema.sft import (
+    WITHOUT_REFERENCE,
+    DPOConfig,
+    SFTCustomClassConfig,
+    SFTEngineConfig,
+    SFTRunConfig,
+    SFTTrainerConfig,
+)
 from verl.config.schema.trainer import TrainerConfig
 from verl.errors import suggest
 

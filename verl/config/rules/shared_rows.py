@@ -9,9 +9,8 @@ from __future__ import annotations
 from verl.config.machine.topology import backend_of, sizes_of
 from verl.config.rules.checks import Problems
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
-from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference
-from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

@@ -11,12 +11,11 @@ from typing import Any
 
 from verl import registry
 from verl.config.loading import recipes
-from verl.config.machine import host, kernels, model_fits, pools, sampler_sizes, topology, vision, vllm_fits
+from verl.config.machine import host, models, pools, profiling, topology
 from verl.config.machine.pools import Pools
 from verl.config.rules import (
     correcting,
     elastic,
-    exact_kl,
     losses,
     off_policy,
     optimizers,
@@ -31,15 +30,13 @@ from verl.config.rules import (
     sections,
     shared_rows,
     validate_megatron,
-    validate_profiler,
     validate_torchtitan,
 )
 from verl.config.rules.checks import Problems, Rule, collect, known_name, missing_folder
 from verl.config.rules.rule import Table, judged, out_of_bounds, tell, tell_without_effect
 from verl.config.schema.node import unrecorded
-from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.schema.root import PPOTrainerConfig, uses_critic
-from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -62,7 +59,7 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
         host.rollout_engine,
         host.hardware,
         host.files,
-        kernels.problems,
+        host.kernel_problems,
         reward_model.files,
         _resume_folder,
     )
@@ -77,7 +74,7 @@ def check_printed(program: str, cfg: Any) -> None:
     Raises:
         ConfigError: as `validate` does, without what only this machine, or torchrun, decides.
     """
-    supervised: tuple[Rule, ...] = (_sft_names, *_ALWAYS, optimizers.sft_problems, validate_profiler.sft_problems)
+    supervised: tuple[Rule, ...] = (_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems)
     rules: dict[str, tuple[Rule, ...]] = {"ppo_trainer": _rules(served=False)}
     rules |= dict.fromkeys(("sft_trainer", "dpo_trainer", "rm_trainer"), supervised)
     with unrecorded():
@@ -86,10 +83,10 @@ def check_printed(program: str, cfg: Any) -> None:
 
 def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
-    placed = (sampler_sizes.served_problems,) if served else (topology.problems,)
-    return (_names, exact_kl.problems, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
-            shared_rows.problems, model_fits.problems, vllm_fits.problems, vision.policy_problems, quantized_rollouts.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
-            validate_profiler.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems)  # fmt: skip
+    placed = (pools.served_problems,) if served else (topology.problems,)
+    return (_names, losses.exact_kl_problems, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
+            shared_rows.problems, models.problems, models.vllm_problems, models.policy_problems, quantized_rollouts.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
+            profiling.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
@@ -97,8 +94,8 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
     rows = (
         shared_rows.pair_problems if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) else shared_rows.sft_problems
     )
-    rules = (host.trackers, host.sft_hardware, host.sft_files, kernels.sft_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, model_fits.sft_problems, rows,
-             validate_profiler.sft_problems, _resume_folder)  # fmt: skip
+    rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, rows,
+             profiling.sft_problems, _resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         tell(TABLE, cfg)
@@ -189,4 +186,4 @@ def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
 def _sft_names(cfg: SFTTrainerConfig) -> Problems:
     strategy = cfg.engine.strategy
     names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    return names + vision.problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)
+    return names + models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)

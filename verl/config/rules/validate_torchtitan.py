@@ -15,18 +15,17 @@ from verl.config.rules.checks import Problems
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles, set_names, tell_names
 from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.node import was_typed
-from verl.config.schema.preference import DPOTrainerConfig, RMTrainerConfig
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
-from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.config.schema.torchtitan import (
     COPIES,
     EXPERTS,
     FAMILIES,
     INSTALL,
-    LIKE_ENGINE,
     NAME,
     NEEDED,
     SIZES,
+    TITAN_LIKE_ENGINE,
     VERSION,
     features_not_built,
 )
@@ -236,11 +235,11 @@ def tell_supervised(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run."""
     role = role_of_supervised(cfg)
     if not is_chosen(role):
-        names = [name for name in set_names(cfg.engine.torchtitan) if name not in LIKE_ENGINE]
+        names = [name for name in set_names(cfg.engine.torchtitan) if name not in TITAN_LIKE_ENGINE]
         tell_names("engine.torchtitan", names, "has no effect without engine.strategy=torchtitan")
         return
     others = ("strategy", "megatron", NAME)
-    idle = [n for n in set_names(cfg.engine) if n not in LIKE_ENGINE and not n.startswith(others)]
+    idle = [n for n in set_names(cfg.engine) if n not in TITAN_LIKE_ENGINE and not n.startswith(others)]
     tell_names("engine", idle, "has no effect with engine.strategy=torchtitan: its settings are engine.torchtitan")
     _tell_model(role)
 

@@ -1,15 +1,71 @@
-"""The tree of one configuration class, flat: every leaf and section under its dotted key, with what is known of it."""
+"""The tree of one configuration class, flat: every leaf and section under its dotted key, with what is known of it.
+
+Settings of upstream's tree that nothing here follows are ``upstream_only.yaml`` in this folder. They are data and no
+declarations, since no code reads them: a script that carries them with their defaults runs, and any other value is refused
+by the name of the feature that is missing, or has no effect, with a notice.
+"""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from verl.config.schema.tree import Node, leaves, to_dict
-from verl.config.schema.upstream_only import rows
+
+FILE = Path(__file__).with_name("upstream_only.yaml")
+
+
+@dataclass(frozen=True)
+class UpstreamRow:
+    """One setting of a section class: dotted name below the section, upstream's default, and what becomes of it.
+
+    Exactly one of ``feature`` (any value but the default is refused by this name) and ``no_effect`` (why) is set. With
+    ``is_open`` it is a mapping that takes any names. Below a ``switch`` that is off nothing is refused, since the
+    switch alone decides.
+    """
+
+    name: str
+    default: Any
+    follows: str | None
+    feature: str | None
+    no_effect: str | None
+    is_open: bool = False
+
+
+@cache
+def rows() -> dict[str, tuple[UpstreamRow, ...]]:
+    """Name of a section class -> its rows, in the order of the file."""
+    import yaml
+
+    by_section: dict[str, list[UpstreamRow]] = {}
+    for block in yaml.load(FILE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        for section in block["sections"]:
+            by_section.setdefault(section, []).extend(_rows(block))
+    return {section: tuple(entries) for section, entries in by_section.items()}
+
+
+def names_of(section: type) -> list[str]:
+    """The names directly in a section class: those that are declared, then upstream's only."""
+    upstream = [row.name.partition(".")[0] for cls in section.__mro__ for row in rows().get(cls.__name__, ())]
+    return list(dict.fromkeys([*section.__dataclass_fields__, *upstream]))  # type: ignore[attr-defined]
+
+
+def _rows(block: dict[str, Any]) -> Iterator[UpstreamRow]:
+    for name, default in block["defaults"].items():
+        follows = None
+        if isinstance(default, dict) and "follows" in default:
+            follows, default = default["follows"], default["default"]
+        feature, no_effect = block.get("feature"), block.get("no_effect")
+        switch = block.get("switch")
+        if switch is not None and name != switch:
+            feature, no_effect = None, f"it belongs to {block['feature']}, which {switch} switches on"
+        yield UpstreamRow(name, default, follows, feature, no_effect, name in block.get("open", ()))
 
 
 @dataclass(frozen=True)
@@ -172,3 +228,46 @@ def _absolute(follows: str | None, key: str) -> str | None:
     name = follows.lstrip(".")
     sections = key.split(".")[: -(len(follows) - len(name))]
     return ".".join([*sections, name])
+
+
+_NEAR = 0.75
+_OPEN = ("override_", "engine_kwargs.")
+"""How names of mappings begin that hand their fields on to a model's or an engine's own configuration."""
+
+
+def nearest(schema: Schema, key: str, limit: int = 3) -> list[str]:
+    """Full keys that were probably meant: a misspelt sibling, a shortened key, the same name elsewhere, or none."""
+    section, _, name = key.rpartition(".")
+    built = [k for k, leaf in schema.every.items() if leaf.planned is None or leaf.engines]
+    siblings = {k.rpartition(".")[2]: k for k in built if k.rpartition(".")[0] == section}
+    near = [siblings[n] for n in difflib.get_close_matches(name, siblings, n=limit, cutoff=0.7)]
+    near += [k for k in built if k.endswith(f".{key}")]
+    near += _of_one_role(key, [k for k in built if k.rpartition(".")[2] == name])
+    near = near or [k for k in built if _alike(key.split("."), k.split("."))]
+    return list(dict.fromkeys(near))[:limit]
+
+
+def open_key(schema: Schema, key: str) -> str | None:
+    """The mapping of the section, or of the one around it, that takes a field which the section does not have."""
+    parts = key.split(".")
+    for cut in (len(parts) - 1, len(parts) - 2):
+        start = ".".join(parts[:cut]) + "."
+        takes = [k for k, leaf in schema.leaves.items() if k.startswith(start) and holds_mapping(leaf.type)]
+        takes = [k for k in takes if k[len(start) :].startswith(_OPEN) and k.count(".") <= start.count(".") + 1]
+        if takes and cut >= 2:
+            return takes[0]
+    return None
+
+
+def _of_one_role(key: str, same_name: list[str]) -> list[str]:
+    """The nearest first; where some are of the same role as the key, these alone."""
+    ordered = sorted(same_name, key=lambda k: -difflib.SequenceMatcher(None, key, k).ratio())
+    role = key.split(".")[:2]
+    return [k for k in ordered if k.split(".")[:2] == role] or ordered
+
+
+def _alike(parts: list[str], candidates: list[str]) -> bool:
+    """Every part is the other's, or nearly."""
+    return len(parts) == len(candidates) and all(
+        a == b or difflib.SequenceMatcher(None, a, b).ratio() >= _NEAR for a, b in zip(parts, candidates)
+    )

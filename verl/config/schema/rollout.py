@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.schema.bounds import AMOUNT, COUNT, DTYPE, PORTION, POSITIVE, SECONDS, TOP_K, ValueBound, at_most
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
-from verl.config.schema.profiler import ProfilerConfig
+from verl.config.schema.role import ProfilerConfig
 
 MOST_SAMPLES = 1 << 16
 """Of a prompt: more than that is a typing error, which would fill the memory before anything is sampled."""

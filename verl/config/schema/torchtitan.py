@@ -101,7 +101,7 @@ class TorchTitanEngineConfig(ConfigNode):
         return 1
 
 
-LIKE_ENGINE = {
+TITAN_LIKE_ENGINE = {
     name: f"engine.{name}"
     for name in (
         "param_offload",
@@ -114,7 +114,7 @@ LIKE_ENGINE = {
     )
 }
 """In supervised training what every engine has is set once, in the section around it."""
-LIKE_ACTOR = {name: f"actor_rollout_ref.actor.torchtitan.{name}" for name in (COPIES, *SIZES, EXPERTS, "dtype")}
+TITAN_LIKE_ACTOR = {name: f"actor_rollout_ref.actor.torchtitan.{name}" for name in (COPIES, *SIZES, EXPERTS, "dtype")}
 """Of a role that shares processes with the actor."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.schema.bounds import AMOUNT, COPIES, COUNT, EVERY, POSITIVE
-from verl.config.schema.checkpoint import COPY_CHECK
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
+from verl.config.schema.role import COPY_CHECK
 
 
 @dataclass(frozen=True)

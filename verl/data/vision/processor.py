@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from verl.config.machine.vision import SEEN, TEXT_TOO
+from verl.config.machine.models import SEEN, TEXT_TOO
 from verl.config.schema.node import full_keys
 from verl.data.tokenizer import PROCESSOR_FILES, brief, source_of
 from verl.data.vision.parts import VIDEOS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.machine.vision import SEEN
+from verl.config.machine.models import SEEN
 from verl.models.vision.family import VisionFamily
 from verl.models.vision.glm import GlmVision
 from verl.models.vision.qwen import QwenVision

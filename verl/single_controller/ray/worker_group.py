@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from verl.config.machine.nsight import nsight_options
+from verl.config.machine.profiling import nsight_options
 from verl.errors import WorkerError, suggest
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool

@@ -21,9 +21,9 @@ from verl.checkpoint import (
     find_or_fetch,
 )
 from verl.checkpoint.manifest import MANIFEST
+from verl.checkpoint.provenance import Provenance, check_resume
 from verl.checkpoint.retention import delete
 from verl.config import PPOTrainerConfig
-from verl.config.loading.provenance import Provenance, check_resume
 from verl.errors import CheckpointError, VerlError
 from verl.journal.file import Position
 from verl.metrics import notice

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from verl.checkpoint.provenance import Provenance, check_replay
 from verl.config import PPOTrainerConfig
-from verl.config.loading.provenance import Provenance, check_replay
 from verl.config.machine.pools import Pools
 from verl.config.rules.queues import samples_while_training
 from verl.config.schema.root import of_schedule

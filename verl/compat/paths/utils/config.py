@@ -6,7 +6,7 @@ from typing import Any
 from verl.config import ConfigNode, PPOTrainerConfig
 from verl.config.loading.configuration import config_from
 from verl.config.rules.validate import validate
-from verl.config.schema.mapping import from_mapping, plain
+from verl.config.schema.node import from_mapping, plain
 from verl.registry import load_object
 
 

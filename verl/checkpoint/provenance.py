@@ -87,7 +87,8 @@ class Provenance:
 
     Args:
         settings: dotted key -> value, without secrets.
-        content: dotted key of a file or folder, or ``<key>: <file>`` of a file that it imports -> digest of what is there.
+        content: dotted key of a file or folder, or ``<key>: <file>`` of a file that it imports ->
+            digest of what is there.
         places: what a resumed run writes into: the names of its metrics file and the like.
         yaml: the configuration for people; empty where it was read back.
     """
@@ -198,7 +199,7 @@ def check_replay(now: Provenance, recorded: Provenance, place: Path, more: Mappi
 
 
 def _flat(value: Any, opaque: Container[str], key: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted keys; a mapping of the user's own is one setting, so that a new key in it is a change."""
+    """Settings by their dotted keys; a mapping of the user is one setting: a new key in it is a change."""
     if isinstance(value, Mapping) and value and key not in opaque:
         for name, inner in value.items():
             yield from _flat(inner, opaque, f"{key}.{name}".removeprefix("."))

@@ -1,28 +1,33 @@
-"""What a model has, heads, layers and experts, against the processes that share it; checked before anything is loaded.
+"""What a model has, heads, layers, experts and towers, against the processes that share it; checked before it is loaded.
 
-Of the backends that shard by FSDP, and of samplers; those of other backends are in
-`validate_megatron` and `validate_torchtitan`. The engines check again
-what they are given. What only the model's own class knows, such as the names of its modules, is said when it is made.
+Of the backends that shard by FSDP, and of samplers; `validate_megatron` and `validate_torchtitan` have those of other
+backends. The engines check again what they are given. What only the model's own class knows, such as the names of its
+modules, is said when it is made. Limits of vLLM are those of 0.32 (``SchedulerConfig``, ``ModelConfig``, ``LoRAConfig``).
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
+from verl import env
 from verl.config.machine.config_json import (
     NEVER_PACKED,
     NOT_SAMPLED,
     adapter_on_experts,
     carries_state,
+    config_json,
     experts_of,
     facts_of,
 )
-from verl.config.machine.sampler_sizes import OWN_PROCESSES, starts_no_engine
-from verl.config.rules.checks import Problems
+from verl.config.machine.pools import OWN_PROCESSES, starts_no_engine
+from verl.config.rules.checks import Problems, caught
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
 
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"
 _R = "actor_rollout_ref.rollout"
@@ -196,3 +201,160 @@ def _uneven(key: str, size: int, count: int, what: str) -> ConfigError:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+MOST_RANK = 512
+_MODEL = "actor_rollout_ref.model"
+
+
+def vllm_problems(cfg: PPOTrainerConfig) -> Problems:
+    """Of the sampler of a run; what ``engine_kwargs.vllm`` says otherwise is left to vLLM."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or starts_no_engine(rollout) or rollout.engine_kwargs.vllm:
+        return []
+    return [*_steps(rollout), *_context(rollout, cfg.actor_rollout_ref.model), *_rank(cfg.actor_rollout_ref.model)]
+
+
+def _steps(rollout: Any) -> Problems:
+    """Every response that is sampled at once has a token in each step."""
+    tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    if not rollout.enable_chunked_prefill:  # the sampler makes room for the longest sequence then
+        tokens = max(tokens, rollout.max_model_len or rollout.prompt_length + rollout.response_length)
+    if most <= tokens or tokens < 1:
+        return []
+    message = f"a step computes {tokens} tokens, which are fewer than one for each of {most} responses"
+    key, fix = f"{_R}.max_num_seqs", f"Lower it, or set {_R}.max_num_batched_tokens={most} or more."
+    return [ConfigError(message, key=key, got=most, allowed=f"at most {tokens}", fix=fix)]
+
+
+def _context(rollout: Any, model: Any) -> Problems:
+    """A context of one's own, longer than the positions that the model knows."""
+    facts, length = facts_of(model.path), rollout.max_model_len
+    if facts is None or length is None or model.override_config or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        return []
+    positions = facts.get("max_position_embeddings")
+    if not isinstance(positions, int) or length <= positions or _scales_positions(facts):
+        return []
+    message = f"the model knows {positions} positions (max_position_embeddings in its config.json)"
+    fix = "Leave it out, or give the model longer positions: model.override_config.rope_scaling."
+    return [ConfigError(message, key=f"{_R}.max_model_len", got=length, allowed=f"at most {positions}", fix=fix)]
+
+
+def _scales_positions(facts: Mapping[str, Any]) -> bool:
+    """Whether the rotary embedding may reach beyond the positions that the model names."""
+    rope = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        return True  # it is vLLM's to refuse
+    each_kind = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    return any(kind.get("rope_type", kind.get("type", "default")) != "default" for kind in each_kind)
+
+
+def _rank(model: Any) -> Problems:
+    if model.lora.merge or model.lora_rank <= MOST_RANK:
+        return []
+    fix = f"Lower it, or set {_MODEL}.lora.merge=true: merged weights are sent then."
+    message, key = "vLLM has no room for an adapter of this rank", f"{_MODEL}.lora_rank"
+    return [ConfigError(message, key=key, got=model.lora_rank, allowed=f"at most {MOST_RANK}", fix=fix)]
+
+
+TOWERS = {"vision_config": "images", "vision_tower": "images", "visual": "images", "audio_config": "sounds"}
+"""What a config.json has of an encoder beside the language model."""
+TEXT_TOO = ("gemma3", "gemma3n", "gemma4")
+"""Families that transformers loads as language models, encoder and all: text goes through them."""
+SEEN: dict[str, tuple[str, ...]] = {
+    "qwen2_vl": ("image", "video"),
+    "qwen2_5_vl": ("image", "video"),
+    "qwen3_vl": ("image", "video"),
+    "qwen3_vl_moe": ("image", "video"),
+    "glm4v": ("image",),
+    "gemma3": ("image",),
+    "internvl": ("image",),
+}
+"""``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
+SEEING_SAMPLERS = ("hf", "vllm", "server", "sglang")
+TEXT_SERVERS = ("tgi", "openai")
+"""Values of ``rollout.server.api`` that name servers of text."""
+HF_ALONE = ("gemma3", "internvl")
+"""Families whose images no sampler but ``hf`` takes."""
+SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
+
+
+def vision_problems(key: str, path: str | None, external_lib: str | None, strategy: str = "auto") -> Problems:
+    """A model on this machine that sees or hears, where that is not built.
+
+    Args:
+        external_lib: a module of the user's own may know how to load the model as text.
+        strategy: the training backend.
+    """
+    facts = config_json(path)
+    if not facts or external_lib:
+        return []
+    refused = caught(refuse, facts, key, path)
+    if refused or facts.get("model_type") not in SEEN or facts.get("model_type") in TEXT_TOO:
+        return refused
+    return caught(refuse_engine, key, path, strategy)
+
+
+def policy_problems(cfg: Any) -> Problems:
+    """What a policy with images cannot be sampled or trained with, and images that a policy of text cannot take."""
+    policy = cfg.actor_rollout_ref
+    rollout, actor, model = policy.rollout, policy.actor, policy.model
+    facts = {} if model.external_lib else config_json(model.path)
+    sees, key = facts.get("model_type") in SEEN, "actor_rollout_ref.rollout.enable_vision"
+    shows = rollout.enable_vision or (sees and facts["model_type"] not in TEXT_TOO)
+    samplers = SEEING_SAMPLERS if facts.get("model_type") not in HF_ALONE else ("hf",)
+    if rollout.enable_vision and facts and not sees:
+        return [ConfigError("the policy takes no images", key=key, got=True, fix="Leave it out, or change model.path.")]
+    if shows and rollout.name not in samplers:
+        family = f" with the family {facts['model_type']}" if rollout.name in SEEING_SAMPLERS else ""
+        message = f"images are not built yet for the sampler {rollout.name!r}{family}"
+        fix = f"Set rollout.name to {' or '.join(samplers)}."
+        return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
+    if shows and rollout.name == "server" and rollout.server.api in TEXT_SERVERS:
+        message = "a server of text takes no images: which tokens it makes of them is not known"
+        fix = "Serve the model with vLLM, SGLang or verl.rollout.server.host."
+        return [NotBuiltError(message, key="actor_rollout_ref.rollout.server.api", got=rollout.server.api, fix=fix)]
+    problems: Problems = []
+    key = "actor_rollout_ref.actor.freeze_vision_tower"
+    is_sglang = "sglang" in (rollout.name, rollout.server.api if rollout.name == "server" else "")
+    if shows and is_sglang and rollout.server.url and not actor.freeze_vision_tower:
+        message = "a running SGLang server keeps features of images across new weights of the tower"
+        fix = "Set it to true, or rollout.name=sglang without rollout.server.url: a server that is started here keeps none."
+        problems.append(ConfigError(message, key=key, got=False, fix=fix))
+    if actor.freeze_vision_tower and facts and not sees:
+        notice(key, "has no effect: the policy has no vision tower")
+    if actor.freeze_vision_tower and model.lora_rank > 0:
+        tower = "(vision_tower|multi_modal_projector)" if facts.get("model_type") in HF_ALONE else "visual"
+        fix = f"Leave it out, and name the tower in model.exclude_modules, such as '.*{tower}.*'."
+        problems.append(ConfigError("an adapter trains no tower but its own factors there", key=key, got=True, fix=fix))
+    return problems
+
+
+def refuse(facts: dict[str, Any], key: str, path: str | None) -> None:
+    """Raise `NotBuiltError` for the config.json of a model with an encoder that is not built."""
+    if facts.get("model_type") in (*TEXT_TOO, *SEEN):
+        return
+    tower = next((name for name in TOWERS if facts.get(name)), None)
+    if tower is None:
+        return
+    if TOWERS[tower] == "sounds":
+        message = f"models that take sounds are not built yet, and this one does ({tower} in its config.json)"
+        raise NotBuiltError(message, key=key, got=path, fix="Set it to a language model, or to one that takes images.")
+    raise NotBuiltError(
+        f"models that take images are not built yet for the family {facts.get('model_type')!r}",
+        key=key,
+        got=path,
+        allowed=sorted(SEEN),
+        fix="Set it to a model of one of these families, or to a language model.",
+    )
+
+
+def refuse_engine(key: str, path: str | None, strategy: str) -> None:
+    """Raise `NotBuiltError` where a training backend has no towers."""
+    if strategy not in SEEING_ENGINES:
+        raise NotBuiltError(
+            f"models that take images are not built yet with strategy={strategy}",
+            key=key,
+            got=path,
+            fix="Set strategy=fsdp2.",
+        )
