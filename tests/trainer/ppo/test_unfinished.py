@@ -8,8 +8,9 @@ import torch
 
 from tests.harness.runs import train
 from verl.config import PPOTrainerConfig, replace
-from verl.config.rules import off_policy
+from verl.config.rules import losses
 from verl.config.rules.partial_rollouts import problems
+from verl.config.rules.rule import judged
 from verl.config.schema.root import updates_once
 from verl.errors import ConfigError
 from verl.metrics import notices
@@ -23,6 +24,7 @@ from verl.trainer.ppo.schedules import prompts_in_work
 from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stream import GroupStream
 
+of_losses = judged({PPOTrainerConfig: losses.ROWS})
 KEEPS = (
     "actor_rollout_ref.rollout.keep_unfinished=true",
     "actor_rollout_ref.rollout.over_sample_rate=0.5",
@@ -158,10 +160,10 @@ def test_what_cannot_train_on_responses_of_several_versions_is_refused(changes, 
     usual = {word.partition("=")[0]: word.partition("=")[2] for word in KEEPS[:3]}
     typed = {name: value == "true" if value in ("true", "false") else float(value) for name, value in usual.items()}
     config = replace(PPOTrainerConfig(), **typed)
-    assert problems(config) == off_policy.problems(config) == []
+    assert problems(config) == of_losses(config) == []
     assert not updates_once(config)
     changed = replace(config, **changes)
-    (problem,) = problems(changed) + off_policy.problems(changed)
+    (problem,) = problems(changed) + of_losses(changed)
     assert problem.key.endswith(key) and problem.fix
 
 

@@ -6,13 +6,14 @@ passes, so it must be colocated with the actor, and neither may cut its vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from verl.config.machine.pools import Pools
 from verl.config.rules.checks import Problems
-from verl.config.rules.rule import value_at
+from verl.config.rules.rule import NOTICE, Rule, Text, value_at
 from verl.config.rules.shared_rows import sequence_ranks
 from verl.config.rules.validate_megatron import roles
-from verl.config.schema.bounds import in_range
-from verl.config.schema.engine import FSDPEngineConfig
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import (
     PPOTrainerConfig,
@@ -21,70 +22,184 @@ from verl.config.schema.root import (
     learns_from_pairs,
     of_estimator,
     of_loss,
+    of_schedule,
+    sampler_is_old_policy,
+    trains_on_older,
     uses_reference,
 )
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, is_dotted
 
-_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_FREQ = "trainer.ref_update_freq"
+_POLICY, _A, _R = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_FREQ, _MODE, _NEWER = "trainer.ref_update_freq", "trainer.v1.trainer_mode", "algorithm.rollout_correction"
 _ON_RATIOS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+_INSTEAD = "Or take low_var_kl, an estimate of the same KL from the sampled tokens."
 
 
-def pair_problems(cfg: PPOTrainerConfig) -> Problems:
-    """What pairs and a moving reference need and do not have."""
-    problems = _moving_reference(cfg)
-    if learns_from_pairs(cfg):
-        problems += [*_samples(cfg), *_ranks(cfg), *_micro_batches(cfg), *_contradictions(cfg)]
-    return problems
+def _exact(cfg: PPOTrainerConfig) -> list[str]:
+    """The settings by which this run computes an exact KL."""
+    return [key for key, kind in kl_kinds(cfg).items() if kind == "full"]
 
 
-def _moving_reference(cfg: PPOTrainerConfig) -> Problems:
-    steps, model = cfg.trainer.ref_update_freq, cfg.actor_rollout_ref.model
-    if steps is None:
-        return []
-    problems = in_range(_FREQ, steps, "1 or more; null: never", steps >= 1)
-    if model.lora_rank or model.lora_adapter_path:
-        message = (
-            "beside LoRA the reference is the model without its adapter, which has no weights of its own to change"
-        )
-        fix = "Set actor_rollout_ref.model.lora_rank=0 to train all weights, or trainer.ref_update_freq=null."
-        problems.append(ConfigError(message, key=_FREQ, got=steps, fix=fix))
-    if "ref" in Pools.of(cfg).named:
-        message = "a reference policy in processes of its own that takes over the actor's weights is not built yet"
-        fix = "Leave ref out of trainer.resource_pools: it then lives beside the actor."
-        problems.append(NotBuiltError(message, key=_FREQ, got=steps, fix=fix))
-    return problems
+def _no_exact_kl(why: str, when: Callable[[Any], Any], instead: str) -> Rule:
+    message = f"the exact KL needs the logits of both models on one worker, and {why}"
+    return Rule(
+        lambda cfg: _exact(cfg)[0],
+        message,
+        lambda cfg: _exact(cfg) and when(cfg),
+        f"Set {instead}. {_INSTEAD}",
+        kind=NotBuiltError,
+    )
 
 
-def _samples(cfg: PPOTrainerConfig) -> Problems:
-    rollout = cfg.actor_rollout_ref.rollout
-    if rollout.n < 2:
-        message = "a pair is the best and the worst of several answers to one prompt"
-        return [ConfigError(message, key=f"{_R}.n", got=rollout.n, allowed="2 or more", fix=f"Set {_R}.n=2.")]
-    if not rollout.do_sample:
-        message = "greedy answers to one prompt are all the same, so none of them is better"
-        return [ConfigError(message, key=f"{_R}.do_sample", got=False, fix=f"Set {_R}.do_sample=true.")]
-    return []
+def _cut_logits(role: str) -> tuple[Rule, ...]:
+    def on(strategy: str) -> Callable[[Any], bool]:
+        return lambda cfg: cfg.actor_rollout_ref[role].strategy == strategy
+
+    def shares_rows(cfg: PPOTrainerConfig) -> bool:
+        section = cfg.actor_rollout_ref[role]
+        sizes_count = section.strategy not in ("megatron", "torchtitan")
+        return sizes_count and section.fsdp_config.ulysses_sequence_parallel_size > 1
+
+    fsdp2, whole_rows = (
+        f"{_POLICY}.{role}.strategy=fsdp2",
+        f"{_POLICY}.{role}.fsdp_config.ulysses_sequence_parallel_size=1",
+    )
+    return (
+        _no_exact_kl("Megatron-Core's engine shards the vocabulary over its ranks", on("megatron"), fsdp2),
+        _no_exact_kl("it was not tried on TorchTitan's models", on("torchtitan"), fsdp2),
+        _no_exact_kl("several ranks share a row", shares_rows, whole_rows),
+    )
 
 
-def _ranks(cfg: PPOTrainerConfig) -> Problems:
+def _pools_differ(cfg: PPOTrainerConfig) -> bool:
+    pools = Pools.of(cfg)
+    return pools.of_role("actor") != pools.of_role("ref")
+
+
+def _of_pairs(name: str, says: Text, when: Callable[[Any], Any], fix: str, **more: Any) -> Rule:
+    return Rule(name, says, lambda cfg: learns_from_pairs(cfg) and when(cfg), fix, **more)
+
+
+def _cause(cfg: PPOTrainerConfig) -> str:
+    """The setting that makes a run train on samples of older versions."""
+    if of_schedule(cfg).off_policy:
+        return f"{_MODE}={cfg.trainer.v1.trainer_mode}"
+    return f"{_R}.keep_unfinished=true"
+
+
+def _ends(cfg: PPOTrainerConfig) -> str:
+    return f"or set {_MODE}=sync." if of_schedule(cfg).off_policy else f"or set {_R}.keep_unfinished=false."
+
+
+def weighs_samples(cfg: PPOTrainerConfig) -> bool:
+    """Whether importance weights from outside the loss are applied."""
+    algorithm, newer = cfg.algorithm, cfg.algorithm.rollout_correction
+    return (algorithm.rollout_is and algorithm.rollout_is_threshold is not None) or (
+        newer.rollout_is is not None and not newer.bypass_mode
+    )
+
+
+def _moves(cfg: PPOTrainerConfig) -> bool:
+    return cfg.trainer.ref_update_freq is not None
+
+
+def _corrects_nothing(cfg: PPOTrainerConfig) -> bool:
+    return not (sampler_is_old_policy(cfg) or corrects_rollout(cfg) or learns_from_pairs(cfg))
+
+
+ROWS = (
+    _no_exact_kl("the fused head never has the logits", lambda cfg: cfg.actor_rollout_ref.model.use_fused_kernels,
+                 f"{_POLICY}.model.use_fused_kernels=false"),
+    *_cut_logits("actor"),
+    *_cut_logits("ref"),
+    Rule(lambda cfg: _exact(cfg)[0],
+         lambda cfg: "the exact KL needs the logits of both models on one worker, and the reference policy lives apart from "
+         f"the actor, in the pool {Pools.of(cfg).of_role('ref').name!r}",
+         lambda cfg: _exact(cfg) and _pools_differ(cfg), f"Set trainer.resource_pools without ref. {_INSTEAD}",
+         kind=NotBuiltError),
+    Rule("algorithm.kl_penalty", "the bypass mode has of the old policy only what the sampler tells of the sampled tokens",
+         lambda cfg: "algorithm.kl_penalty" in _exact(cfg) and cfg.algorithm.rollout_correction.bypass_mode,
+         f"Set {_NEWER}.bypass_mode=false. {_INSTEAD}"),
+    Rule(lambda cfg: f"algorithm.{of_estimator(cfg).rewards}",
+         "the estimator {algorithm.adv_estimator!r} normalises several rewards apart",
+         lambda cfg: of_estimator(cfg).rewards is not None and not cfg.algorithm[of_estimator(cfg).rewards],
+         "List the keys that the scorer returns."),
+    Rule("algorithm.gdpo_reward_weights",
+         lambda cfg: f"{len(cfg.algorithm.gdpo_reward_keys)} rewards have {len(cfg.algorithm.gdpo_reward_weights)} weights",
+         lambda cfg: cfg.algorithm.gdpo_reward_keys and cfg.algorithm.gdpo_reward_weights is not None
+         and len(cfg.algorithm.gdpo_reward_weights) != len(cfg.algorithm.gdpo_reward_keys)),
+
+    # a reference policy that moves
+    Rule(_FREQ, "out of range", lambda cfg: _moves(cfg) and cfg.trainer.ref_update_freq < 1, allowed="1 or more; null: never"),
+    Rule(_FREQ, "beside LoRA the reference is the model without its adapter, which has no weights of its own to change",
+         lambda cfg: _moves(cfg) and (cfg.actor_rollout_ref.model.lora_rank or cfg.actor_rollout_ref.model.lora_adapter_path),
+         "Set actor_rollout_ref.model.lora_rank=0 to train all weights, or trainer.ref_update_freq=null."),
+    Rule(_FREQ, "a reference policy in processes of its own that takes over the actor's weights is not built yet",
+         lambda cfg: _moves(cfg) and "ref" in Pools.of(cfg).named,
+         "Leave ref out of trainer.resource_pools: it then lives beside the actor.", kind=NotBuiltError),
+
+    # pairs of answers
+    _of_pairs(f"{_R}.n", "a pair is the best and the worst of several answers to one prompt",
+              lambda cfg: cfg.actor_rollout_ref.rollout.n < 2, "Set {key}=2.", allowed="2 or more"),
+    _of_pairs(f"{_R}.do_sample", "greedy answers to one prompt are all the same, so none of them is better",
+              lambda cfg: cfg.actor_rollout_ref.rollout.n > 1 and not cfg.actor_rollout_ref.rollout.do_sample,
+              "Set {key}=true."),
+    _of_pairs("algorithm.use_pf_ppo", "rows that are drawn one by one are no pairs", lambda cfg: cfg.algorithm.use_pf_ppo,
+              "Leave it out: the best and the worst answer are taken."),
+    _of_pairs(_NEWER, "the loss on pairs knows neither importance weights nor rejected tokens",
+              lambda cfg: corrects_rollout(cfg) or cfg.algorithm.rollout_correction.bypass_mode,
+              "Leave algorithm.rollout_correction and algorithm.rollout_is_threshold out, or take another "
+              f"{_A}.policy_loss.loss_mode.", shows=False),
+    _of_pairs(f"{_A}.strategy", "Megatron-Core's engine does not keep the rows of a pair in one micro-batch yet",
+              lambda cfg: cfg.actor_rollout_ref.actor.strategy == "megatron", "Set {key}=fsdp2.", kind=NotBuiltError),
+
+    # samples of older versions of the policy
+    Rule(f"{_A}.use_rollout_log_probs", "the loss reads the sampler's log-probs, which are not kept",
+         lambda cfg: cfg.actor_rollout_ref.actor.use_rollout_log_probs
+         and not cfg.actor_rollout_ref.rollout.calculate_log_probs, f"Set {_R}.calculate_log_probs=true."),
+    Rule("algorithm.adv_estimator",
+         lambda cfg: f"this estimator is right for samples of the policy itself, and {_cause(cfg)} trains on samples of older "
+         "versions of the policy", lambda cfg: trains_on_older(cfg) and of_estimator(cfg).on_policy,
+         lambda cfg: f"Take another estimator, such as rloo, {_ends(cfg)}"),
+    Rule(f"{_A}.policy_loss.loss_mode",
+         lambda cfg: f"this loss has no ratio to the policy that drew a sample, and {_cause(cfg)} trains on samples of older "
+         "versions of the policy",
+         lambda cfg: trains_on_older(cfg) and of_loss(cfg).on_policy and not weighs_samples(cfg),
+         lambda cfg: f"Set {_NEWER}.rollout_is=token, take another loss, {_ends(cfg)}"),
+    Rule(_NEWER, lambda cfg: f"{_MODE}={cfg.trainer.v1.trainer_mode} trains on samples of older versions, and nothing "
+         f"corrects for that: {_NEWER}.bypass_mode=true takes the sampler as the old policy, {_NEWER}.rollout_is weighs the "
+         "samples", lambda cfg: of_schedule(cfg).off_policy and _corrects_nothing(cfg), kind=NOTICE),
+    Rule(_MODE, "{got}: the samplers share the trainers' processes, so sampling and training take turns; they overlap with "
+         f"actor_rollout_ref.hybrid_engine=false {_R}.nnodes=1 {_R}.n_gpus_per_node=<processes>",
+         lambda cfg: of_schedule(cfg).off_policy and Pools.of(cfg).of_role("rollout") == Pools.of(cfg).of_role("actor"),
+         kind=NOTICE),
+    Rule(_FREQ, f"has no effect without a reference policy ({_A}.use_kl_loss, algorithm.use_kl_in_reward)",
+         lambda cfg: _moves(cfg) and not uses_reference(cfg), kind=NOTICE),
+)  # fmt: skip
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """Settings without a default that the loss needs, and what pairs need of mini-batches and micro-batches."""
+    loss = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    message = f"the policy loss {loss!r} has no default for it"
+    missing = [name for name in of_loss(cfg).required if value_at(cfg.actor_rollout_ref.actor, name) is None]
+    unset = [ConfigError(message, key=f"{_A}.{name}", got=None, fix="Set it.") for name in missing]
+    return [*unset, *_pairs_per_rank(cfg), *_pairs_per_pass(cfg)] if learns_from_pairs(cfg) else unset
+
+
+def _pairs_per_rank(cfg: PPOTrainerConfig) -> Problems:
     prompts, processes = cfg.actor_rollout_ref.actor.ppo_mini_batch_size, Pools.of(cfg).of_role("actor").size
     if processes < 1 or prompts < 1 or prompts % processes == 0:
         return []
-    return [
-        ConfigError(
-            f"each of {processes} processes gets as many whole pairs as the others, one for each prompt",
-            key=f"{_A}.ppo_mini_batch_size",
-            got=prompts,
-            allowed=f"a multiple of {processes}",
-            fix="Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node).",
-        )
-    ]
+    message = f"each of {processes} processes gets as many whole pairs as the others, one for each prompt"
+    key, allowed = f"{_A}.ppo_mini_batch_size", f"a multiple of {processes}"
+    fix = "Change it, or the number of processes (trainer.nnodes, trainer.n_gpus_per_node)."
+    return [ConfigError(message, key=key, got=prompts, allowed=allowed, fix=fix)]
 
 
-def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
+def _pairs_per_pass(cfg: PPOTrainerConfig) -> Problems:
     actor, data = cfg.actor_rollout_ref.actor, cfg.data
     if actor.use_dynamic_bsz:
         key, shared = f"{_A}.ppo_max_token_len_per_gpu", [sequence_ranks(role) for role in roles(cfg) if role.key == _A]
@@ -96,170 +211,44 @@ def _micro_batches(cfg: PPOTrainerConfig) -> Problems:
             message += f", of which each of {shared[0]} processes has its share"
         got, fix = actor.ppo_max_token_len_per_gpu, f"Set {key}={needed}."
         return [ConfigError(message, key=key, got=got, allowed=f"{needed} or more", fix=fix)]
-    problems: Problems = []
-    processes = max(1, Pools.of(cfg).of_role("actor").size)
-    for name, least in (("ppo_micro_batch_size_per_gpu", 2), ("ppo_micro_batch_size", 2 * processes)):
-        rows = actor[name]
-        if rows is not None and 0 < rows < least:
-            message, key = "the two rows of a pair go through the model together", f"{_A}.{name}"
-            fix = f"Set {key}={least}."
-            problems.append(ConfigError(message, key=key, got=rows, allowed=f"{least} or more", fix=fix))
-    return problems
-
-
-def _contradictions(cfg: PPOTrainerConfig) -> Problems:
-    algorithm, problems = cfg.algorithm, []
-    if algorithm.use_pf_ppo:
-        message = "rows that are drawn one by one are no pairs"
-        fix = "Leave it out: the best and the worst answer are taken."
-        problems.append(ConfigError(message, key="algorithm.use_pf_ppo", got=True, fix=fix))
-    if corrects_rollout(cfg) or algorithm.rollout_correction.bypass_mode:
-        message = "the loss on pairs knows neither importance weights nor rejected tokens"
-        fix = f"Leave algorithm.rollout_correction and algorithm.rollout_is_threshold out, or take another {_A}.policy_loss.loss_mode."
-        problems.append(ConfigError(message, key="algorithm.rollout_correction", fix=fix))
-    if cfg.actor_rollout_ref.actor.strategy == "megatron":
-        message = "Megatron-Core's engine does not keep the rows of a pair in one micro-batch yet"
-        fix = f"Set {_A}.strategy=fsdp2."
-        problems.append(NotBuiltError(message, key=f"{_A}.strategy", got="megatron", fix=fix))
-    return problems
-
-
-def pairs_without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
-    """Settings that nothing reads in this run, each with why."""
-    actor, idle = cfg.actor_rollout_ref.actor, {}
-    if cfg.trainer.ref_update_freq is not None and not uses_reference(cfg):
-        idle[_FREQ] = f"has no effect without a reference policy ({_A}.use_kl_loss, algorithm.use_kl_in_reward)"
-    if not learns_from_pairs(cfg):
-        return idle
-    for key in (f"{_A}.{name}" for name in _ON_RATIOS):
-        if key in changed:
-            idle[key] = "has no effect: the loss on pairs has no ratio to clip"
-    key = f"{_A}.loss_agg_mode"
-    if key in changed and not (actor.use_kl_loss or actor.entropy_coeff):
-        idle[key] = "has no effect: the loss on pairs is a mean over pairs"
-    return idle
-
-
-_AR = "actor_rollout_ref"
-_INSTEAD = "Or take low_var_kl, an estimate of the same KL from the sampled tokens."
-
-
-def exact_kl_problems(cfg: PPOTrainerConfig) -> Problems:
-    """What stands in the way of an exact KL, one problem for each setting; none where no KL is ``full``."""
-    keys = [key for key, kind in kl_kinds(cfg).items() if kind == "full"]
-    if not keys:
-        return []
-    problems = [*_layout(cfg, keys[0]), *_placement(cfg, keys[0])]
-    bypass = "algorithm.rollout_correction.bypass_mode"
-    if "algorithm.kl_penalty" in keys and cfg.algorithm.rollout_correction.bypass_mode:
-        why = "the bypass mode has of the old policy only what the sampler tells of the sampled tokens"
-        problems.append(ConfigError(why, key="algorithm.kl_penalty", got="full", fix=f"Set {bypass}=false. {_INSTEAD}"))
-    return problems
-
-
-def _layout(cfg: PPOTrainerConfig, key: str) -> Problems:
-    policy, problems = cfg.actor_rollout_ref, []
-    if policy.model.use_fused_kernels:
-        problems.append(_refused(key, "the fused head never has the logits", f"{_AR}.model.use_fused_kernels=false"))
-    roles = {
-        "actor": (policy.actor.strategy, policy.actor.fsdp_config),
-        "ref": (policy.ref.strategy, policy.ref.fsdp_config),
-    }
-    for role, (strategy, engine) in roles.items():
-        if strategy == "megatron":
-            why = "Megatron-Core's engine shards the vocabulary over its ranks"
-            problems.append(_refused(key, why, f"{_AR}.{role}.strategy=fsdp2"))
-        elif strategy == "torchtitan":
-            why = "it was not tried on TorchTitan's models"
-            problems.append(_refused(key, why, f"{_AR}.{role}.strategy=fsdp2"))
-        else:
-            problems += _shared_rows(key, f"{_AR}.{role}.fsdp_config", engine)
-    return problems
-
-
-def _shared_rows(key: str, section: str, engine: FSDPEngineConfig) -> Problems:
-    name = "ulysses_sequence_parallel_size"
-    return [_refused(key, "several ranks share a row", f"{section}.{name}=1")] if engine[name] > 1 else []
-
-
-def _placement(cfg: PPOTrainerConfig, key: str) -> Problems:
-    pools = Pools.of(cfg)
-    actor, ref = pools.of_role("actor"), pools.of_role("ref")
-    if actor == ref:
-        return []
-    why = f"the reference policy lives apart from the actor, in the pool {ref.name!r}"
-    return [_refused(key, why, "trainer.resource_pools without ref")]
-
-
-def _refused(key: str, why: str, instead: str) -> ConfigError:
-    return NotBuiltError(
-        f"the exact KL needs the logits of both models on one worker, and {why}",
-        key=key,
-        got="full",
-        fix=f"Set {instead}. {_INSTEAD}",
-    )
-
-
-def problems(cfg: PPOTrainerConfig) -> Problems:
-    """What an estimator or a loss needs and does not have."""
-    return [*_loss(cfg), *_estimator(cfg), *pair_problems(cfg)]
-
-
-def _loss(cfg: PPOTrainerConfig) -> Problems:
-    actor = cfg.actor_rollout_ref.actor
-    loss, problems = actor.policy_loss, []
-    for name in of_loss(cfg).required:
-        if value_at(actor, name) is None:
-            message = f"the policy loss {loss.loss_mode!r} has no default for it"
-            problems.append(ConfigError(message, key=f"{_A}.{name}", got=None, fix="Set it."))
-    return problems
-
-
-def _estimator(cfg: PPOTrainerConfig) -> Problems:
-    algorithm, problems = cfg.algorithm, []
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    listed = of_estimator(cfg).rewards
-    if listed is not None and not algorithm[listed]:
-        message = f"the estimator {algorithm.adv_estimator!r} normalises several rewards apart"
-        fix = "List the keys that the scorer returns."
-        problems.append(ConfigError(message, key=f"algorithm.{listed}", got=algorithm[listed], fix=fix))
-    if keys and weights is not None and len(weights) != len(keys):
-        key = "algorithm.gdpo_reward_weights"
-        problems.append(ConfigError(f"{len(keys)} rewards have {len(weights)} weights", key=key, got=weights))
-    return problems
+    least = {"ppo_micro_batch_size_per_gpu": 2, "ppo_micro_batch_size": 2 * max(1, Pools.of(cfg).of_role("actor").size)}
+    message = "the two rows of a pair go through the model together"
+    return [
+        ConfigError(message, key=f"{_A}.{name}", got=actor[name], allowed=f"{n} or more", fix=f"Set {_A}.{name}={n}.")
+        for name, n in least.items()
+        if actor[name] is not None and 0 < actor[name] < n
+    ]
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
-    """A notice of every changed setting that nothing reads in this run."""
+    """A notice of every changed setting of estimators and losses that nothing reads in this run."""
     actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
-    sections = {
-        _A: actor,
-        f"{_A}.policy_loss": actor.policy_loss,
-        "algorithm": algorithm,
-        "algorithm.pf_ppo": algorithm.pf_ppo,
-    }
-    changed = {f"{key}.{name}" for key, section in sections.items() for name in changed_names(section)}
-    for key, why in without_effect(cfg, changed).items():
-        notice(key, why)
-
-
-def without_effect(cfg: PPOTrainerConfig, changed: set[str]) -> dict[str, str]:
-    """Changed settings that nothing reads in this run, each with what would give it effect."""
-    mode, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
-    idle = pairs_without_effect(cfg, changed)
-    for loss, table, section in ((mode, POLICY_LOSSES, _A), (estimator, ADVANTAGE_ESTIMATORS, "algorithm")):
-        if is_dotted(loss):
-            continue  # a function of the person's own may read any setting of the section that it is given
-        readable = table.facts(loss).settings
-        for name in (key.removeprefix(f"{section}.") for key in changed if key.startswith(f"{section}.")):
-            owners = table.readers_of(name)
-            if owners and name not in readable:
-                idle[f"{section}.{name}"] = f"has no effect without {table.key}={owners[0]}"
-    aggregation = of_loss(cfg).aggregation
-    if f"{_A}.loss_agg_mode" in changed and aggregation is not None:
-        idle[f"{_A}.loss_agg_mode"] = f"does not change the policy loss {mode!r}, which takes {aggregation}"
-    if not (cfg.algorithm.use_pf_ppo or is_dotted(estimator)):
+    mode, estimator = actor.policy_loss.loss_mode, algorithm.adv_estimator
+    sections = {"": actor, "policy_loss.": actor.policy_loss}
+    of_actor = [f"{at}{name}" for at, section in sections.items() for name in changed_names(section)]
+    sections = {"": algorithm, "pf_ppo.": algorithm.pf_ppo}
+    of_algorithm = [f"{at}{name}" for at, section in sections.items() for name in changed_names(section)]
+    if not (algorithm.use_pf_ppo or is_dotted(estimator)):
         for key in ("algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"):
-            if key in changed:
-                idle[key] = "has no effect without algorithm.use_pf_ppo=true"
-    return idle
+            if key.removeprefix("algorithm.") in of_algorithm:
+                notice(key, "has no effect without algorithm.use_pf_ppo=true")
+    aggregation = of_loss(cfg).aggregation
+    if "loss_agg_mode" in of_actor and aggregation is not None:
+        notice(f"{_A}.loss_agg_mode", f"does not change the policy loss {mode!r}, which takes {aggregation}")
+    _tell_owned(POLICY_LOSSES, mode, _A, of_actor)
+    _tell_owned(ADVANTAGE_ESTIMATORS, estimator, "algorithm", of_algorithm)
+    if learns_from_pairs(cfg):
+        for name in _ON_RATIOS:
+            if name in of_actor:
+                notice(f"{_A}.{name}", "has no effect: the loss on pairs has no ratio to clip")
+        if "loss_agg_mode" in of_actor and not (actor.use_kl_loss or actor.entropy_coeff):
+            notice(f"{_A}.loss_agg_mode", "has no effect: the loss on pairs is a mean over pairs")
+
+
+def _tell_owned(table: Any, chosen: str, section: str, changed: list[str]) -> None:
+    """Settings that only others of the table read; a function of the person's own may read any of its section."""
+    readable = () if is_dotted(chosen) else table.facts(chosen).settings
+    for name in [] if is_dotted(chosen) else changed:
+        owners = table.readers_of(name)
+        if owners and name not in readable:
+            notice(f"{section}.{name}", f"has no effect without {table.key}={owners[0]}")

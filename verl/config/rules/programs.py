@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from verl.config.machine import models, pools
-from verl.config.rules import quantized_rollouts
 from verl.config.rules.checks import (
     Problems,
     bad_model_folder,
@@ -38,7 +37,7 @@ def _sampler(cfg: GenerationConfig) -> Problems:
     problems = pools.sizes("rollout", cfg.rollout)
     if not problems:
         problems += pools.on_machine("rollout", cfg.rollout, cfg.trainer.device)
-    return problems + quantized_rollouts.of_sampler("rollout", cfg.rollout)
+    return problems
 
 
 def _files_of_generation(cfg: GenerationConfig) -> Problems:

@@ -32,7 +32,7 @@ class Rule:
     """One row.
 
     Args:
-        name: of the setting at fault, below the section.
+        name: of the setting at fault, below the section; a function of the section where it is one of several.
         says: what is wrong, or why the setting has no effect; a function of the section where numbers are computed.
         when: of the section: whether the row speaks.
         fix, allowed: see `verl.errors.VerlError`.
@@ -40,7 +40,7 @@ class Rule:
         shows: whether an error shows the value.
     """
 
-    name: str
+    name: Text
     says: Text
     when: Callable[[Any], Any]
     fix: Text = ""
@@ -55,7 +55,8 @@ Table = Mapping[type, tuple[Rule, ...]]
 class _Words(dict[str, Any]):
     """What a text is filled in with."""
 
-    def __init__(self, node: Any, at: str, name: str):
+    def __init__(self, node: Any, at: str, name: Text):
+        name = name(node) if callable(name) else name
         key = f"{at}.{name}".removeprefix(".")
         super().__init__(at=at, key=key, got=value_at(node, name))
         self.node = node

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.config.rules import sampling
 from verl.config.rules.rule import NOTICE, Rule, Table, value_at
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
@@ -133,6 +134,7 @@ TABLE: Table = {
     ),
     RefConfig: (_twice("log_prob_micro_batch_size"),),
     RolloutConfig: (
+        *sampling.OF_SAMPLER,
         _twice("log_prob_micro_batch_size"),
         Rule("load_format", "unknown value", lambda r: r.name == "vllm" and r.load_format not in LOAD_FORMATS,
              lambda r: suggest(r.load_format, LOAD_FORMATS), LOAD_FORMATS),

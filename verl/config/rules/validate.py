@@ -14,19 +14,15 @@ from verl.config.loading import recipes
 from verl.config.machine import host, models, pools, profiling, topology
 from verl.config.machine.pools import Pools
 from verl.config.rules import (
-    correcting,
     elastic,
     losses,
-    off_policy,
     optimizers,
     oversampling,
     partial_rollouts,
-    quantized_rollouts,
     queues,
-    replayed_experts,
     reward_model,
     runs,
-    sampled_log_probs,
+    sampling,
     sections,
     shared_rows,
     validate_megatron,
@@ -41,7 +37,7 @@ from verl.errors import ConfigError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ONE_DEVICE = "Leave it out (auto) to train on one device."
-TABLE: Table = {**sections.TABLE, PPOTrainerConfig: runs.ROWS}
+TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS)}
 """Every row there is."""
 _ALWAYS: tuple[Rule, ...] = (out_of_bounds, judged(TABLE))
 
@@ -84,9 +80,9 @@ def check_printed(program: str, cfg: Any) -> None:
 def _rules(served: bool) -> tuple[Rule, ...]:
     """What no machine changes."""
     placed = (pools.served_problems,) if served else (topology.problems,)
-    return (_names, losses.exact_kl_problems, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
-            shared_rows.problems, models.problems, models.vllm_problems, models.policy_problems, quantized_rollouts.problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems, replayed_experts.problems,
-            profiling.problems, correcting.rollout, correcting.groups, off_policy.problems, queues.problems, elastic.problems)  # fmt: skip
+    return (_names, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
+            shared_rows.problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
+            profiling.problems, sampling.thresholds, queues.problems, elastic.problems)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
@@ -111,10 +107,8 @@ def _tell(cfg: PPOTrainerConfig) -> None:
     tell_without_effect(cfg)
     parts: tuple[Any, ...] = (
         losses,
-        sampled_log_probs,
-        replayed_experts,
+        sampling,
         oversampling,
-        off_policy,
         partial_rollouts,
         pools,
         queues,

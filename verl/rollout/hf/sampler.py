@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from verl import stacks
-from verl.config.rules.replayed_experts import records_experts
+from verl.config.rules.sampling import records_experts
 from verl.config.schema.node import key_of
 from verl.device import give_memory_back, keep_freed_memory, torch_dtype
 from verl.errors import ConfigError, RolloutError
