@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.algorithms.losses import SFTLoss
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
-from verl.config.schema.megatron import MegatronEngineConfig
+from verl.config.schema.role import MegatronEngineConfig
 from verl.engines.plain import PlainEngine
 from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_grpo_step import NEW_TOKENS, PROMPTS, SAMPLES, make_inputs
 from verl.algorithms.rollout_correction import Correction, correction_of, importance_sampling_of
 from verl.config import RolloutCorrectionConfig
-from verl.config.schema.thresholds import importance_sampling
+from verl.config.schema.algorithm import importance_sampling
 
 SHAPES = ((PROMPTS * SAMPLES, NEW_TOKENS), (1024, 1024))
 STEPS, WARMUP = 4, 1

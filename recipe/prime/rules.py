@@ -10,8 +10,8 @@ from verl import env, registry
 from verl.config.machine.pools import Pools
 from verl.config.rules.checks import Problems, bad_model_folder
 from verl.config.rules.optimizers import of_section
-from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.reward import RewardModelConfig
+from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError
 from verl.json_text import read_json
 from verl.metrics import notice

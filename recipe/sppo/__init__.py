@@ -6,7 +6,7 @@ from typing import Any
 from verl.config import ConfigNode, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
-from verl.config.schema.bounds import in_range
+from verl.config.schema.tree import in_range
 from verl.registry import EstimatorFacts
 
 _ACTOR = "actor_rollout_ref.actor"

@@ -14,8 +14,8 @@ from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.config.loading.groups import PPO
 from verl.config.loading.recipes import with_recipes
-from verl.config.schema.megatron import MegatronEngineConfig
 from verl.config.schema.model import MegatronLoraConfig
+from verl.config.schema.role import MegatronEngineConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.config.schema.trainer import AsyncTrainingConfig
 from verl.trainer import main_ppo, sft_trainer

@@ -26,7 +26,7 @@ SERVES = {
     "verl/data/sft_dataset.py": SUPERVISED,
     "verl/data/columns.py": ALL_TRAINERS,
     "verl/data/turns.py": SUPERVISED,
-    "verl/config/rules/programs.py": ("generation", "evaluation"),
+    "verl/config/rules/validate.py": ("generation", "evaluation"),
     "verl/trainer/main_eval.py": ("evaluation",),
     "verl/trainer/main_generation.py": ("generation",),
     "verl/trainer/pairs.py": ("dpo_trainer",),

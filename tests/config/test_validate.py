@@ -10,7 +10,7 @@ from verl import device, registry
 from verl.config import load_config, record_reads, replace
 from verl.config.loading.configuration import read_config
 from verl.config.rules.validate import validate
-from verl.config.schema.bounds import KL_KINDS, LOSS_AGG_MODES
+from verl.config.schema.tree import KL_KINDS, LOSS_AGG_MODES
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

@@ -14,7 +14,7 @@ from tests.megatron.families import MIXTURE
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import read_part
 from verl.config import ActorConfig, CriticConfig, HFModelConfig, OptimizerConfig
-from verl.config.schema.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
+from verl.config.schema.role import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notices
 from verl.models.hf_folder import read_weights

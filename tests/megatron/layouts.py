@@ -10,7 +10,7 @@ from typing import Any
 from tests.megatron.adapter_cells import COMPLETE, EXPERTS, beside_plain
 from tests.megatron.cells import CONTEXT, EXPERT, PIPELINE, TENSOR, VIRTUAL, compared
 from tests.megatron.families import GEMMA2, GEMMA3, GLM, GLM4, LATENT, LLAMA3, MIXTRAL, MIXTURE, MOONLIGHT, YARN
-from verl.config.schema.megatron import MegatronEngineOverrideTransformerConfigConfig
+from verl.config.schema.role import MegatronEngineOverrideTransformerConfigConfig
 from verl.distributed import Ranks
 
 SHORT = {

@@ -21,7 +21,7 @@ from tests.megatron.cells import (
     shared_model,
 )
 from tests.megatron.families import LATENT, MIXTURE
-from verl.config.schema.megatron import MegatronEngineOverrideTransformerConfigConfig
+from verl.config.schema.role import MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.settings import PassSettings
 from verl.errors import ModelError
 

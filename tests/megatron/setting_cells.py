@@ -10,8 +10,8 @@ from tests.megatron.cells import EXPERT, PIPELINE, ROWS, SHIM, TENSOR, kept, los
 from tests.megatron.families import MIXTURE
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig, HFModelConfig, OptimizerConfig, leaves, record_reads
-from verl.config.schema.megatron import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.config.schema.node import place
+from verl.config.schema.role import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.protocol import SHARED_ROWS
 
 

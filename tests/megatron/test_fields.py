@@ -7,7 +7,7 @@ import torch
 
 from verl import metrics
 from verl.config.rules import megatron_fields as fields
-from verl.config.schema.megatron import MegatronEngineConfig
+from verl.config.schema.role import MegatronEngineConfig
 from verl.engines.megatron.layers import transformer_config
 from verl.engines.megatron.parallel import MegatronSizes, has_transformer_engine, import_megatron
 from verl.errors import ConfigError

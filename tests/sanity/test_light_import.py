@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.harness.configs import describe
 from tests.harness.programs import python
 
 HEAVY = ("torch", "ray", "transformers", "tensordict", "vllm", "sglang", "wandb", "numpy", "pandas", "matplotlib")
@@ -36,3 +37,20 @@ def test_algorithms_and_batches_load_neither_ray_nor_transformers(module):
 
 def test_the_top_level_names_work():
     assert "torch" in loaded_after("from verl import DataProto, __version__; assert DataProto and __version__")
+
+
+CHECKED = """
+from verl.config import load_config
+words = "data.train_files=rows.parquet actor_rollout_ref.model.path=model algorithm.adv_estimator=grpo"
+load_config("ppo_trainer", [*words.split(), "actor_rollout_ref.rollout.n=8", "trainer.device=cpu"])
+import sys
+print(sum(name.split(".")[:2] == ["verl", "config"] for name in sys.modules))
+"""
+MODULES_OF_SETTINGS = 50
+"""Held: lower it when there are fewer."""
+
+
+def test_checking_a_configuration_runs_few_modules_of_its_room(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    describe()
+    assert int(python("-c", CHECKED).stdout.splitlines()[-1]) <= MODULES_OF_SETTINGS

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from verl.config import load_config
-from verl.config.rules import elastic
+from verl.config.machine import pools
 from verl.metrics import notices, reset_notices
 from verl.single_controller.ray import unit
 
@@ -36,10 +36,10 @@ def no_files(monkeypatch):
 def test_replicas_of_a_separate_pool_are_replaced_and_elsewhere_a_notice_says_why_not():
     allowed = "actor_rollout_ref.rollout.max_replacements=2"
     own = configured(*OWN_POOL, allowed)
-    assert elastic.is_elastic(own) and not elastic.problems(own)
-    assert not elastic.is_elastic(configured(*OWN_POOL))
-    elastic.tell(own)
-    assert not notices().get(elastic.KEY)
+    assert pools.is_elastic(own) and not pools.elastic_problems(own)
+    assert not pools.is_elastic(configured(*OWN_POOL))
+    pools.tell_elastic(own)
+    assert not notices().get(pools.REPLACED)
     for changes, why in (
         ((), "the samplers share the trainers' processes"),
         (
@@ -49,17 +49,17 @@ def test_replicas_of_a_separate_pool_are_replaced_and_elsewhere_a_notice_says_wh
     ):
         reset_notices()
         here = configured(*changes, allowed)
-        elastic.tell(here)
-        assert not elastic.is_elastic(here) and why in notices()[elastic.KEY]
+        pools.tell_elastic(here)
+        assert not pools.is_elastic(here) and why in notices()[pools.REPLACED]
 
 
 @pytest.mark.usefixtures("no_files")
 def test_a_pool_that_samplers_share_with_a_model_is_refused_and_so_is_a_negative_number():
     pool = "trainer.resource_pools={apart:{roles:[rollout,rm],processes:[2]}}"
     ours = configured(pool, "actor_rollout_ref.rollout.max_replacements=2")
-    (error,) = elastic.problems(ours)
-    assert error.key == elastic.KEY and "replaced together with rm, which share its process" in str(error)
-    (error,) = elastic.problems(configured("actor_rollout_ref.rollout.max_replacements=-1"))
+    (error,) = pools.elastic_problems(ours)
+    assert error.key == pools.REPLACED and "replaced together with rm, which share its process" in str(error)
+    (error,) = pools.elastic_problems(configured("actor_rollout_ref.rollout.max_replacements=-1"))
     assert "Allowed: 0 or more" in str(error)
 
 

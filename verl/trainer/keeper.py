@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOTrainerConfig
+from verl.config.machine.pools import REPLACED as KEY
 from verl.config.machine.topology import beyond_one_machine, processes_of
-from verl.config.rules.elastic import KEY
 from verl.config.rules.refusals import raise_all
 from verl.errors import VerlError, WorkerError
 from verl.metrics import notice

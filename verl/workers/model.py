@@ -13,7 +13,7 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import FileRecord
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, ProfilerConfig
 from verl.config.machine.topology import backend_of
-from verl.config.schema.megatron import MegatronEngineConfig
+from verl.config.schema.role import MegatronEngineConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.data import tokenizer_of
 from verl.engines.base import Engine

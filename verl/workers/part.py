@@ -17,8 +17,8 @@ from verl.algorithms.losses import LossFn
 from verl.checkpoint import BackgroundPart, FileRecord, prepare_part, read_part, write_part
 from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig, replace
 from verl.config.machine.topology import backend_of
-from verl.config.schema.megatron import MegatronEngineConfig
 from verl.config.schema.node import full_keys
+from verl.config.schema.role import MegatronEngineConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.device import memory_now, torch_dtype
 from verl.engines.adapters import AdapterBaseEngine

@@ -9,7 +9,7 @@ import torch
 
 from verl.algorithms.rollout_correction import Correction, correction_of
 from verl.config import RolloutCorrectionConfig
-from verl.config.schema.thresholds import rejections
+from verl.config.schema.algorithm import rejections
 from verl.errors import ConfigError
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_is_metrics,

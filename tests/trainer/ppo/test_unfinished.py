@@ -9,8 +9,8 @@ import torch
 from tests.harness.runs import train
 from verl.config import PPOTrainerConfig, replace
 from verl.config.rules import losses
+from verl.config.rules.checks import judged
 from verl.config.rules.partial_rollouts import problems
-from verl.config.rules.rule import judged
 from verl.config.schema.root import updates_once
 from verl.errors import ConfigError
 from verl.metrics import notices

@@ -29,7 +29,7 @@ from verl.algorithms.rollout_correction.weights import (
     mean_shares,
     outside,
 )
-from verl.config.schema.thresholds import Bounds, ImportanceSampling, Rejection, rejections, weight_bounds
+from verl.config.schema.algorithm import Bounds, ImportanceSampling, Rejection, rejections, weight_bounds
 from verl.metrics import notice
 
 

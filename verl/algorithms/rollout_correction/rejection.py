@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.algorithms.rollout_correction.ratios import LOG_BOUND, Rows
 from verl.algorithms.rollout_correction.weight_metrics import as_floats
-from verl.config.schema.thresholds import Rejection
+from verl.config.schema.algorithm import Rejection
 
 
 def divergence(log_ratio: Tensor, kind: str) -> Tensor:

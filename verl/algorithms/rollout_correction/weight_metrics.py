@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.algorithms.masked import EPSILON
 from verl.algorithms.rollout_correction.ratios import LOG_BOUND, Rows
 from verl.algorithms.rollout_correction.weights import Weights, outside
-from verl.config.schema.thresholds import Bounds
+from verl.config.schema.algorithm import Bounds
 
 QUANTILES = (25, 50, 75, 95, 99)
 

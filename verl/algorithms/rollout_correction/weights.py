@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.algorithms.masked import EPSILON
 from verl.algorithms.rollout_correction.ratios import Rows, bounded_exp, by_level
-from verl.config.schema.thresholds import Bounds, ImportanceSampling
+from verl.config.schema.algorithm import Bounds, ImportanceSampling
 
 
 @dataclass(frozen=True)

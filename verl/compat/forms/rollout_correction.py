@@ -19,7 +19,7 @@ from verl.algorithms.rollout_correction.ratios import Rows
 from verl.algorithms.rollout_correction.rejection import rejection_mask, rejection_metrics
 from verl.algorithms.rollout_correction.weight_metrics import weight_metrics
 from verl.algorithms.rollout_correction.weights import Weights
-from verl.config.schema.thresholds import Bounds, importance_sampling, rejections, weight_bounds
+from verl.config.schema.algorithm import Bounds, importance_sampling, rejections, weight_bounds
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.ppo.correction import use_rollout_log_probs

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.schema.engine import FSDPEngineConfig
 from verl.config.schema.leaves import names_of
-from verl.config.schema.megatron import MegatronEngineConfig
+from verl.config.schema.role import FSDPEngineConfig, MegatronEngineConfig
 
 _A, _R, _M, _REF, _C = (
     "actor_rollout_ref.actor",

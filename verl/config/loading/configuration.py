@@ -184,11 +184,11 @@ def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
     if program.name == "ppo_trainer":
         validate.validate(config, served)  # type: ignore[arg-type]
     elif program.name == "generation":
-        from verl.config.rules.programs import validate_generation
+        from verl.config.rules.validate import validate_generation
 
         validate_generation(config)  # type: ignore[arg-type]
     elif program.name == "evaluation":
-        from verl.config.rules.programs import validate_evaluation
+        from verl.config.rules.validate import validate_evaluation
 
         validate_evaluation(config)  # type: ignore[arg-type]
     else:

@@ -28,11 +28,11 @@ from verl.config.rules.checks import (
     missing_package,
 )
 from verl.config.rules.validate_megatron import MegatronRole, missing_or_other, role_of_supervised, roles
-from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reward_model
 from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError
 from verl.metrics import notice
 

@@ -2,7 +2,8 @@
 
 A pool is named by ``trainer.resource_pools``, or made for the reward model (``reward.reward_model.enable_resource_pool``)
 or for the samplers (``actor_rollout_ref.hybrid_engine=false``). All other roles share the global pool. A replica of the
-hf engine is one process; vLLM and SGLang share a model among workers of their own.
+hf engine is one process; vLLM and SGLang share a model among workers of their own. Replicas may be
+replaced during a run (``rollout.max_replacements``).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.rules.checks import Problems, caught
-from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
@@ -282,3 +283,49 @@ def _experts_of_sglang(key: str, rollout: Any) -> Problems:
     message = f"SGLang divides the {tensor} tensor-parallel processes of a server into groups for the experts"
     allowed = [n for n in range(1, tensor + 1) if tensor % n == 0]
     return [ConfigError(message, key=f"{key}.{_E}", got=experts, allowed=allowed, fix=f"Change it, or {key}.{_T}.")]
+
+
+REPLACED = "actor_rollout_ref.rollout.max_replacements"
+
+
+def is_elastic(cfg: PPOTrainerConfig) -> bool:
+    """Whether each replica is a separate process, which is replaced when it is lost."""
+    return cfg.actor_rollout_ref.rollout.max_replacements > 0 and not _why_not(cfg)
+
+
+def elastic_problems(cfg: PPOTrainerConfig) -> Problems:
+    """A number below 0, and a pool that replicas share with another role."""
+    number, pools = cfg.actor_rollout_ref.rollout.max_replacements, Pools.of(cfg)
+    shared = sorted(
+        role for role in pools.named if role != "rollout" and pools.of_role(role) == pools.of_role("rollout")
+    )
+    if number > 0 and not _why_not(cfg) and shared:
+        message = f"a replica would be replaced together with {', '.join(shared)}, which share its process"
+        fix = "Give the samplers a pool that holds no other role."
+        return [ConfigError(message, key=REPLACED, got=number, allowed=[0], fix=fix)]
+    return in_range(REPLACED, number, "0 or more", number >= 0)
+
+
+def tell_elastic(cfg: PPOTrainerConfig) -> None:
+    """A notice where nothing can be replaced."""
+    if cfg.actor_rollout_ref.rollout.max_replacements > 0:
+        why = _why_not(cfg)
+        if why:
+            notice(REPLACED, f"has no effect: {why}")
+        elif cfg.actor_rollout_ref.rollout.profiler.enable:
+            notice(
+                f"{REPLACED}, profiler",
+                "replicas that are replaced are not profiled, only the process with their service",
+            )
+
+
+def _why_not(cfg: PPOTrainerConfig) -> str:
+    pools = Pools.of(cfg)
+    if starts_no_engine(cfg.actor_rollout_ref.rollout):
+        return "the servers that sample run already, and their operator replaces them"
+    if pools.of_role("rollout") == pools.of_role("actor"):
+        return (
+            "the samplers share the trainers' processes, and one that dies takes its trainer along. Set "
+            "actor_rollout_ref.hybrid_engine=false, which gives them a pool on Ray"
+        )
+    return ""

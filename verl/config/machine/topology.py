@@ -25,7 +25,7 @@ from verl.config.machine.pools import (
     starts_no_engine,
 )
 from verl.config.machine.pools import problems as problems_of_pools
-from verl.config.rules.checks import Problems
+from verl.config.rules.checks import Problems, divisors
 from verl.config.rules.refusals import raise_all
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
@@ -463,7 +463,7 @@ def _shares(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
     message = f"{_count(processes, 'process', 'processes')}{where} {verb} {_count(held, 'replica')} of {spec} = {each}"
     message += f", and {left} of them would hold nothing"
     got = rollout[key.rpartition(".")[2]]
-    allowed = _divisors(processes) if got == each else f"sizes whose product divides {processes}"
+    allowed = divisors(processes) if got == each else f"sizes whose product divides {processes}"
     fix = f"Change it, or the number of processes ({_setting_of(cfg, pools)})."
     return [ConfigError(message, key=key, got=got, allowed=allowed, fix=fix)]
 
@@ -476,10 +476,6 @@ def _setting_of(cfg: PPOTrainerConfig, pools: Pools) -> str:
     if pool in cfg.trainer.resource_pools:
         return f"trainer.resource_pools.{pool}.processes"
     return f"{_R}.nnodes, {_R}.n_gpus_per_node"
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 from verl import registry
 from verl.config.rules.checks import Problems, caught
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
-from verl.config.schema.bounds import one_of
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.metrics import notice
 

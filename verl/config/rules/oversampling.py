@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from verl.config.rules.checks import Problems
-from verl.config.schema.bounds import in_range
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.tree import in_range
 from verl.errors import ConfigError
 from verl.metrics import notice
 

@@ -6,9 +6,9 @@ import math
 
 from verl.config.machine.pools import Pools
 from verl.config.rules.checks import Problems
-from verl.config.schema.bounds import in_range
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, of_schedule, sampler_is_old_policy
+from verl.config.schema.tree import in_range
 from verl.errors import ConfigError
 from verl.metrics import notice
 

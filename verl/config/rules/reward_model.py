@@ -7,8 +7,8 @@ from pathlib import Path
 from verl import env, registry
 from verl.config.machine.pools import REWARD_POOL, Pools
 from verl.config.rules.checks import Problems, bad_model_folder, known_name
-from verl.config.schema.bounds import in_range, one_of
 from verl.config.schema.root import PPOTrainerConfig, of_schedule
+from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.json_text import read_json
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.machine.config_json import experts_of, facts_of
-from verl.config.rules.checks import Problems, caught
-from verl.config.rules.rule import NOTICE, Rule
+from verl.config.rules.checks import NOTICE, Problems, Rule, caught
+from verl.config.schema.algorithm import importance_sampling, rejections, weight_bounds
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import (
     PPOTrainerConfig,
@@ -20,7 +20,6 @@ from verl.config.schema.root import (
     updates_once,
     uses_reference,
 )
-from verl.config.schema.thresholds import importance_sampling, rejections, weight_bounds
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 

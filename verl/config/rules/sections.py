@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.rules import sampling
-from verl.config.rules.rule import NOTICE, Rule, Table, value_at
+from verl.config.rules.checks import NOTICE, Rule, Table, value_at
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
-from verl.config.schema.bounds import BETAS
 from verl.config.schema.data import CustomClassConfig, SamplerClassConfig
 from verl.config.schema.node import changed_names
 from verl.config.schema.reward import RewardModelConfig
@@ -25,6 +24,7 @@ from verl.config.schema.sft import (
     SFTTrainerConfig,
 )
 from verl.config.schema.trainer import TrainerConfig
+from verl.config.schema.tree import BETAS
 from verl.errors import suggest
 
 LOAD_FORMATS = ("dummy", "hf", "safetensors", "auto")

@@ -14,7 +14,6 @@ from verl.config.loading import recipes
 from verl.config.machine import host, models, pools, profiling, topology
 from verl.config.machine.pools import Pools
 from verl.config.rules import (
-    elastic,
     losses,
     optimizers,
     oversampling,
@@ -24,22 +23,35 @@ from verl.config.rules import (
     runs,
     sampling,
     sections,
-    shared_rows,
     validate_megatron,
     validate_torchtitan,
 )
-from verl.config.rules.checks import Problems, Rule, collect, known_name, missing_folder
-from verl.config.rules.rule import Table, judged, out_of_bounds, tell, tell_without_effect
+from verl.config.rules.checks import (
+    Check,
+    Problems,
+    Table,
+    bad_model_folder,
+    collect,
+    judged,
+    known_name,
+    missing_files,
+    missing_folder,
+    out_of_bounds,
+    tell,
+    tell_without_effect,
+)
+from verl.config.schema.generation import EvaluationConfig, GenerationConfig
 from verl.config.schema.node import unrecorded
 from verl.config.schema.root import PPOTrainerConfig, uses_critic
 from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError
+from verl.registry import SAMPLERS
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ONE_DEVICE = "Leave it out (auto) to train on one device."
 TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS)}
 """Every row there is."""
-_ALWAYS: tuple[Rule, ...] = (out_of_bounds, judged(TABLE))
+_ALWAYS: tuple[Check, ...] = (out_of_bounds, judged(TABLE))
 
 
 def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
@@ -70,26 +82,24 @@ def check_printed(program: str, cfg: Any) -> None:
     Raises:
         ConfigError: as `validate` does, without what only this machine, or torchrun, decides.
     """
-    supervised: tuple[Rule, ...] = (_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems)
-    rules: dict[str, tuple[Rule, ...]] = {"ppo_trainer": _rules(served=False)}
+    supervised: tuple[Check, ...] = (_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems)
+    rules: dict[str, tuple[Check, ...]] = {"ppo_trainer": _rules(served=False)}
     rules |= dict.fromkeys(("sft_trainer", "dpo_trainer", "rm_trainer"), supervised)
     with unrecorded():
         collect(rules.get(program, ()), cfg)
 
 
-def _rules(served: bool) -> tuple[Rule, ...]:
+def _rules(served: bool) -> tuple[Check, ...]:
     """What no machine changes."""
     placed = (pools.served_problems,) if served else (topology.problems,)
     return (_names, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
-            shared_rows.problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
-            profiling.problems, sampling.thresholds, queues.problems, elastic.problems)  # fmt: skip
+            runs.row_problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
+            profiling.problems, sampling.thresholds, queues.problems, pools.elastic_problems)  # fmt: skip
 
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """The same for a supervised run, and for training on pairs of answers."""
-    rows = (
-        shared_rows.pair_problems if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) else shared_rows.sft_problems
-    )
+    rows = runs.pair_row_problems if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) else runs.sft_row_problems
     rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, rows,
              profiling.sft_problems, _resume_folder)  # fmt: skip
     with unrecorded():
@@ -105,6 +115,7 @@ def _tell(cfg: PPOTrainerConfig) -> None:
     runs.tell(cfg)
     tell(TABLE, cfg)
     tell_without_effect(cfg)
+    pools.tell_elastic(cfg)
     parts: tuple[Any, ...] = (
         losses,
         sampling,
@@ -112,7 +123,6 @@ def _tell(cfg: PPOTrainerConfig) -> None:
         partial_rollouts,
         pools,
         queues,
-        elastic,
         validate_megatron,
         validate_torchtitan,
         *recipes.of_run(cfg),
@@ -181,3 +191,54 @@ def _sft_names(cfg: SFTTrainerConfig) -> Problems:
     strategy = cfg.engine.strategy
     names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
     return names + models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)
+
+
+def validate_generation(cfg: GenerationConfig) -> None:
+    """All problems in one `ConfigError`."""
+    with unrecorded():
+        collect((_names_of_generation, out_of_bounds, judged(TABLE), _sampler, _files_of_generation), cfg)
+
+
+def _names_of_generation(cfg: GenerationConfig) -> Problems:
+    problems = known_name(SAMPLERS, "rollout.name", cfg.rollout.name, "Set rollout.name=hf.")
+    if cfg.rollout.name == "server" and not cfg.rollout.server.url:
+        fix = "Set rollout.server.url=http://host:port."
+        problems.append(ConfigError("needs the address of a server", key="rollout.name", got="server", fix=fix))
+    return problems
+
+
+def _sampler(cfg: GenerationConfig) -> Problems:
+    problems = pools.sizes("rollout", cfg.rollout)
+    if not problems:
+        problems += pools.on_machine("rollout", cfg.rollout, cfg.trainer.device)
+    return problems
+
+
+def _files_of_generation(cfg: GenerationConfig) -> Problems:
+    problems = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
+    problems += models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib)
+    if not cfg.data.output_path.endswith(".parquet"):
+        fix = "End its name in .parquet."
+        problems.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
+    folder = cfg.data.output_path.rpartition("/")[0]
+    return problems if not folder or "://" in folder else problems + missing_folder("data.output_path", folder)
+
+
+def validate_evaluation(cfg: EvaluationConfig) -> None:
+    """All problems in one `ConfigError`."""
+    with unrecorded():
+        collect((out_of_bounds, _files_of_evaluation), cfg)
+
+
+def _files_of_evaluation(cfg: EvaluationConfig) -> Problems:
+    report = cfg.report
+    problems = missing_files("data.path", cfg.data.path)
+    problems += missing_files("custom_reward_function.path", cfg.custom_reward_function.path)
+    problems += missing_files("report.compare", report.compare)
+    for name in ("markdown", "json", "samples"):
+        folder = (report[name] or "").rpartition("/")[0]
+        problems += missing_folder(f"report.{name}", folder) if folder else []
+    if report.samples is not None and not report.samples.endswith(".parquet"):
+        fix = "End its name in .parquet."
+        problems.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
+    return problems

@@ -16,12 +16,12 @@ from verl.config.machine.config_json import adapter_on_experts, experts_of, fact
 from verl.config.machine.pools import Pools
 from verl.config.machine.topology import trained_roles
 from verl.config.rules import megatron_fields
-from verl.config.rules.checks import Problems
-from verl.config.schema.bounds import in_range, one_of
+from verl.config.rules.checks import Problems, divisors
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, follows_another, was_typed
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.sft import SFTTrainerConfig
+from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
@@ -204,7 +204,7 @@ def _processes(role: MegatronRole) -> Problems:
         message = (
             f"the {copies} copies of {tensor} x {pipeline} processes cannot be cut into groups of {context} (context)"
         )
-        allowed = [size for size in range(1, copies + 1) if copies % size == 0]
+        allowed = divisors(copies)
         fix = f"Set it to one of these, or change {role.started}."
         return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix=fix)]
     stage, shared = world // pipeline, tensor if shared is None else shared
@@ -276,7 +276,7 @@ def _context(role: MegatronRole, heads: Any) -> Problems:
     if each % context == 0:
         return []
     message = f"the {each} attention heads of a tensor-parallel process cannot be split evenly over {context}"
-    allowed = [n for n in range(1, each + 1) if each % n == 0]
+    allowed = divisors(each)
     return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix="Set it to one of these.")]
 
 
@@ -284,7 +284,7 @@ def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     size = role.sizes[name]
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
-    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    sizes = divisors(count)
     message = f"the model's {count} {what} cannot be split evenly over {size}"
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.schema.bounds import AMOUNT, COUNT, KL_KIND, LOSS_AGG_MODE, PORTION, POSITIVE, ValueBound
-from verl.config.schema.engine import FSDPEngineConfig
-from verl.config.schema.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
-from verl.config.schema.role import CheckpointConfig, CriticCheckpointConfig, OptimizerConfig, ProfilerConfig
+from verl.config.schema.role import (
+    LIKE_ACTOR,
+    CheckpointConfig,
+    CriticCheckpointConfig,
+    FSDPEngineConfig,
+    MegatronEngineConfig,
+    OptimizerConfig,
+    ProfilerConfig,
+)
 from verl.config.schema.torchtitan import TITAN_LIKE_ACTOR, TorchTitanEngineConfig
+from verl.config.schema.tree import AMOUNT, COUNT, KL_KIND, LOSS_AGG_MODE, PORTION, POSITIVE, ValueBound
 
 _CORRECTION = "algorithm.rollout_correction"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.schema.bounds import AMOUNT, COUNT, PORTION, POSITIVE, TOP_K, ValueBound
 from verl.config.schema.data import ImageDataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.tree import AMOUNT, COUNT, PORTION, POSITIVE, TOP_K, ValueBound
 
 
 @dataclass(frozen=True)

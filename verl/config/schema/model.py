@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.schema.bounds import AMOUNT
 from verl.config.schema.node import ConfigNode, section, setting
+from verl.config.schema.tree import AMOUNT
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.schema.bounds import COUNT, POSITIVE
-from verl.config.schema.engine import FSDPEngineConfig
-from verl.config.schema.megatron import LIKE_ACTOR, MegatronEngineConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
+from verl.config.schema.role import LIKE_ACTOR, FSDPEngineConfig, MegatronEngineConfig
+from verl.config.schema.tree import COUNT, POSITIVE
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from verl.config.schema.bounds import AMOUNT, COUNT, DTYPE, PORTION, POSITIVE, SECONDS, TOP_K, ValueBound, at_most
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.role import ProfilerConfig
+from verl.config.schema.tree import AMOUNT, COUNT, DTYPE, PORTION, POSITIVE, SECONDS, TOP_K, ValueBound, at_most
 
 MOST_SAMPLES = 1 << 16
 """Of a prompt: more than that is a typing error, which would fill the memory before anything is sampled."""
@@ -121,81 +122,38 @@ class CheckpointEngineConfig(ConfigNode):
     custom_backend_module: str | None = setting(None, "module or Python file that registers a transport")
 
 
-_SERVERS = ("server", "sglang")
+_of_server = partial(setting, planned="requests to servers", engines=("server",))
+_of_servers = partial(setting, planned="requests to servers", engines=("server", "sglang"))
 
 
 @dataclass(frozen=True)
 class ServerConfig(ConfigNode):
     """Requests to sampling servers."""
 
-    url: str | list | None = setting(
-        None,
-        "server address, http://host:port; a list makes replicas",
-        upstream=ABSENT,
-        planned="requests to servers",
-        engines=_SERVERS,
+    url: str | list | None = _of_servers(
+        None, "server address, http://host:port; a list makes replicas", upstream=ABSENT
     )
-    api: str = setting(
+    api: str = _of_server(
         "auto",
         "server API: auto (detect), vllm, sglang, tgi, verl, or openai for any other",
         upstream=ABSENT,
-        planned="requests to servers",
-        engines=("server",),
         choices=("auto", "vllm", "sglang", "tgi", "verl", "openai"),
     )
-    model: str | None = setting(
-        None,
-        "model name at the server; null: ask the server",
-        upstream=ABSENT,
-        planned="requests to servers",
-        engines=_SERVERS,
-    )
-    api_key_env: str | None = setting(
-        None,
-        "environment variable that holds the server's key",
-        upstream=ABSENT,
-        planned="requests to servers",
-        engines=_SERVERS,
-    )
-    weights_dir: str | None = setting(
+    model: str | None = _of_servers(None, "model name at the server; null: ask the server", upstream=ABSENT)
+    api_key_env: str | None = _of_servers(None, "environment variable that holds the server's key", upstream=ABSENT)
+    weights_dir: str | None = _of_servers(
         None,
         "shared folder for new weights, which the server must see too; null: a temporary one",
         upstream=ABSENT,
-        planned="requests to servers",
-        engines=_SERVERS,
         path=True,
     )
-    timeout: float = setting(
-        60.0,
-        "time limit per attempt, in seconds",
-        planned="requests to servers",
-        engines=_SERVERS,
-        within=POSITIVE,
+    timeout: float = _of_servers(60.0, "time limit per attempt, in seconds", within=POSITIVE)
+    max_attempts: int = _of_servers(3, "attempts per request", within=COUNT)
+    retry_delay: float = _of_servers(
+        2.0, "first pause between attempts, in seconds; it doubles each time", within=AMOUNT
     )
-    max_attempts: int = setting(
-        3, "attempts per request", planned="requests to servers", engines=_SERVERS, within=COUNT
-    )
-    retry_delay: float = setting(
-        2.0,
-        "first pause between attempts, in seconds; it doubles each time",
-        planned="requests to servers",
-        engines=_SERVERS,
-        within=AMOUNT,
-    )
-    max_connections: int = setting(
-        1000,
-        "maximum number of open connections",
-        planned="requests to servers",
-        engines=_SERVERS,
-        within=COUNT,
-    )
-    max_start_wait_time: float = setting(
-        300.0,
-        "seconds to wait for a server to start",
-        planned="requests to servers",
-        engines=_SERVERS,
-        within=AMOUNT,
-    )
+    max_connections: int = _of_servers(1000, "maximum number of open connections", within=COUNT)
+    max_start_wait_time: float = _of_servers(300.0, "seconds to wait for a server to start", within=AMOUNT)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig
-from verl.config.schema.bounds import STEPS
 from verl.config.schema.data import DataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
@@ -14,6 +13,7 @@ from verl.config.schema.reward import RewardConfig
 from verl.config.schema.role import GlobalProfilerConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.trainer import AsyncTrainingConfig, TrainerConfig
+from verl.config.schema.tree import STEPS
 from verl.registry import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.schema.bounds import AMOUNT, COPIES, COUNT, EVERY, POSITIVE, ROWS, ValueBound, at_least
 from verl.config.schema.data import ImageDataConfig
-from verl.config.schema.engine import FSDPEngineConfig
-from verl.config.schema.megatron import LIKE_ENGINE, MegatronEngineConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
-from verl.config.schema.role import COPY_CHECK, CheckpointContentsConfig, OptimizerConfig, ProfilerConfig
+from verl.config.schema.role import (
+    COPY_CHECK,
+    LIKE_ENGINE,
+    CheckpointContentsConfig,
+    FSDPEngineConfig,
+    MegatronEngineConfig,
+    OptimizerConfig,
+    ProfilerConfig,
+)
 from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE, TorchTitanEngineConfig
+from verl.config.schema.tree import AMOUNT, COPIES, COUNT, EVERY, POSITIVE, ROWS, ValueBound, at_least
 
 _TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.schema.bounds import AMOUNT, COPIES, COUNT, EVERY, POSITIVE
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.role import COPY_CHECK
+from verl.config.schema.tree import AMOUNT, COPIES, COUNT, EVERY, POSITIVE
 
 
 @dataclass(frozen=True)

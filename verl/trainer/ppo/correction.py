@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from verl.algorithms.rollout_correction import Correction, CorrectionResult, correction_of, importance_sampling_of
 from verl.config import AlgoConfig
-from verl.config.schema.thresholds import importance_sampling
+from verl.config.schema.algorithm import importance_sampling
 from verl.errors import DataError
 from verl.protocol import DataProto
 

@@ -19,8 +19,7 @@ from verl.algorithms.advantages import AdvantageEstimator
 from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, to_dict
 from verl.config.loading.configuration import config_from
-from verl.config.machine import topology
-from verl.config.rules import elastic
+from verl.config.machine import pools, topology
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps
@@ -180,7 +179,7 @@ class RayPPOTrainer:
         for pool, classes in by_pool.items():
             together = create_colocated_worker_cls(classes, placement.random_streams(classes))
             # The service is a process anywhere; the pool is for replicas, which are replaced.
-            is_elastic = "rollout" in classes and elastic.is_elastic(self.config)
+            is_elastic = "rollout" in classes and pools.is_elastic(self.config)
             group = make_group(None if is_elastic else pool, together, seed=self.config.trainer.seed)
             places.append(group.placement())
             groups |= group.spawn(list(classes))
@@ -196,7 +195,7 @@ class RayPPOTrainer:
 
     def _keeper(self, groups: Mapping[str, WorkerGroup], on: str) -> ReplicaKeeper | None:
         """Of replicas that are replaced (``rollout.max_replacements``)."""
-        if "rollout" not in groups or not elastic.is_elastic(self.config):
+        if "rollout" not in groups or not pools.is_elastic(self.config):
             return None
         arguments = build.worker_arguments(self.config, "rollout", self.total_training_steps, on)
         replica = ClassWithInitArgs(ReplicaWorker, arguments["config"], arguments["context"])
