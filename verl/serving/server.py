@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ class Server:
         authorize: token -> its owner, None for an unknown one; has to take the same time for any wrong token.
         names: what a Host header may say besides the names of loopback.
         key: of a server that proves to its clients that it knows it; see `secret`.
+        bodies: path -> bytes of a body, where a route takes more than ``limits.body``.
     """
 
     routes: dict[tuple[str, str], Handle]
@@ -51,6 +52,7 @@ class Server:
     limits: ServerLimits = field(default_factory=ServerLimits)
     names: tuple[str, ...] = ()
     key: str | None = None
+    bodies: Mapping[str, int] = field(default_factory=dict)
     address: str = ""
     _server: asyncio.Server | None = None
     _state: ServerState = field(default_factory=ServerState)
@@ -140,9 +142,14 @@ class Server:
 
     def _check_length(self, request: Request) -> None:
         length = request.headers.get("content-length", "0")  # digits alone: h11 takes nothing else
-        if len(length) > 19 or int(length) > self.limits.body:
-            allowed = f"at most {self.limits.body} are allowed"
+        most = self.most_bytes(request)
+        if len(length) > 19 or int(length) > most:
+            allowed = f"at most {most} are allowed"
             raise ApiError(413, f"The body has {length[:20]} bytes; {allowed}.", "too_large")
+
+    def most_bytes(self, request: Request) -> int:
+        """That a body may have."""
+        return self.bodies.get(request.url.path, self.limits.body)
 
     def proof(self, request: Request, status: int, body: bytes) -> dict[str, str]:
         nonce = request.headers.get(secret.NONCE, "")
@@ -197,7 +204,7 @@ class _Endpoint:
         await self.server.refusal(error, request)(request.scope, request.receive, send)
 
     async def _read(self, request: Request) -> bytes:
-        parts, total, most = [], 0, self.server.limits.body
+        parts, total, most = [], 0, self.server.most_bytes(request)
         async for part in request.stream():
             total += len(part)
             if total > most:

@@ -85,6 +85,13 @@ def test_a_bad_request_is_refused_by_name_and_the_one_beside_it_is_answered(samp
     assert good.status == 200 and len(good.json()["token_ids"]) == 4
 
 
+def test_only_images_may_have_a_long_body(sampler):
+    long = {"pictures": "p", "content": "{}", "blobs": ["x" * (17 << 20)]}
+    tokens, images = asked(sampler, (own.GENERATE, long), (own.SHOW, long))
+    assert tokens.status == 413 and f"at most {16 << 20} are allowed" in tokens.json()["error"]["message"]
+    assert images.status == 400 and "not the images of a request" in images.json()["error"]["message"]
+
+
 def test_an_abort_of_no_requests_ends_none_and_one_that_names_none_ends_all(sampler):
     async def run():
         host = Host(sampler, KEY)

@@ -37,14 +37,14 @@ from verl.rollout.server.pictures import LACKS, NAME, PictureStore
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
 from verl.rollout.threaded import threaded
-from verl.serving import ApiError, Handle, HttpRequest, HttpResponse, Server, ServerLimits, loopback, secret, unix
+from verl.serving import ApiError, Handle, HttpRequest, HttpResponse, Server, loopback, secret, unix
 from verl.storage import copy_to_local
 from verl.weight_sync import chunk_weights
 
 BUCKET_BYTES = 256 << 20
 LISTENING = "listening on "
 EVERYWHERE = ("0.0.0.0", "::")
-LIMITS = ServerLimits(body=256 << 20)
+BODIES = {own.SHOW: 256 << 20}
 """A prompt's images fit: 24 bytes for each pixel as the model's processor makes them, and a third more in JSON."""
 
 
@@ -87,9 +87,9 @@ class Host:
         server = Server(
             routes,
             authorize=lambda token: True if hmac.compare_digest(token.encode(), expected) else None,
-            limits=LIMITS,
             names=names,
             key=self.key,
+            bodies=BODIES,
         )
         await server.start(on)
         ready(server.address)
