@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from verl.rollout.server import own
 from verl.rollout.server import pictures as module
 from verl.rollout.server.host import Host
 from verl.rollout.server.openai import GENERATE
+from verl.rollout.server.pictures import png_url
 from verl.rollout.server.sampler import ServerSampler
 from verl.rollout.threaded import threaded
 from verl.serving import loopback
@@ -278,7 +280,7 @@ def test_a_vllm_server_gets_one_placeholder_and_one_png_for_each_image(seeing_mo
         for done in ask(sampler, first, second):
             assert (done.token_ids, done.log_probs) == ((7, 9), (-0.5, -0.25))
         ask(sampler, replace(first, images=None))
-        one, two = server.payloads(GENERATE)
+        one, two = sorted(server.payloads(GENERATE), key=lambda payload: payload["request_id"])
         (text,) = server.payloads(PATH)
     assert one["token_ids"] == collapsed and one["return_token_ids"] is True and one["request_id"] == "r0"
     for part, image in zip(one["content_parts"], first.images, strict=True):
@@ -293,6 +295,24 @@ def test_a_vllm_server_gets_one_placeholder_and_one_png_for_each_image(seeing_mo
         sampler._dialect.key(first) == "generate-tokens-r0"
         and sampler._dialect.key(replace(first, images=None))[:5] == "cmpl-"
     )
+
+
+def test_images_become_png_outside_the_event_loop_and_once(seeing_model, seen, monkeypatch):
+    (first, _), _ = seen
+    encoded = []
+
+    def png(image):
+        encoded.append((threading.current_thread(), image))
+        return png_url(image)
+
+    monkeypatch.setattr("verl.rollout.server.dialect.png_url", png)
+    with serving({GENERATE: vllm_answer(first)}) as server:
+        sampler = over(server, seeing_model())
+        asyncio.run(sampler.connect())
+        ask(sampler, *(replace(first, id=f"r{number}") for number in range(3)))
+        assert len(server.payloads(GENERATE)) == 3
+    assert [id(image) for _, image in encoded] == [id(image) for image in first.images]
+    assert threading.main_thread() not in [thread for thread, _ in encoded]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +337,7 @@ def test_sglang_gets_one_placeholder_and_one_png_for_each_image(seeing_model, se
     used = [*first.token_ids, 8]
     with serving({"/generate": (status, {**answer, "prompt_token_ids": used})}) as server:
         done = ask(over(server, seeing_model(), api="sglang"), first, second, replace(first, id="t", images=None))
-        one, _, text = server.payloads("/generate")
+        one, _, text = sorted(server.payloads("/generate"), key=lambda payload: payload["rid"])
     assert [one.token_ids for one in done] == [(7, 8)] * 3
     assert one["input_ids"] == collapsed and one["return_prompt_token_ids"] is True
     assert [pixels(url).shape for url in one["image_data"]] == [(56, 56, 3), (84, 56, 3)]

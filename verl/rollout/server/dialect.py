@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ class Dialect(ABC):
 
     def __init__(self, ask: AskServer, model: str, text: Callable[[], Text]):
         self.ask, self.model, self.text = ask, model, text
-        self._urls = ByIdentity(png_url)
+        self._urls = ByIdentity(lambda image: asyncio.ensure_future(asyncio.to_thread(png_url, image)))
 
     @abstractmethod
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
@@ -83,9 +84,9 @@ class Dialect(ABC):
             )
         return await post(payload)
 
-    def image_urls(self, request: Request) -> list[str]:
-        """Its images as data URLs; the samples of a prompt share the work."""
-        return [self._urls.of(image) for image in request.images or ()]
+    async def image_urls(self, request: Request) -> list[str]:
+        """Its images as data URLs, encoded in threads; the samples of a prompt share the work."""
+        return [await asyncio.shield(self._urls.of(image)) for image in request.images or ()]
 
     @property
     def bias(self) -> dict[str, Any]:

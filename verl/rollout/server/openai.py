@@ -58,11 +58,8 @@ class VLLMDialect(Dialect):
             **({"priority": request.priority} if request.priority else {}),
         }
         if request.sees:
-            prompt = {
-                "token_ids": collapsed(request, self.image_token_id),
-                "content_parts": [{"type": "image_url", "url": url} for url in self.image_urls(request)],
-            }
-            return GENERATE, {**payload, **prompt, "sampling_params": parameters}
+            prompt = collapsed(request, self.image_token_id)
+            return GENERATE, {**payload, "token_ids": prompt, "sampling_params": parameters}
         return PATH, {
             **payload,
             **parameters,
@@ -72,6 +69,9 @@ class VLLMDialect(Dialect):
         }
 
     async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+        if request.sees:
+            urls = await self.image_urls(request)
+            payload = {**payload, "content_parts": [{"type": "image_url", "url": url} for url in urls]}
         try:
             return await post(payload)
         except RolloutError as error:

@@ -14,6 +14,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled, collapsed
 from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, shortest_of, token_ids
+from verl.rollout.server.pictures import Post
 
 IMAGES = (
     "Use SGLang 0.5.23 or newer, without SGLANG_MM_AVOID_RETOKENIZE=0, with an image processor of the same limits as "
@@ -32,10 +33,8 @@ class SGLangDialect(Dialect):
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
-        seen = {"image_data": self.image_urls(request), "return_prompt_token_ids": True} if request.sees else {}
         return "/generate", {
             "input_ids": collapsed(request, self.image_token_id),
-            **seen,
             "rid": request.id,
             "return_logprob": True,
             "logprob_start_len": -1,  # of the response only
@@ -54,6 +53,11 @@ class SGLangDialect(Dialect):
                 **self.bias,
             },
         }
+
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+        if request.sees:
+            payload = {**payload, "image_data": await self.image_urls(request), "return_prompt_token_ids": True}
+        return await post(payload)
 
     def answer(self, request: Request, content: Any) -> Sampled:
         content = content[0] if isinstance(content, list) else content
