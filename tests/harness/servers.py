@@ -47,6 +47,7 @@ class ScriptedServer:
         self.paths = {**ALIVE, **paths}
         self.seen: list[tuple[str, str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.num_connections = 0
         self._ready = threading.Event()
         self._stop: Callable[[], object] = lambda: None
 
@@ -74,6 +75,7 @@ class ScriptedServer:
         server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         try:
             line = h11.Connection(h11.SERVER)
             while (found := await read_request(line, reader)) is not None:

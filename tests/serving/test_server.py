@@ -50,12 +50,16 @@ def visited(visit, on=None, limits=None, **options):
 def said(here: Server, data: bytes | str, half: bool = False) -> bytes:
     """All that comes back for some bytes."""
     with socket.create_connection(("127.0.0.1", here.port), timeout=WAIT) as line:
-        line.sendall(data.encode("latin-1") if isinstance(data, str) else data)
-        if half:
-            line.shutdown(socket.SHUT_WR)
         found = b""
-        while piece := line.recv(1 << 16):
-            found += piece
+        try:
+            line.sendall(data.encode("latin-1") if isinstance(data, str) else data)
+            if half:
+                line.shutdown(socket.SHUT_WR)
+            while piece := line.recv(1 << 16):
+                found += piece
+        except OSError:  # a head that is too long may be ended by a reset
+            if not half:
+                raise
         return found
 
 
@@ -160,12 +164,13 @@ def test_programs_without_a_key_keep_nobody_out_and_take_few_descriptors():
         before = psutil.Process().num_fds()
         lines = [socket.create_connection(("127.0.0.1", here.port), timeout=WAIT) for _ in range(200)]
         assert works(here)
-        taken = psutil.Process().num_fds() - before - len(lines)
+        wait_until(lambda: psutil.Process().num_fds() - before - len(lines) <= 20)
+        assert works(here) and len(here.connections) == 20
         for line in lines:
             line.close()
-        return taken
+        return True
 
-    assert visited(visit, limits=ServerLimits(strangers=20)) <= 22
+    assert visited(visit, limits=ServerLimits(strangers=20, head_seconds=30.0))
 
 
 @pytest.mark.parametrize("is_unix", [False, True])
@@ -200,35 +205,22 @@ def test_a_burst_of_requests_with_the_key_is_not_taken_for_programs_without_one(
     assert asyncio.run(run()) == list(range(400))
 
 
-def test_a_connection_too_many_is_told_so_unless_one_that_is_idle_can_make_room():
+def test_a_request_over_a_connection_too_many_is_refused_until_one_ends():
     def visit(here):
-        async def run():
-            busy = Client(here.address)
-            held = [await asyncio.open_connection("127.0.0.1", here.port) for _ in range(2)]
-            for _, writer in held:  # let in, and in the middle of a body
-                writer.write((HEAD + "content-length: 10\r\n\r\n{").encode())
-            wait_until(lambda: len(connections()) == 2 and not any(one in one._open.strangers for one in connections()))
-            refused = await busy.ask("POST", "/a", {})
-            for reader, writer in held:
-                writer.write(b'"a": 123}')
-                assert (await reader.readexactly(15)).startswith(b"HTTP/1.1 200")
-            wait_until(lambda: sum(one in one._open.idle for one in connections()) == 2)
-            again = await asyncio.open_connection("127.0.0.1", here.port)
-            again[1].write((HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}").encode())
-            return refused, await again[0].readexactly(15)
-
-        def connections():
-            return list(here._state.connections)
-
-        return asyncio.run(run())
+        held = [socket.create_connection(("127.0.0.1", here.port), timeout=WAIT) for _ in range(2)]
+        wait_until(lambda: len(here.connections) == 2)
+        refused = said(here, HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}")
+        held.pop().close()
+        wait_until(lambda: len(here.connections) == 1)
+        held.pop().close()
+        return refused, works(here)
 
     refused, served = visited(visit, limits=ServerLimits(connections=2))
-    assert refused.status == 503 and "ulimit" in refused.json()["error"]["message"]
-    assert served.startswith(b"HTTP/1.1 200")
+    assert refused.startswith(b"HTTP/1.1 503") and served
 
 
 def test_the_number_of_connections_follows_what_the_process_may_open(monkeypatch):
-    monkeypatch.setattr("verl.serving.connection.resource.getrlimit", lambda which: (1024, 4096))
+    monkeypatch.setattr("verl.serving.server.resource.getrlimit", lambda which: (1024, 4096))
     assert ServerLimits().most == 512 and ServerLimits(connections=7).most == 7
 
 
@@ -251,7 +243,7 @@ def test_a_client_that_leaves_its_answer_unread_is_dropped():
         with socket.create_connection(("127.0.0.1", here.port), timeout=WAIT) as line:
             line.sendall((HEAD + "content-length: 2\r\n\r\n{}").encode())
             assert begun.wait(WAIT)
-            wait_until(lambda: not here._state.connections)
+            wait_until(lambda: not here.connections)
             return True
 
     assert asyncio.run(run())
@@ -324,7 +316,7 @@ def test_a_server_that_comes_later_to_an_address_hears_nothing_of_the_key_and_is
         await other.start(loopback(int(client.url.rpartition(":")[2])))
         try:
             for _ in range(2):
-                with pytest.raises(WireError, match="does not know the key"):
+                with pytest.raises(WireError, match=r"not from a server that knows the key|does not know the key"):
                     await client.ask("POST", "/a", {})
         finally:
             await other.close()
@@ -333,26 +325,38 @@ def test_a_server_that_comes_later_to_an_address_hears_nothing_of_the_key_and_is
     assert heard == []
 
 
-def test_the_proof_and_the_request_with_the_key_go_over_one_connection():
-    seen = []
-
-    async def count(asked):
-        seen.append(len(here._state.connections))
-        return HttpResponse({})
-
-    here = Server({("POST", "/a"): count}, authorize=lambda token: token == KEY or None, key=KEY)
-
+def test_a_server_that_was_started_again_proves_its_key_again():
     async def run():
-        await here.start()
+        first = server(key=KEY)
+        await first.start()
+        client = Client(first.address, key=KEY)
+        await client.ask("POST", "/a", {})
+        await first.close()
+        second = server(key=KEY)
+        await second.start(loopback(int(client.url.rpartition(":")[2])))
         try:
-            client = Client(here.address, key=KEY)
-            await asyncio.gather(*(client.ask("POST", "/a", {}) for _ in range(3)))
-            await client.ask("POST", "/a", {})
+            return (await client.ask("POST", "/a", {"c": 2})).json()
         finally:
-            await here.close()
+            await second.close()
 
-    asyncio.run(run())
-    assert len(seen) == 4 and max(seen) <= 3
+    assert asyncio.run(run()) == {"c": 2}
+
+
+def signed(run: str, method="POST", target="/a", body=b"{}") -> str:
+    """What a client signs for a run of a server, as text of a request to POST /a with the body {}."""
+    proof = secret.of_request(KEY, run, "n", method, "localhost", target, secret.digest(body))
+    lines = {"host": "localhost", secret.NONCE: "n", secret.DIGEST: secret.digest(body), secret.PROOF: proof,
+             "content-length": "2", "connection": "close"}  # fmt: skip
+    return "POST /a HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n{}"
+
+
+@pytest.mark.parametrize(
+    "other, status",
+    [({}, 200), ({"method": "GET"}, 401), ({"target": "/b"}, 401), ({"body": b"[]"}, 400), ({"run": "other"}, 401)],
+)
+def test_a_signature_is_of_use_for_one_request_to_one_run(other, status):
+    answer = visited(lambda here: said(here, signed(**{"run": here._run, **other})), key=KEY)
+    assert answer.startswith(f"HTTP/1.1 {status}".encode())
 
 
 def test_a_connection_that_was_told_the_proof_and_then_says_nothing_is_ended():
@@ -360,16 +364,18 @@ def test_a_connection_that_was_told_the_proof_and_then_says_nothing_is_ended():
         return said(here, f"GET {secret.PATH} HTTP/1.1\r\nhost: localhost\r\n{secret.NONCE}: n\r\n\r\n")
 
     answer = visited(visit, limits=ServerLimits(head_seconds=2.0, idle_seconds=3600.0), key=KEY)
-    assert secret.of_server(KEY, "n").encode() in answer
+    claim = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert claim["proof"] == secret.of_server(KEY, "n", claim["run"])
 
 
-def test_a_proof_belongs_to_one_number_one_status_and_one_body():
+def test_a_proof_belongs_to_one_number_one_run_one_status_and_one_body():
     proofs = {
-        secret.of_server(KEY, "n"),
-        secret.of_server(KEY, "m"),
-        secret.of_server("other", "n"),
+        secret.of_server(KEY, "n", "r"),
+        secret.of_server(KEY, "m", "r"),
+        secret.of_server(KEY, "n", "s"),
+        secret.of_server("other", "n", "r"),
         secret.of_answer(KEY, "n", 200, b"a"),
         secret.of_answer(KEY, "n", 200, b"b"),
         secret.of_answer(KEY, "n", 400, b"a"),
     }
-    assert len(proofs) == 6
+    assert len(proofs) == 7

@@ -2,8 +2,7 @@
 
 from verl.serving import secret
 from verl.serving.answers import ApiError, Handle, HttpRequest, HttpResponse
-from verl.serving.connection import ServerLimits
 from verl.serving.listener import loopback, unix
-from verl.serving.server import Server
+from verl.serving.server import Server, ServerLimits
 
 __all__ = ["ApiError", "Handle", "HttpRequest", "HttpResponse", "Server", "ServerLimits", "loopback", "secret", "unix"]

@@ -1,6 +1,5 @@
-"""Questions over HTTP that end: h11 on asyncio streams, with a pool of connections for each event loop.
+"""Questions over HTTP that end: aiohttp's client, and the proof that both sides know a key which neither sends.
 
-A pool of its own, because a request through httpx costs 3 to 19 times the processor time (`docs/concepts/design.md`).
 Left out on purpose: redirects, compression, cookies, proxies, bodies that are streamed.
 """
 
@@ -9,28 +8,31 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import ssl
-import struct
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-import h11
+from aiohttp import (
+    BaseConnector,
+    ClientError,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+    UnixConnector,
+)
 
 from verl.errors import ConfigError
 from verl.json_text import read_json
 from verl.serving import secret
 
-MAX_HEAD = 64 << 10
 MAX_BODY = 512 << 20
-PIECE = 1 << 16
 UNIX = "unix:"
-OPENING = 32
-"""Connections that a client may be opening at once: a server of this library ends some of those that have not shown the
-key while there are too many of them, and a burst of requests must not look like strangers."""
+KEEP_SECONDS = 4.0
+"""For which an idle connection is kept: servers end theirs after 5 s or later, and a request must not meet that end."""
 
 
 class WireError(Exception):
@@ -61,25 +63,15 @@ class Reply:
             raise WireError(f"not JSON: {self.body[:80]!r}") from error
 
 
-@dataclass
-class _Connection:
-    """A connection."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    state: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT, MAX_HEAD))
-    is_fresh: bool = True
-
-
 class _Pool:
-    """The connections of one event loop."""
+    """The connections of one event loop, and the run of the server that it talks to."""
 
-    def __init__(self, size: int):
-        # Requests of one event loop, each for its whole length.
-        self.slots = asyncio.Semaphore(size)
-        # Connections of these requests that are not open yet; inside `slots`.
-        self.opening = asyncio.Semaphore(OPENING)
-        self.idle: list[_Connection] = []
+    def __init__(self, held: AsyncGenerator[ClientSession]):
+        self.held = held
+        # The signed requests of one event loop, while the first of them gets the proof of the server.
+        self.lock = asyncio.Lock()
+        self.session: ClientSession | None = None
+        self.run: str | None = None
 
 
 class Client:
@@ -89,8 +81,8 @@ class Client:
         url: ``http://host:port``, ``https://...`` with a path if everything is below one, or ``unix:/path``.
         max_connections: open at once; further requests wait.
         headers: sent with every request.
-        key: of a server of this library: it is not sent to one that does not prove that it knows it, and no answer of
-            such a one is believed.
+        key: of a server of this library: requests are signed with it, after the server has proved that it knows it,
+            and only signed answers are believed.
     """
 
     def __init__(
@@ -104,10 +96,10 @@ class Client:
                 "not the address of a server", key="actor_rollout_ref.rollout.server.url", got=url,
                 allowed="http://host:port, unix:/path",
             )  # fmt: skip
-        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        self._base = parts.path.rstrip("/")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._headers = {"host": parts.netloc, "content-type": "application/json", **(headers or {})}
+        self._origin, self._base, self._host = f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/"), parts.netloc
+        self._headers = {
+            "host": parts.netloc, "content-type": "application/json", "accept-encoding": "identity", **(headers or {})
+        }  # fmt: skip
         self._size = max_connections
         self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = WeakKeyDictionary()
 
@@ -115,9 +107,13 @@ class Client:
         """One attempt.
 
         Raises:
-            WireError, OSError, asyncio.TimeoutError: no answer, none in time, or one of another program.
+            WireError, OSError, TimeoutError: no answer, none in time, or one of another program.
         """
-        return await asyncio.wait_for(self._ask(method, path, payload), timeout)
+        body = b"" if payload is None else json.dumps(payload).encode()
+        async with asyncio.timeout(timeout):
+            if self.key is None:
+                return await self._exchange(method, self._base + path, self._headers, body)
+            return await self._signed(method, self._base + path, body, self.key)
 
     async def proves(self, key: str, timeout: float = 60.0) -> bool:
         """Whether the server knows a key, which is not sent to it; False if it has no answer to that.
@@ -125,154 +121,98 @@ class Client:
         Raises:
             WireError: it claims to, and does not. As `ask` besides.
         """
+        async with asyncio.timeout(timeout):
+            return await self._run_of_server(key) is not None
 
-        async def ask() -> bool:
-            line = await self._open()
+    async def _signed(self, method: str, target: str, body: bytes, key: str) -> Reply:
+        pool = self._pool()
+        while True:
+            async with pool.lock:
+                if pool.run is None:
+                    pool.run = await self._run_of_server(key)
+                run = pool.run
+            if run is None:
+                raise WireError("the server there does not prove that it knows the key")
+            nonce = secret.new_nonce()
+            signed = secret.of_request(key, run, nonce, method, self._host, target, secret.digest(body))
+            headers = {**self._headers, secret.NONCE: nonce, secret.DIGEST: secret.digest(body), secret.PROOF: signed}
             try:
-                return await self._has_proved(line, key)
-            finally:
-                line.writer.close()
+                reply = await self._exchange(method, target, headers, body)
+                proof = secret.of_answer(key, nonce, reply.status, reply.body)
+                if not secret.same(reply.headers.get(secret.PROOF, ""), proof):
+                    raise WireError("the answer is not from a server that knows the key")
+            except (OSError, WireError):
+                pool.run = None  # another program may come to the address
+                raise
+            if reply.status != 401 or pool.run != run:
+                return reply
+            pool.run = await self._run_of_server(key)  # it may have been started again since the proof
+            if pool.run == run:
+                return reply
 
-        return await asyncio.wait_for(ask(), timeout)
-
-    async def _ask(self, method: str, path: str, payload: Any) -> Reply:
-        body = b"" if payload is None else json.dumps(payload).encode()
-        if self.key is None:
-            return await self._exchange(method, self._base + path, self._headers, body)
+    async def _run_of_server(self, key: str) -> str | None:
+        """The name of the server's run, with the proof that it knows the key; None if it has no answer to that."""
         nonce = secret.new_nonce()
-        headers = {**self._headers, "authorization": f"Bearer {self.key}", secret.NONCE: nonce}
-        reply = await self._exchange(method, self._base + path, headers, body)
-        proof = secret.of_answer(self.key, nonce, reply.status, reply.body)
-        if not secret.same(reply.headers.get(secret.PROOF, ""), proof):
-            raise WireError("the answer is not from a server that knows the key")
-        return reply
+        plain = {name: value for name, value in self._headers.items() if name != "authorization"}
+        reply = await self._exchange("GET", secret.PATH, {**plain, secret.NONCE: nonce}, b"")
+        if reply.status != 200:
+            return None
+        claim = reply.json()
+        run = str(claim.get("run")) if isinstance(claim, dict) else ""
+        if not isinstance(claim, dict) or not secret.same(str(claim.get("proof")), secret.of_server(key, nonce, run)):
+            raise WireError("the server there does not know the key: another program has its address")
+        return run
 
     async def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
-        question = _request(method, target, headers, body)
+        session = await self._session()
+        try:
+            async with session.request(
+                method, self._origin + target, data=body or None, headers=headers, allow_redirects=False
+            ) as response:
+                parts, total = [], 0
+                async for part in response.content.iter_any():
+                    parts.append(part)
+                    total += len(part)
+                    if total > MAX_BODY:
+                        raise WireError("the body is too long")
+                names = {name.lower(): value for name, value in response.headers.items()}
+                return Reply(response.status, names, b"".join(parts))
+        except ClientError as error:
+            if isinstance(error, OSError):
+                raise
+            raise WireError(f"not an HTTP answer: {error}") from error
+
+    def _pool(self) -> _Pool:
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:
-            pool = self._pools[loop] = _Pool(self._size)
-        async with pool.slots:
+            pool = self._pools[loop] = _Pool(self._held())
+        return pool
+
+    async def _session(self) -> ClientSession:
+        pool = self._pool()
+        if pool.session is None:
+            pool.session = await anext(pool.held)
+        return pool.session
+
+    async def _held(self) -> AsyncGenerator[ClientSession]:
+        """A session until the event loop ends, which closes what is still suspended in it."""
+        if self._unix is not None:
+            _check_owner(self._unix)
+        connector: BaseConnector = (
+            UnixConnector(self._unix, limit=self._size, keepalive_timeout=KEEP_SECONDS)
+            if self._unix is not None
+            else TCPConnector(limit=self._size, keepalive_timeout=KEEP_SECONDS)
+        )
+        async with ClientSession(
+            connector=connector, cookie_jar=DummyCookieJar(), timeout=ClientTimeout(total=None), auto_decompress=False
+        ) as session:
             while True:
-                line = pool.idle.pop() if pool.idle else await self._opened(pool)
-                reply = await self._over(line, question, body, pool)
-                if reply is not None:
-                    return reply
-                if line.is_fresh:
-                    raise WireError("the server closed the connection without an answer")
-
-    async def _over(self, line: _Connection, question: h11.Request, body: bytes, pool: _Pool) -> Reply | None:
-        """The answer; None if a connection that had been idle turns out to be closed."""
-        is_kept = False
-        try:
-            reply = await _round(line, question, body)
-            is_kept = reply is not None and line.state.our_state is h11.IDLE
-            return reply
-        except (ConnectionResetError, BrokenPipeError):
-            if line.is_fresh:
-                raise
-            return None
-        except h11.ProtocolError as error:
-            raise WireError(f"not an HTTP answer: {error}") from error
-        finally:
-            # A request that was given up must not leave its answer to the next one: the server sees the end of the
-            # connection and stops sampling.
-            if is_kept:
-                line.is_fresh = False
-                pool.idle.append(line)
-            else:
-                line.writer.close()
-
-    async def _opened(self, pool: _Pool) -> _Connection:
-        """One that became idle while others were being opened, or a new one; its question is written at once."""
-        async with pool.opening:
-            return pool.idle.pop() if pool.idle else await self._connect()
-
-    async def _connect(self) -> _Connection:
-        """A new connection; its server has proved that it knows the key, if there is one.
-
-        Each has to: another program may have come to the address since the last one was opened.
-        """
-        line = await self._open()
-        try:
-            if self.key is not None and not await self._has_proved(line, self.key):
-                raise WireError("the server there does not prove that it knows the key")
-        except BaseException:
-            line.writer.close()
-            raise
-        return line
-
-    async def _has_proved(self, line: _Connection, key: str) -> bool:
-        nonce = secret.new_nonce()
-        plain = {name: value for name, value in self._headers.items() if name != "authorization"}
-        try:
-            reply = await _round(line, _request("GET", secret.PATH, {**plain, secret.NONCE: nonce}, b""), b"")
-        except h11.ProtocolError as error:
-            raise WireError(f"not an HTTP answer: {error}") from error
-        if reply is None:
-            raise WireError("the server closed the connection without an answer")
-        if reply.status != 200:
-            return False
-        claim = reply.json()
-        if not isinstance(claim, dict) or not secret.same(str(claim.get("proof")), secret.of_server(key, nonce)):
-            raise WireError("the server there does not know the key: another program has its address")
-        return True
-
-    async def _open(self) -> _Connection:
-        if self._unix is None:
-            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=self._tls))
-        line = _Connection(*await asyncio.open_unix_connection(self._unix))
-        _check_peer(line.writer)
-        return line
+                yield session
 
 
-def _request(method: str, target: str, headers: Mapping[str, str], body: bytes) -> h11.Request:
-    return h11.Request(method=method, target=target, headers=[*headers.items(), ("content-length", str(len(body)))])
-
-
-async def _round(line: _Connection, question: h11.Request, body: bytes) -> Reply | None:
-    """One request and its answer; None if the connection ended before it began."""
-    events = (question, h11.Data(data=body), h11.EndOfMessage()) if body else (question, h11.EndOfMessage())
-    line.writer.write(b"".join(line.state.send(event) or b"" for event in events))
-    await line.writer.drain()
-    reply = await _read(line)
-    if line.state.our_state is line.state.their_state is h11.DONE:
-        line.state.start_next_cycle()
-    return reply
-
-
-async def _read(line: _Connection) -> Reply | None:
-    """The next answer; None if the connection ended before it began."""
-    head: h11.Response | None = None
-    parts: list[bytes] = []
-    total, is_silent = 0, True
-    while True:
-        event = line.state.next_event()
-        if event is h11.NEED_DATA:
-            data = await line.reader.read(PIECE)
-            if not data and is_silent:
-                return None
-            is_silent = False
-            line.state.receive_data(data)
-        elif isinstance(event, h11.Response):
-            head = event
-        elif isinstance(event, h11.Data):
-            parts.append(bytes(event.data))
-            total += len(event.data)
-            if total > MAX_BODY:
-                raise WireError("the body is too long")
-        elif isinstance(event, h11.EndOfMessage):
-            assert head is not None
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-            return Reply(head.status_code, headers, b"".join(parts))
-
-
-def _check_peer(writer: asyncio.StreamWriter) -> None:
-    """A unix socket tells whose process listens there."""
-    size = struct.calcsize("3i")
-    raw = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    owner = struct.unpack("3i", raw)[1]
+def _check_owner(path: str) -> None:
+    """A unix socket belongs to the user whose process listens there."""
+    owner = Path(path).stat().st_uid
     if owner not in (os.geteuid(), 0):
-        writer.close()
         raise WireError(f"the process that listens there belongs to user {owner}")

@@ -1,7 +1,9 @@
-"""A key that both sides of a connection know: the client shows it, and the server proves that it knows it, too.
+"""A key that both sides of a connection know and neither sends: the server proves that it knows it, and requests and
+answers are signed with it.
 
-A server that took the port of another one first cannot prove it, so a client neither tells it the key nor believes what
-it answers. The proof is a keyed hash over a number of the client's that is used once, and over the answer.
+A server that took the port of another one first cannot prove it, so a client sends it nothing and believes nothing of
+it. The proof is a keyed hash over a number of the client's that is used once. A signature is one over the head of a
+request and the hash of its body, for one run of one server: a program that hears a request cannot use it elsewhere.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import hashlib
 import hmac
 import secrets
 
-NONCE, PROOF = "x-verl-nonce", "x-verl-proof"
+NONCE, PROOF, DIGEST = "x-verl-nonce", "x-verl-proof", "x-verl-digest"
 """Headers of a request and of its answer."""
 PATH = "/verl/proof"
-"""Answered without the key: the proof for a number, and nothing else."""
+"""Answered without the key: the proof for a number and a run, and nothing else."""
 LONGEST = 64
 
 
@@ -27,14 +29,24 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def of_server(key: str, nonce: str) -> str:
-    """The proof that a server knows the key."""
-    return _hash(key, b"server", nonce, b"")
+def digest(body: bytes) -> str:
+    """The hash of a body."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def of_server(key: str, nonce: str, run: str) -> str:
+    """The proof that a server knows the key, and the name of its run."""
+    return _hash(key, "server", nonce, run)
+
+
+def of_request(key: str, run: str, nonce: str, method: str, host: str, target: str, body_digest: str) -> str:
+    """The signature of a request to one run of the server at ``host``."""
+    return _hash(key, "request", nonce, run, method, host, target, body_digest)
 
 
 def of_answer(key: str, nonce: str, status: int, body: bytes) -> str:
     """The proof that an answer comes from a server that knows the key, and belongs to this request."""
-    return _hash(key, f"answer {status}".encode(), nonce, body)
+    return _hash(key, "answer", nonce, str(status), digest(body))
 
 
 def same(one: str, other: str) -> bool:
@@ -42,6 +54,5 @@ def same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
 
-def _hash(key: str, purpose: bytes, nonce: str, body: bytes) -> str:
-    text = b"\n".join((purpose, nonce.encode(), hashlib.sha256(body).digest()))
-    return hmac.new(key.encode(), text, hashlib.sha256).hexdigest()
+def _hash(key: str, *parts: str) -> str:
+    return hmac.new(key.encode(), "\n".join(parts).encode(), hashlib.sha256).hexdigest()

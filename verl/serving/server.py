@@ -1,30 +1,31 @@
-"""The server: Starlette on uvicorn's protocol; every request needs a token, and none can hurt another.
+"""The server: Starlette on uvicorn; every request needs a token or a signature, and none can hurt another.
 
 Before a body is read, its length and the token are looked at. Browsers are turned away (an Origin header, a Host that
-is not this machine), and work whose client has gone is cancelled. The server lives in the event loop of its caller.
+is not this machine), and work whose client has gone is cancelled. Connections that show no key in time are ended. The
+server lives in the event loop of its caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn import Config
-from uvicorn.server import ServerState
 
 from verl.errors import VerlError
 from verl.serving import listener, secret
 from verl.serving.answers import ApiError, Handle, HttpRequest, HttpResponse, as_json
-from verl.serving.connection import CONNECTION, Connection, OpenConnections, ServerLimits
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 BACKLOG = 2048
@@ -33,6 +34,39 @@ JSON = "application/json"
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """How much clients may take.
+
+    Args:
+        head: bytes of a request's head.
+        body: bytes of its body.
+        connections: open at once, at most half of the descriptors that the process may have; a request over one more
+            is answered with 503.
+        strangers: of them, connections that have shown no key; a burst of a client's is one, too, for a moment.
+        head_seconds: in which a connection has to show a key.
+        read_seconds: for a body.
+        idle_seconds: between two requests.
+        write_seconds: for which a client may leave an answer unread.
+        linger_seconds: how long the rest of a refused body is taken, so that its sender gets to read the answer.
+    """
+
+    head: int = 64 << 10
+    body: int = 16 << 20
+    connections: int = 4096
+    strangers: int = 2048
+    head_seconds: float = 10.0
+    read_seconds: float = 30.0
+    idle_seconds: float = 60.0
+    write_seconds: float = 60.0
+    linger_seconds: float = 2.0
+
+    @property
+    def most(self) -> int:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.connections if soft == resource.RLIM_INFINITY else max(1, min(self.connections, soft // 2))
 
 
 @dataclass
@@ -54,8 +88,10 @@ class Server:
     key: str | None = None
     bodies: Mapping[str, int] = field(default_factory=dict)
     address: str = ""
-    _server: asyncio.Server | None = None
-    _state: ServerState = field(default_factory=ServerState)
+    _uvicorn: uvicorn.Server | None = None
+    _watch: asyncio.Task[None] | None = None
+    _run: str = ""
+    _admitted: set[Any] = field(default_factory=set)
 
     async def start(self, on: socket.socket | None = None) -> None:
         """Listen.
@@ -64,43 +100,73 @@ class Server:
             on: a bound socket; None takes a free port of loopback.
         """
         bound = on if on is not None else listener.loopback()
-        self.address = listener.address_of(bound)
-        config = Config(
+        self.address, self._run, self._admitted = listener.address_of(bound), secret.new_nonce(), set()
+        config = uvicorn.Config(
             self._door(),
-            http=Connection,
+            http="h11",  # the one with a limit for heads
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="critical",  # what strangers send is not logged
+            access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=self.limits.idle_seconds,  # type: ignore[arg-type]  # seconds, whole or not
+            backlog=BACKLOG,
+            limit_concurrency=self.limits.most + 1,
+            timeout_keep_alive=self.limits.idle_seconds,  # type: ignore[arg-type]  # seconds, a float
             h11_max_incomplete_event_size=self.limits.head,
         )
         config.load()
-        self._state = ServerState()
-        limits = self._limits_on(bound)
-        make = partial(Connection, config, self._state, {}, open_connections=OpenConnections(limits))
-        self._server = await asyncio.get_running_loop().create_server(make, sock=bound, backlog=BACKLOG)
+        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn.lifespan = config.lifespan_class(config)
+        await self._uvicorn.startup([bound])  # not `serve`, which takes the signals of the process
+        if bound.family != socket.AF_UNIX:  # every client of a unix socket is this user
+            self._watch = asyncio.ensure_future(self._end_strangers())
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
+    @property
+    def connections(self) -> list[Any]:
+        """Those that are open."""
+        return list(self._uvicorn.server_state.connections) if self._uvicorn is not None else []
+
     async def close(self) -> None:
         """Stop listening and end every connection."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        for connection in list(self._state.connections):
+        if self._uvicorn is None:
+            return
+        for one in self._uvicorn.servers:
+            one.close()
+        for connection in self.connections:
             connection.transport.abort()
-        tasks = list(self._state.tasks)
+        tasks = [*self._uvicorn.server_state.tasks, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._uvicorn = self._watch = None
 
-    def _limits_on(self, bound: socket.socket) -> ServerLimits:
-        """Every client of a unix socket is this user, so any number may connect before the first key is read."""
-        is_unix = bound.family == socket.AF_UNIX
-        return replace(self.limits, strangers=self.limits.connections) if is_unix else self.limits
+    async def _end_strangers(self) -> None:
+        """End connections that show no key in time, and the oldest of them while there are too many: a program
+        without a key cannot keep others out. One that has come since the last look stays: its request may be here."""
+        since: dict[Any, float] = {}
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.head_seconds / 4))
+            now = asyncio.get_running_loop().time()
+            here = self.connections
+            self._admitted.intersection_update([connection.client for connection in here])
+            last, strangers = since, [connection for connection in here if connection.client not in self._admitted]
+            since = {connection: last.get(connection, now) for connection in strangers}
+            seen = sorted((connection for connection in strangers if connection in last), key=last.__getitem__)
+            excess = len(strangers) - min(self.limits.strangers, self.limits.most // 2)
+            for rank, connection in enumerate(seen):
+                if rank < excess or now - last[connection] >= self.limits.head_seconds:
+                    connection.transport.abort()
+
+    def drop(self, client: Any) -> None:
+        """End a client's connection without a word."""
+        for connection in self.connections:
+            if connection.client == client:
+                connection.transport.abort()
 
     def _door(self) -> Any:
         routes = [Route(path, _Endpoint(self, handle), methods=[verb]) for (verb, path), handle in self.routes.items()]
@@ -113,7 +179,7 @@ class Server:
                     await self._prove(request)(scope, receive, send)
                     return
                 request.state.owner = self._admit(request)
-                scope[CONNECTION].let_in()
+                self._admitted.add(scope["client"])
                 self._check_length(request)
             except ApiError as error:
                 await self.refusal(error, request)(scope, receive, send)
@@ -134,10 +200,23 @@ class Server:
             raise ApiError(403, "The Host header must name this machine.", "forbidden")
         if "origin" in request.headers:
             raise ApiError(403, "Requests of web pages are not answered.", "forbidden")
+        if self.key is not None and secret.PROOF in request.headers:
+            return self._signer(request, self.key)
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         owner = self.authorize(token.strip() if scheme.lower() == "bearer" else "")
         if owner is None:
             raise ApiError(401, "Incorrect API key provided: use the one that the server gave.", "invalid_api_key")
+        return owner
+
+    def _signer(self, request: Request, key: str) -> Any:
+        nonce, body_digest, signed = (request.headers.get(n, "") for n in (secret.NONCE, secret.DIGEST, secret.PROOF))
+        query = request.scope["query_string"]
+        target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+        host = request.headers["host"]
+        expected = secret.of_request(key, self._run, nonce, request.method, host, target, body_digest)
+        owner = self.authorize(key) if secret.same(signed, expected) else None
+        if owner is None:
+            raise ApiError(401, "The signature is not one by this server's key for its present run.", "invalid_api_key")
         return owner
 
     def _check_length(self, request: Request) -> None:
@@ -162,14 +241,14 @@ class Server:
         if not 0 < len(nonce) <= secret.LONGEST:
             return self.refusal(ApiError(400, f"The header {secret.NONCE} holds a number that is used once."), request)
         assert self.key is not None
-        body = as_json({"proof": secret.of_server(self.key, nonce)})
+        body = as_json({"run": self._run, "proof": secret.of_server(self.key, nonce, self._run)})
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         return Response(body, 200, {"connection": "close"} if has_body else None, JSON)  # the key comes on the same one
 
     def refusal(self, error: ApiError, request: Request) -> Response:
-        """An answer after which the connection ends."""
         body = as_json(error.body())
-        return Response(body, error.status, {"connection": "close", **self.proof(request, error.status, body)}, JSON)
+        headers = {"connection": "close", **self.proof(request, error.status, body)}
+        return _Refusal(body, error.status, headers, JSON, linger_seconds=self.limits.linger_seconds)
 
     async def _no_such_route(self, request: Request, error: Exception) -> Response:
         path = request.url.path[:200]
@@ -178,6 +257,24 @@ class Server:
                 ApiError(405, f"{request.method} is not allowed for {path}.", "method_not_allowed"), request
             )
         return self.refusal(ApiError(404, f"There is no {path!r} here.", "not_found"), request)
+
+
+class _Refusal(Response):
+    """An answer after which the connection ends. The rest of the request is taken for a moment before: a sender whose
+    bytes nobody reads would lose the answer."""
+
+    def __init__(self, *args: Any, linger_seconds: float):
+        super().__init__(*args)
+        self._seconds = linger_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @dataclass
@@ -204,12 +301,17 @@ class _Endpoint:
         await self.server.refusal(error, request)(request.scope, request.receive, send)
 
     async def _read(self, request: Request) -> bytes:
-        parts, total, most = [], 0, self.server.most_bytes(request)
+        parts, total, most, hashed = [], 0, self.server.most_bytes(request), hashlib.sha256()
+        signed = request.headers.get(secret.DIGEST)
         async for part in request.stream():
             total += len(part)
             if total > most:
                 raise ApiError(413, f"The body is too long: at most {most} bytes are allowed.", "too_large")
             parts.append(part)
+            if signed is not None:
+                hashed.update(part)
+        if signed is not None and not secret.same(signed, hashed.hexdigest()):
+            raise ApiError(400, "The body is not the one that was signed.")
         return b"".join(parts)
 
     async def _answer(self, call: HttpRequest, request: Request, send: Send) -> None:
@@ -237,10 +339,15 @@ class _Endpoint:
             parts, headers = _parts(body), {"content-type": JSON, "content-length": str(len(body)), **proof}
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": answered.status, "headers": head})
-        async for part in parts:
-            if gone.done():
-                return False
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        try:
+            async for part in parts:
+                if gone.done():
+                    return False
+                async with asyncio.timeout(self.server.limits.write_seconds):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:  # the client leaves its answer unread
+            self.server.drop(request.scope["client"])
+            return False
         if gone.done():
             return False
         await send({"type": "http.response.body", "body": b"", "more_body": False})

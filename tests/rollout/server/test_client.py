@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -125,12 +126,23 @@ def test_a_connection_is_used_again_unless_the_server_closes_it():
     async def run(client):
         for _ in range(3):
             assert (await client.ask("GET", "/a", timeout=60)).status == 200
-        return [len(pool.idle) for pool in client._pools.values()]
 
     with serving({"/a": (200, {})}) as server:
-        assert asyncio.run(run(HttpClient(server.url))) == [1]
+        asyncio.run(run(HttpClient(server.url)))
+        assert server.num_connections == 1
     with serving({"/a": raw(200, {}, connection="close")}) as server:
-        assert asyncio.run(run(HttpClient(server.url))) == [0]
+        asyncio.run(run(HttpClient(server.url)))
+        assert server.num_connections == 3
+
+
+def test_no_connection_outlives_its_event_loop_and_nothing_complains(caplog, recwarn):
+    with serving({"/a": (200, {})}) as server:
+        client = HttpClient(server.url)
+        for _ in range(2):
+            assert asyncio.run(client.ask("GET", "/a", timeout=60)).status == 200
+        del client
+        gc.collect()
+    assert server.num_connections == 2 and not caplog.records and not recwarn.list
 
 
 def test_no_more_connections_are_open_than_allowed():
