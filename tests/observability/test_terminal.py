@@ -126,6 +126,7 @@ def test_under_nohup_a_hang_up_stays_ignored():
 
 def test_a_print_of_a_reward_function_outlives_the_terminal_of_its_run(tmp_path):
     from verl.rewards import wire
+    from verl.sandbox import frames
 
     Path(tmp_path / "scorer.py").write_text(
         "import sys\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -143,11 +144,12 @@ def test_a_print_of_a_reward_function_outlives_the_terminal_of_its_run(tmp_path)
     os.close(writer)
     origin = {"origin": str(tmp_path / "scorer.py"), "name": "compute_score"}
     limits = {"timeout": 60.0, "memory_mb": None, "cpu_seconds": None}
-    wire.send(process.stdin, {**origin, "reward_kwargs": wire.to_plain({}), **limits})
-    assert wire.receive(process.stdout) == {"failure": None}
-    wire.send(process.stdin, wire.pack_samples([sample()]))
-    (result,) = wire.unpack_results(wire.receive(process.stdout))
+    for message in ({**origin, "reward_kwargs": wire.to_plain({}), **limits}, wire.pack_samples([sample()])):
+        process.stdin.write(frames.pack(message))
     process.stdin.close()
+    started, scored = frames.read(process.stdout.fileno())
+    (result,) = wire.unpack_results(scored)
+    assert started == {"failure": None}
     assert (result.score, result.failure) == (1.0, None)
     assert process.wait(60) == 0
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 
 from verl.rewards import RewardResult, RewardSample, wire
 from verl.rewards.invoke import raised
+from verl.sandbox.frames import HEADER, Frames, pack
 
 
 @pytest.mark.parametrize(
@@ -27,10 +26,7 @@ from verl.rewards.invoke import raised
     ],
 )
 def test_a_value_comes_back_as_it_was(value):
-    stream = io.BytesIO()
-    wire.send(stream, wire.to_plain(value))
-    stream.seek(0)
-    assert wire.from_plain(wire.receive(stream)) == value
+    assert [wire.from_plain(plain) for plain in Frames().feed(pack(wire.to_plain(value)))] == [value]
 
 
 def test_arrays_come_back_as_arrays():
@@ -55,10 +51,13 @@ def test_an_exception_comes_back_under_its_name_where_python_has_it(error, kind)
     assert isinstance(failure.exception, kind) and failure.message == raised(error).message
 
 
-def test_an_incomplete_message_is_none():
-    stream = io.BytesIO()
-    wire.send(stream, ["x" * 10])
-    data = stream.getvalue()
-    assert wire.parse(data[:-1]) is None and wire.parse(data[:4]) is None
-    assert wire.parse(data) == (["x" * 10], b"") and wire.parse(data * 2) == (["x" * 10], data)
-    assert wire.receive(io.BytesIO(data[:-1])) is None
+def test_messages_before_a_bad_one_are_read_and_an_incomplete_one_waits():
+    good, collector = pack(["x" * 10]), Frames()
+    collector.add(good[:-1])
+    assert list(collector.messages()) == [] and not collector.is_empty
+    collector.add(good[-1:] + good + HEADER.pack(1) + b"{" + good)
+    messages = collector.messages()
+    assert [next(messages), next(messages)] == [["x" * 10]] * 2
+    with pytest.raises(ValueError):
+        next(messages)
+    assert list(collector.messages()) == [["x" * 10]] and collector.is_empty

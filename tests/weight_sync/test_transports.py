@@ -202,7 +202,7 @@ def test_whoever_waits_long_leaves_the_processor_to_others(monkeypatch):
 @pytest.mark.parametrize("shape", ["[Infinity]", "[-1]", '"x"', "null"])
 def test_a_header_that_makes_no_sense_is_refused(shape):
     with pytest.raises(RolloutError, match="a header of weights"):
-        ChunkLayout.decode(f'{{"version": 1, "last": true, "tensors": [["a", "float32", {shape}, 0]]}}'.encode())
+        ChunkLayout.decode(f'{{"version": 1, "last": true, "tensors": [["a", "F32", {shape}, 0]]}}'.encode())
 
 
 def test_disk_brings_every_bit_and_keeps_two_versions(tmp_path):

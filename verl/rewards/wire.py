@@ -1,20 +1,16 @@
-"""Length-prefixed JSON between this process and those that run reward functions.
+"""Samples and results as JSON types, for messages (`verl.sandbox.frames`) to processes that run reward functions.
 
-No pickle: what comes back was produced by a process that ran arbitrary code over model output, and JSON can carry a
-forged score at worst, never code.
+Not the codec of batches, which imports torch: 2.3 s and 280 MB for each process. No pickle: what comes back was
+produced by a process that ran arbitrary code over model output, and JSON can carry a forged score at worst, never code.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import struct
-from typing import IO, Any
+from typing import Any
 
-from verl.json_text import MESSAGE_DEPTH, read_json
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 
-HEADER = struct.Struct("<Q")
 TAG = "__verl__"
 
 
@@ -67,45 +63,6 @@ def _array(items: list[Any], dtype: str) -> Any:
     array = np.empty(len(items), dtype=object)
     array[:] = items
     return array
-
-
-def send(stream: IO[bytes], message: Any) -> None:
-    """Write one message."""
-    write(stream, frame(message))
-
-
-def write(stream: IO[bytes], data: bytes) -> None:
-    """Write what `frame` made."""
-    stream.write(data)
-    stream.flush()
-
-
-def frame(message: Any) -> bytes:
-    """One message as it is written."""
-    data = json.dumps(message).encode()
-    return HEADER.pack(len(data)) + data
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """Read one message; None at the end of the stream."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    data = stream.read(size)
-    return _load(data) if len(data) == size else None
-
-
-def parse(data: bytes) -> tuple[Any, bytes] | None:
-    """The first message in ``data`` and the bytes behind it, None while it is incomplete."""
-    if len(data) < HEADER.size:
-        return None
-    end = HEADER.size + HEADER.unpack_from(data)[0]
-    return (_load(data[HEADER.size : end]), data[end:]) if len(data) >= end else None
-
-
-def _load(data: bytes) -> Any:
-    return read_json(str(data, "ascii"), depth=MESSAGE_DEPTH)  # from bytes it would guess the encoding first
 
 
 def pack_samples(samples: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from verl import stacks, terminal
 from verl.errors import VerlError
@@ -19,6 +19,7 @@ from verl.rewards import wire
 from verl.rewards.function import load_reward_function
 from verl.rewards.invoke import invoke, raised
 from verl.rewards.samples import RewardFailure, all_failed
+from verl.sandbox import frames
 from verl.sandbox.seal import seal
 
 GRACE = 5.0
@@ -33,29 +34,35 @@ def main() -> None:
     calls, answers = _take_pipes()
     stacks.listen("the reward function's process")
     _prefer_for_oom_kill()
-    start = wire.receive(calls)
+    messages = frames.read(calls)
+    start = next(messages, None)
     if start is None:
         return
     try:
         function = load_reward_function(start["origin"], start["name"], wire.from_plain(start["reward_kwargs"]))
     except (VerlError, SystemExit) as error:
-        wire.send(answers, {"failure": wire.pack_failure(raised(error))})
+        _answer(answers, frames.pack({"failure": wire.pack_failure(raised(error))}))
         return
     if start["memory_mb"] is not None:
         _seal(start["memory_mb"])
-    wire.send(answers, {"failure": None})
-    while (call := wire.receive(calls)) is not None:
+    _answer(answers, frames.pack({"failure": None}))
+    for call in messages:
         signal.setitimer(signal.ITIMER_REAL, start["timeout"] + GRACE)
         signal.setitimer(signal.ITIMER_PROF, start["cpu_seconds"] or 0)  # its signal ends the process
         results = invoke(function, wire.unpack_samples(call)) if call else []
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         try:
-            packed = wire.frame(wire.pack_results(results))
+            packed = frames.pack(wire.pack_results(results))
         except (ValueError, RecursionError) as error:  # whole numbers of some thousand digits, lists in themselves
             failure = RewardFailure("value", f"returned details that cannot be sent from its process: {error}")
-            packed = wire.frame(wire.pack_results(all_failed(results, failure)))
-        wire.write(answers, packed)
+            packed = frames.pack(wire.pack_results(all_failed(results, failure)))
+        _answer(answers, packed)
+
+
+def _answer(pipe: IO[bytes], packed: bytes) -> None:
+    pipe.write(packed)
+    pipe.flush()
 
 
 def _seal(memory_mb: int) -> None:
@@ -75,9 +82,9 @@ def _deny(event: str, arguments: tuple[Any, ...]) -> None:
         raise PermissionError(f"a grader may not do this: {event}")
 
 
-def _take_pipes() -> tuple[Any, Any]:
+def _take_pipes() -> tuple[int, IO[bytes]]:
     """Keep the two pipes for ourselves; what the user's code prints goes to standard error, its input is empty."""
-    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    calls, answers = os.dup(0), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)

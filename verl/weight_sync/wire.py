@@ -16,17 +16,11 @@ import torch
 
 from verl.errors import RolloutError
 from verl.json_text import read_json
+from verl.protocol.codec import DTYPE_CODES, DTYPES
 from verl.weight_sync.chunks import WeightChunk
 
 ALIGNMENT = 64
 MAX_HEADER = 1 << 26
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ class ChunkLayout:
     def of(cls, chunk: WeightChunk) -> ChunkLayout:
         entries, offset = [], 0
         for name, tensor in chunk.tensors:
-            if _dtype_name(tensor.dtype) not in DTYPES:
+            if tensor.dtype not in DTYPE_CODES:
                 raise RolloutError("weights of this dtype cannot be sent", key=name, got=str(tensor.dtype))
             entries.append(TensorPlace(name, tensor.dtype, tuple(tensor.shape), offset))
             offset = _aligned(offset + entries[-1].num_bytes)
@@ -68,7 +62,7 @@ class ChunkLayout:
 
     def encode(self, **more: Any) -> bytes:
         """JSON; ``more`` are fields of the transport's own."""
-        rows = [[e.name, _dtype_name(e.dtype), list(e.shape), e.offset] for e in self.entries]
+        rows = [[e.name, DTYPE_CODES[e.dtype], list(e.shape), e.offset] for e in self.entries]
         return json.dumps({"version": self.version, "last": self.last, "tensors": rows, **more}).encode()
 
     @classmethod
@@ -123,7 +117,3 @@ def chunk_of(layout: ChunkLayout, buffer: torch.Tensor) -> WeightChunk:
 
 def _aligned(number: int) -> int:
     return -(-number // ALIGNMENT) * ALIGNMENT
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

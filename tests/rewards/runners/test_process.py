@@ -42,7 +42,7 @@ CODE = """
             for pipe in (fd for fd in range(3, 30) if os.path.exists(f"/proc/self/fd/{fd}")):
                 if os.readlink(f"/proc/self/fd/{pipe}").startswith("pipe:"):
                     with contextlib.suppress(OSError):
-                        os.write(pipe, (1).to_bytes(8, "little") + b"?")
+                        os.write(pipe, (1).to_bytes(4, "big") + b"?")
         if word == "pair":  # the first and second call that began end together, the third and fourth, and so on
             log = pathlib.Path(f"{folder}/log")
             rank = pairs(log).index(solution_str)  # by the order of the lines: no two calls have the same

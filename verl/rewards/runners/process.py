@@ -29,6 +29,7 @@ from verl.rewards import wire
 from verl.rewards.function import RewardFunction
 from verl.rewards.runners.base import Results, Runner, RunnerPool, too_slow
 from verl.rewards.samples import RewardFailure
+from verl.sandbox import frames
 
 START_TIMEOUT = 300.0
 TICK = 0.5
@@ -39,6 +40,7 @@ MOST_AT_ONCE, MOMENT = 32, 0.02
 MOST_KILLS = 3
 """Processes that are killed from outside over one call, before the call has failed."""
 SMALLEST_PIPE = 16 << 10
+NONE_YET = object()
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
 
 
@@ -116,7 +118,7 @@ class Child:
         self._start, self._timeout, self._broken, self._waits = start, timeout, broken, waits
         self._tick = min(TICK, timeout / 8)
         self._process: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        self._frames = frames.Frames()
         self._seconds = math.inf  # that a call takes, as far as this process has shown
         self._stopped = self._killed = False
 
@@ -142,7 +144,7 @@ class Child:
                 left -= 1
                 answer(reply if isinstance(reply, RewardFailure) else wire.unpack_results(reply))
         finally:
-            if left or self._unread:  # what it says from now on would be taken for answers to other calls
+            if left or not self._frames.is_empty:  # what it says from now on would be taken for answers to other calls
                 self._end()
         if self._process is not None and all(calls):
             seconds = (time.monotonic() - started) / len(calls)
@@ -212,7 +214,7 @@ class Child:
             yield RewardFailure("died", "the reward function was closed")
             return
         try:
-            for portion in _portions([wire.frame(message) for message in messages], _room(process.stdin)):
+            for portion in _portions([frames.pack(message) for message in messages], _room(process.stdin)):
                 process.stdin.write(b"".join(portion))
                 process.stdin.flush()
                 for _ in portion:
@@ -238,7 +240,10 @@ class Child:
         """
         assert process.stdout is not None
         pipe = process.stdout.fileno()
-        while (parsed := wire.parse(self._unread)) is None:
+        while True:
+            message = next(self._frames.messages(), NONE_YET)
+            if message is not NONE_YET:
+                return message
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -246,18 +251,16 @@ class Child:
                 piece = os.read(pipe, PIECE)
                 if not piece:
                     raise EOFError
-                self._unread += piece
+                self._frames.add(piece)
             elif process.poll() is not None:  # something that the function started may still hold the pipe open
                 raise EOFError
             else:
                 self._waits()
-        message, self._unread = parsed
-        return message
 
     def _end(self, crashed: bool = False) -> str:
         """Kill the child with everything that it started; returns how it ended, in words."""
         process, self._process = self._process, None
-        self._unread, self._seconds = b"", math.inf
+        self._frames, self._seconds = frames.Frames(), math.inf
         if process is None:
             return "it was not running"
         if crashed:

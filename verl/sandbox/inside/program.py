@@ -55,12 +55,10 @@ def _run_cells() -> NoReturn:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = [_FILE]
-    collector = frames.Frames()
-    while piece := os.read(CELLS_FD, 1 << 16):
-        for cell in collector.feed(piece):
-            code = _guarded(partial(_run_cell, cell["code"], cell["number"], module.__dict__))
-            _flush()
-            _report({"cell": cell["number"], "exit": code})
+    for cell in frames.read(CELLS_FD):
+        code = _guarded(partial(_run_cell, cell["code"], cell["number"], module.__dict__))
+        _flush()
+        _report({"cell": cell["number"], "exit": code})
     os._exit(0)
 
 
