@@ -271,7 +271,6 @@ def test_the_script_spells_settings_that_are_there_as_upstream_does(here, projec
         (["reward_model.model.beta_train=0"], [f"{IMPLICIT}.beta_train", "above 0"]),
         (["data.accuracy_lower_bound=0.9"], ["data.accuracy_lower_bound", "accuracy_upper_bound=0.8"]),
         (["data.oversample_factor=0.5"], ["data.oversample_factor", "1 or more"]),
-        (["algorithm.filter_groups.enable=true"], ["data.oversample_factor", "algorithm.filter_groups.enable"]),
     ],
 )
 def test_what_is_wrong_is_told_with_its_key_and_what_to_write(here, capsys, words, says):

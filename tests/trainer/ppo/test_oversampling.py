@@ -26,7 +26,8 @@ def chosen(rates: dict[str, list[float]], finish: list[str] | None = None, **dat
     }
     samples = DataProto.from_dict({"token_level_scores": torch.zeros(len(uids), 1)}, columns)
     ctx = RunState(config, reward=dict, total_steps=1).open(1)
-    return list(samples.non_tensor_batch["uid"][chosen_rows(samples, ctx)]), ctx.metrics.values()
+    rows = chosen_rows(samples, config.data.train_batch_size, ctx)
+    return list(samples.non_tensor_batch["uid"][rows]), ctx.metrics.values()
 
 
 def test_prompts_of_middling_difficulty_are_trained_on_and_the_earliest_others_fill_the_batch(workplace):

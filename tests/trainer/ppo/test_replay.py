@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.harness.rows import write_prompts
 from tests.harness.runs import COMMON, train
+from tests.trainer.ppo.test_dynamic_sampling import greedy
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
-from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.replay import RolloutReplay
 
 REPLAY = ("skip.rollout.enable=true", "skip.rollout.dump_dir=dumps", "skip.rollout.steps=[1]", "data.shuffle=false",
@@ -47,9 +48,20 @@ def test_repeated_steps_take_the_samples_of_those_with_a_file_as_groups_of_their
     assert torch.equal(one.tensors["responses"], three.tensors["responses"])
     uids = [set(batch.non_tensor_batch["uid"]) for batch in seen.batches]
     assert [len(names) for names in uids] == [4, 4, 4] and len(set.union(*uids)) == 12
-    remax = replay("skip.rollout.action=repeat", "algorithm.adv_estimator=remax")[0]
-    with pytest.raises(ConfigError, match="greedy responses are to this step's prompts"):
-        RunState(remax, reward=dict, total_steps=1)
+
+
+def test_repeated_samples_have_the_baselines_of_their_prompts(first):
+    Path("distinct.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth):\n    return float(len(set(solution_str)))\n"
+    )
+    still = ("algorithm.adv_estimator=remax", "actor_rollout_ref.actor.optim.lr=0", "trainer.total_training_steps=2",
+             "reward.custom_reward_function.path=distinct.py")  # fmt: skip
+    seen = train(*REPLAY, "skip.rollout.action=repeat", *still, "trainer.default_local_dir=compared")
+    one, two = seen.batches
+    assert torch.equal(one.tensors["responses"], two.tensors["responses"])
+    expected = np.repeat(greedy(seen.trainer, two), 4)
+    assert one.tensors["reward_baselines"].tolist() == two.tensors["reward_baselines"].tolist() == expected.tolist()
+    assert len(set(expected)) > 1, "answers to other prompts have other scores"
 
 
 def replay(*changes):

@@ -149,10 +149,7 @@ def test_the_share_that_may_be_left_says_how_many_prompts_are_in_work(rate, coun
     ("changes", "key"),
     [
         ({"actor_rollout_ref.rollout.calculate_log_probs": False}, "calculate_log_probs"),
-        ({"actor_rollout_ref.rollout.over_sample_rate": 0.0}, "over_sample_rate"),
         ({"algorithm.rollout_correction.bypass_mode": False}, "bypass_mode"),
-        ({"algorithm.adv_estimator": "remax"}, "adv_estimator"),
-        ({"data.oversample_factor": 2.0}, "oversample_factor"),
         ({"algorithm.adv_estimator": "opo"}, "adv_estimator"),
     ],
 )

@@ -20,6 +20,8 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 _MODE, _GEN, _TRAIN = "trainer.v1.trainer_mode", "data.gen_batch_size", "data.train_batch_size"
+_FACTOR, _KEEPS = "data.oversample_factor", "actor_rollout_ref.rollout.keep_unfinished"
+_AT_UPDATE = "actor_rollout_ref.rollout.requests_at_update"
 _HYBRID, _NODES = "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout.nnodes"
 NULL = ("data_loader_seed", "min_lr_ratio")
 """Last names of settings that are null in files of upstream's older releases, and mean their default."""
@@ -49,14 +51,24 @@ def implied(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterato
         yield from _separate(settings, usual)
     if mode == "fully_async":
         yield from _streamed(settings, usual)
-    elif mode not in QUEUES:
+    if mode in (*QUEUES, "fully_async"):
+        yield from _kept(settings)
+    else:
         yield from _sampled(settings, usual)
 
 
+def _kept(settings: Mapping[str, Any]) -> Iterator[Implied]:
+    """In a queue responses are in flight when weights arrive, so that keeping them is what an update does to them."""
+    if _AT_UPDATE not in settings and str(settings.get(_KEEPS)).lower() in ("true", "yes", "on", "1"):
+        yield Implied(_AT_UPDATE, "abort", _KEEPS, "responses that an update interrupts continue with the new weights")
+
+
 def _sampled(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
-    """Without group filtering a step trains on what it samples, so one number says both; a queue has the two apart."""
+    """Where no group is filtered or passed over, a step trains on what it samples; a queue has the two apart."""
     size, switch = settings.get(_GEN), "algorithm.filter_groups.enable"
     if size is None or "${" in str(size) or not _is_off(settings.get(switch, usual(switch))):
+        return
+    if str(settings.get(_FACTOR, usual(_FACTOR))) not in ("1", "1.0"):
         return
     if str(size) != str(settings.get(_TRAIN, usual(_TRAIN))):
         why = f"every step samples and trains on these prompts, without {switch}=true, and {_TRAIN} has no effect"

@@ -6,8 +6,12 @@ from verl.config.rules.checks import Problems
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import in_range
-from verl.errors import ConfigError
 from verl.metrics import notice
+
+
+def candidates(data: DataConfig, prompts: int) -> int:
+    """Groups among which a step, or a part of one, chooses those of ``prompts`` that it trains on."""
+    return int(prompts * data.oversample_factor)
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -16,18 +20,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     low, high = data.accuracy_lower_bound, data.accuracy_upper_bound
     problems = in_range(key, data.oversample_factor, "1 or more", data.oversample_factor >= 1)
     problems += in_range("data.accuracy_lower_bound", low, f"0 to accuracy_upper_bound={high}", 0 <= low <= high)
-    problems += in_range("data.accuracy_upper_bound", high, "at most 1", high <= 1)
-    if data.oversample_factor == 1:
-        return problems
-    both = {
-        "algorithm.filter_groups.enable": cfg.algorithm.filter_groups.enable,
-        "data.gen_batch_size": data.gen_batch_size,
-    }
-    for other, value in both.items():
-        if value:
-            message = f"{other}={value} chooses how many prompts are sampled, too"
-            problems.append(ConfigError(message, key=key, got=data.oversample_factor, fix="Keep one of the two."))
-    return problems
+    return problems + in_range("data.accuracy_upper_bound", high, "at most 1", high <= 1)
 
 
 def tell(cfg: PPOTrainerConfig) -> None:

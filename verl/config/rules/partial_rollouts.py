@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from verl.config.rules.checks import Problems
-from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, learns_from_pairs, sampler_is_old_policy
+from verl.config.schema.root import (
+    PPOTrainerConfig,
+    corrects_rollout,
+    learns_from_pairs,
+    of_schedule,
+    sampler_is_old_policy,
+)
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -23,38 +29,16 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
 
 
 def _kept(cfg: PPOTrainerConfig) -> Problems:
-    """Responses go on in the next step."""
-    problems: Problems = []
-    if cfg.actor_rollout_ref.rollout.over_sample_rate == 0:
-        message = f"{KEEPS}=true with {RATE}=0 samples no more prompts than a step trains on, so all are waited for"
-        problems.append(ConfigError(message, key=RATE, got=0.0, fix=f"Set {RATE}=0.25, or leave {KEEPS} out."))
-    others = {
-        "trainer.v1.trainer_mode": (cfg.trainer.v1.trainer_mode, "sync"),
-        "algorithm.adv_estimator": (cfg.algorithm.adv_estimator, None),
-        "data.oversample_factor": (cfg.data.oversample_factor, 1),
-        "algorithm.filter_groups.max_inflight_gen_batches": (
-            cfg.algorithm.filter_groups.max_inflight_gen_batches,
-            1,
-        ),
-    }
-    reasons = {
-        "trainer.v1.trainer_mode": f"schedules with a queue have {AT_UPDATE} instead",
-        "algorithm.adv_estimator": "its greedy responses are compared with samples of the same step",
-        "data.oversample_factor": "it chooses how many prompts are sampled, too",
-        "algorithm.filter_groups.max_inflight_gen_batches": "it chooses how many prompts are sampled, too",
-    }
-    for key, (value, allowed) in others.items():
-        if value == "remax" if key.endswith("adv_estimator") else value != allowed:
-            message = f"{key}={value} does not go with {KEEPS}=true: {reasons[key]}"
-            problems.append(ConfigError(message, key=key, got=value, fix="Change one of the two."))
-    if not (sampler_is_old_policy(cfg) or corrects_rollout(cfg) or learns_from_pairs(cfg)):
-        message = f"{KEEPS}=true trains on tokens of older versions, and nothing accounts for the difference"
-        fix = (
-            "Set algorithm.rollout_correction.bypass_mode=true (the old log-probs are those of the version that drew "
-            "each token), or a correction, e.g. algorithm.rollout_correction.rollout_is=token."
-        )
-        problems.append(ConfigError(message, key="algorithm.rollout_correction.bypass_mode", got=False, fix=fix))
-    return problems
+    """Responses continue in the next step, with no bound on their age but the one of a queue."""
+    accounts_for_age = sampler_is_old_policy(cfg) or corrects_rollout(cfg) or learns_from_pairs(cfg)
+    if of_schedule(cfg).queue or accounts_for_age:
+        return []
+    message = f"{KEEPS}=true trains on tokens of older versions, and nothing accounts for the difference"
+    fix = (
+        "Set algorithm.rollout_correction.bypass_mode=true (the old log-probs are those of the version that drew "
+        "each token), or a correction, e.g. algorithm.rollout_correction.rollout_is=token."
+    )
+    return [ConfigError(message, key="algorithm.rollout_correction.bypass_mode", got=False, fix=fix)]
 
 
 def _unrecorded(key: str, value: object) -> ConfigError:
@@ -65,10 +49,23 @@ def _unrecorded(key: str, value: object) -> ConfigError:
 
 def tell(cfg: PPOTrainerConfig) -> None:
     """Settings without effect in this run."""
-    if cfg.actor_rollout_ref.rollout.requests_at_update == "wait":
+    rollout, mode = cfg.actor_rollout_ref.rollout, cfg.trainer.v1.trainer_mode
+    if rollout.keep_unfinished:
+        _tell_kept(cfg)
+    if rollout.requests_at_update == "wait":
         return
-    mode = cfg.trainer.v1.trainer_mode
     if mode in ("sync", "one_step_off"):
         notice(AT_UPDATE, f"has no effect with trainer.v1.trainer_mode={mode}: no request runs when weights arrive")
     elif cfg.actor_rollout_ref.hybrid_engine:
         notice(AT_UPDATE, "has no effect with actor_rollout_ref.hybrid_engine=true: samplers and trainers take turns")
+
+
+def _tell_kept(cfg: PPOTrainerConfig) -> None:
+    """Where every response that is begun ends before the update."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if of_schedule(cfg).queue:
+        if rollout.requests_at_update == "wait":
+            notice(KEEPS, f"has no effect with {AT_UPDATE}=wait: an update waits for the responses in flight")
+    elif rollout.over_sample_rate == 0 and not cfg.algorithm.filter_groups.enable:
+        why = "samples no more prompts than a step trains on, so all are waited for"
+        notice(KEEPS, f"has no effect with {RATE}=0, which {why}; {RATE}=0.25 leaves a quarter in work")

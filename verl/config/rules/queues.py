@@ -6,6 +6,7 @@ import math
 
 from verl.config.machine.pools import Pools
 from verl.config.rules.checks import Problems
+from verl.config.rules.oversampling import candidates
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, of_schedule, sampler_is_old_policy
 from verl.config.schema.tree import in_range
@@ -71,11 +72,12 @@ def _bound(cfg: PPOTrainerConfig) -> Problems:
     problems: Problems = []
     if mode != "fully_async" and allowed is not None:
         warmup = cfg.trainer.v1[mode].num_warmup_batches
-        ahead = math.floor(warmup * cfg.data.train_batch_size)
-        needed = -(-ahead // cfg.data.train_batch_size)
+        prompts = candidates(cfg.data, cfg.data.train_batch_size)
+        ahead = math.floor(warmup * prompts)
+        needed = -(-ahead // prompts)
         if needed > allowed:
             message = (
-                f"{warmup:g} warm-up batches x {cfg.data.train_batch_size} prompts = {ahead} prompts are sampled before "
+                f"{warmup:g} warm-up batches x {prompts} prompts = {ahead} prompts are sampled before "
                 f"the step that trains on them begins, so tokens are up to {needed} versions old"
             )
             fix = f"Set trainer.v1.{mode}.num_warmup_batches={allowed}, or {key}={needed}."
@@ -94,10 +96,8 @@ def _bound(cfg: PPOTrainerConfig) -> Problems:
 def _groups(cfg: PPOTrainerConfig) -> Problems:
     """Groups are sampled on their own, so nothing may be said of the batch that they were sampled with."""
     rollout, mode, problems = cfg.actor_rollout_ref.rollout, cfg.trainer.v1.trainer_mode, list[ConfigError]()
-    why = f"{_MODE}={mode} samples groups on their own, and only algorithm.filter_groups chooses among them"
-    if cfg.data.oversample_factor != 1:
-        problems.append(ConfigError(why, key="data.oversample_factor", got=cfg.data.oversample_factor, allowed=[1]))
     if rollout.over_sample_rate:
+        why = f"{_MODE}={mode} samples groups on their own, and an early stop is of one batch that all samples are in"
         fix = f"Leave it out; {_RULES}.order=completion lets no group wait for a slow one."
         problems.append(ConfigError(why, key=f"{_R}.over_sample_rate", got=rollout.over_sample_rate, fix=fix))
     if cfg.skip.rollout.enable:

@@ -338,7 +338,7 @@ class RolloutConfig(ConfigNode):
     keep_unfinished: bool = setting(
         False,
         "partial rollouts: with over_sample_rate, sample more prompts than a step trains on, and continue unfinished "
-        "responses in the next step instead of masking them",
+        "responses in the next step instead of masking them; with a queue: requests_at_update=abort",
         upstream=ABSENT,
     )
     requests_at_update: str = setting(

@@ -27,6 +27,11 @@ By batch
 Where the step itself waits for its samples, prompts are admitted in batches of the loader (``by_batch``) until T groups
 are complete, whatever f says. What is complete beyond T waits for the next step, in order of completion, and is a
 version staler with each step that it waits. Only ``drop`` holds it to S. The synchronous schedule has no such limit.
+
+With a choice
+-------------
+A step may train on a part of its groups (``trained_on``, `verl.trainer.ppo.oversampling`). T and B then count the
+candidates, all of which are taken. The choice changes no ordinal and no version, so the bound is the same.
 """
 
 from __future__ import annotations
@@ -60,6 +65,7 @@ class GroupAdmission:
         by_batch: prompts are admitted in batches until a step's groups are complete.
         in_work: by batch, the groups that are sampled together; those that are not complete when enough others are
             stay in work. None: every group ends with its batch.
+        trained_on: of the groups of a chunk, those that are; the others are dropped. None: all.
 
     Example:
         >>> bound = GroupAdmission(groups=64, chunk=16, ahead=Fraction("0.5"))
@@ -75,6 +81,7 @@ class GroupAdmission:
     overdue: str = "wait"
     by_batch: bool = False
     in_work: int | None = None
+    trained_on: int | None = None
 
     def __post_init__(self) -> None:
         assert self.groups > 0 < self.chunk and self.groups % self.chunk == 0, "a step is a number of chunks"

@@ -15,7 +15,6 @@ from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
 from verl.config.schema.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
-from verl.errors import ConfigError
 from verl.journal.account import Key
 from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
@@ -63,13 +62,6 @@ class RunState:
         self.estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.replay = RolloutReplay.of(config)
-        if self.replay is not None and self.replay.repeats and names_parameter(self.estimator, "reward_baselines"):
-            raise ConfigError(
-                "the greedy responses are to this step's prompts, and repeated samples to another's",
-                key="skip.rollout.action",
-                got="repeat",
-                allowed=["cache"],
-            )
 
     def open(self, step: int) -> StepContext:
         """The empty context of a step; that of another step may be open, too."""

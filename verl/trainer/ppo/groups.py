@@ -19,7 +19,7 @@ from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.protocol.lazy import row_bounds, trimmed_axis
-from verl.trainer.ppo import accounting, group_filter, oversampling, stages
+from verl.trainer.ppo import accounting, group_filter, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 from verl.trainer.ppo.stages import PromptSource
@@ -92,7 +92,7 @@ class Done:
         number: of the group in the queue.
         rows: its samples; of a group that failed the rows without samples; of an unfinished one its prompt.
         oldest: version of its oldest token, where the sampler names versions.
-        why: there is nothing to train on: ``filtered``, ``surplus``, ``failed`` or ``unscorable``; or `UNFINISHED`.
+        why: there is nothing to train on: ``filtered``, ``failed`` or ``unscorable``; or `UNFINISHED`.
         served: how each of its requests was served, where the sampler says so.
     """
 
@@ -129,23 +129,16 @@ def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: 
         )
     is_flat = stages.flat_groups(samples, rows, ctx)[rows]
     accounting.drop_rows(samples, is_flat, "filtered_group", ctx)
-    is_chosen = oversampling.chosen_rows(samples, ctx)
-    accounting.drop_rows(samples, ~is_chosen, "surplus", ctx)
     oldest = oldest_versions(samples, len(numbers))
     if trims:
         samples, stays = trimmed(samples), np.ones(len(samples), dtype=bool)  # a replay reads groups that are dropped
     else:
-        stays = ~is_flat & is_chosen
+        stays = ~is_flat
         samples = samples.select() if stays.all() else samples.select_idxs(stays)
     samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
     groups, none = iter(GroupRows.each(samples, each)), GroupRows(samples, 0, 0)
     return [
-        Done(
-            number,
-            next(groups) if stays[row] else none,
-            oldest[place],
-            "filtered" if is_flat[row] else "" if is_chosen[row] else "surplus",
-        )
+        Done(number, next(groups) if stays[row] else none, oldest[place], "filtered" if is_flat[row] else "")
         for place, (number, row) in enumerate(zip(numbers, range(0, len(stays), each), strict=True))
     ]
 
@@ -270,7 +263,8 @@ class Report:
         counts, total, each = self.queue.counts, sum(self._ages.values()), ctx.run.samples_per_prompt
         stale = total - self._ages[0]
         waited = ctx.timers.seconds.get("wait_for_samples", 0.0)
-        generated = counts["trained"] + counts["filtered"] + counts["dropped"] + self.queue.complete_groups
+        ended = ("trained", "passed_over", "filtered", "dropped")
+        generated = sum(counts[name] for name in ended) + self.queue.complete_groups
         oldest = max(self.queue.bound.allowed, *self._ages)
         values = {
             "count/total_generated_samples": generated * each,

@@ -1,7 +1,8 @@
 """More prompts are sampled than are trained on (``data.oversample_factor``), and the instructive ones are preferred.
 
 The online filter of PRIME (arXiv 2502.01456): a prompt that is nearly always or nearly never answered rightly teaches
-little. Where too few prompts are liked, others fill the batch, so that a step samples once. Shapes: B rows, G prompts.
+little. Where too few prompts are liked, others fill the batch, so that a step samples once. Under every schedule the
+choice is among the candidates of a chunk, groups that dynamic sampling has left. Shapes: B rows, G prompts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl.config import DataConfig, PPOTrainerConfig
+from verl.config.rules.oversampling import candidates
 from verl.protocol import DataProto
 from verl.trainer.ppo import group_filter
 from verl.trainer.ppo.context import StepContext
@@ -21,7 +23,7 @@ CUT_OFF = "length"
 
 def prompts_at_once(data: DataConfig) -> int:
     """Prompts that are sampled together."""
-    return data.gen_batch_size or int(data.train_batch_size * data.oversample_factor)
+    return data.gen_batch_size or candidates(data, data.train_batch_size)
 
 
 def key_of_prompts_at_once(config: PPOTrainerConfig) -> str:
@@ -37,11 +39,9 @@ def accuracies(samples: DataProto, returned: dict) -> np.ndarray:
     return group_filter.outcomes(samples, name, returned)
 
 
-def chosen_rows(samples: DataProto, ctx: StepContext) -> np.ndarray:
-    """(B,) bool: the rows of one training batch, of prompts that pass the filters, then of the earliest others."""
+def chosen_rows(samples: DataProto, kept: int, ctx: StepContext) -> np.ndarray:
+    """(B,) bool: the rows of ``kept`` prompts, of those that pass the filters, then of the earliest others."""
     data = ctx.config.data
-    if data.oversample_factor == 1:
-        return np.ones(len(samples), dtype=bool)
     uids = samples.non_tensor_batch["uid"].astype(str)
     _, first, groups = np.unique(uids, return_index=True, return_inverse=True)
     liked = np.ones(len(first), dtype=bool)
@@ -52,7 +52,7 @@ def chosen_rows(samples: DataProto, ctx: StepContext) -> np.ndarray:
     if data.filter_truncate and "finish_reason" in samples.non_tensor_batch:
         cut = samples.non_tensor_batch["finish_reason"] == CUT_OFF
         liked &= np.bincount(groups, weights=cut) == 0
-    selected = np.lexsort((first, ~liked))[: data.train_batch_size]
+    selected = np.lexsort((first, ~liked))[:kept]
     ctx.metrics.add("training/oversampling/liked_prompts", int(liked.sum()), "sum")
     ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[selected]).sum()), "sum")
     return np.isin(groups, selected)

@@ -46,8 +46,8 @@ class GroupQueue:
         trained: c, groups that were taken for training, of this step and those before.
 
     Attributes:
-        counts: ``admitted``, ``trained``, ``filtered``, ``failed``, ``surplus``, ``dropped``: every group admitted is
-            in one of the others or in the queue, once.
+        counts: ``admitted``, ``trained``, ``passed_over``, ``filtered``, ``failed``, ``surplus``, ``dropped``: every
+            group admitted is in one of the others or in the queue, once.
 
     Example:
         >>> queue = GroupQueue(GroupAdmission(groups=2, chunk=2))
@@ -179,6 +179,11 @@ class GroupQueue:
         self.trained += len(entries)
         self.counts["trained"] += len(entries)
         return entries
+
+    def pass_over(self, groups: int) -> None:
+        """So many of those that were taken are not trained on, as others were preferred."""
+        self.counts["trained"] -= groups
+        self.counts["passed_over"] += groups
 
     def publish(self, version: int) -> None:
         """Sampling has new weights; a version is the number of training steps before it."""

@@ -6,7 +6,8 @@ In every row step s begins with the weights of version s - 1, and they are sent 
 - ``sync``: a step samples the batch that it trains on. What dynamic sampling has left over opens the next one, and with
   ``rollout.keep_unfinished`` responses continue in the next step.
 - ``one_step_off``: while a batch is learned from, the next one is sampled with the weights from before that update:
-  every token is exactly one version old; those of the first step are new. Where the samplers share the trainers'
+  every token is exactly one version old; those of the first step are new, those of a response that continues
+  (``rollout.keep_unfinished``) older. Where the samplers share the trainers'
   processes the two take turns, the sampling first: the same numbers.
 - ``colocate_async`` and ``separate_async``: a queue of ``num_warmup_batches`` batches ahead, a part of one by its
   share. In ``separate_async`` a step is ``parameter_sync_step`` mini-batches. Where the sampler's log-probs are the old
@@ -31,6 +32,7 @@ from functools import partial
 from typing import Any
 
 from verl.config import PPOTrainerConfig
+from verl.config.rules.oversampling import candidates
 from verl.config.schema.root import sampler_is_old_policy
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank, collected
@@ -39,6 +41,7 @@ from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.ahead import side_by_side
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import together
+from verl.trainer.ppo.oversampling import prompts_at_once
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, learn
 from verl.trainer.ppo.stream import GroupStream
@@ -80,11 +83,24 @@ class Schedule:
     models: Callable[[PPOTrainerConfig], list[ModelRole]] = lambda _: []
 
 
+def admission_of(config: PPOTrainerConfig, chunk: int, **rules: Any) -> GroupAdmission:
+    """A step of chunks that each train on so many prompts, chosen from ``data.oversample_factor`` times as many."""
+    each = candidates(config.data, chunk)
+    number = None if config.data.oversample_factor == 1 else chunk
+    return GroupAdmission(config.data.train_batch_size // chunk * each, each, trained_on=number, **rules)
+
+
 def in_turn(config: PPOTrainerConfig) -> GroupAdmission:
     """The batch of the step itself."""
-    groups, rollout = config.data.train_batch_size, config.actor_rollout_ref.rollout
-    in_work = prompts_in_work(groups, rollout.over_sample_rate) if rollout.keep_unfinished else None
-    return GroupAdmission(groups, groups, in_order=False, overdue="reweight", by_batch=True, in_work=in_work)
+    rules = {"in_order": False, "overdue": "reweight", "by_batch": True, "in_work": _in_work(config)}
+    return admission_of(config, config.data.train_batch_size, **rules)
+
+
+def _in_work(config: PPOTrainerConfig) -> int | None:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    if not rollout.keep_unfinished:
+        return None
+    return prompts_in_work(candidates(data, data.train_batch_size), rollout.over_sample_rate)
 
 
 def prompts_in_work(trained: int, rate: float) -> int:
@@ -94,8 +110,10 @@ def prompts_in_work(trained: int, rate: float) -> int:
 
 def one_batch_ahead(config: PPOTrainerConfig) -> GroupAdmission:
     """The next step's batch."""
-    groups = config.data.train_batch_size
-    return GroupAdmission(groups, groups, Fraction(BEHIND), BEHIND, in_order=False, overdue="drop", by_batch=True)
+    in_work = _in_work(config)
+    overdue = "drop" if in_work is None else "reweight"  # a response is as old as its steps of sampling
+    rules = {"staleness": BEHIND, "in_order": False, "overdue": overdue, "by_batch": True, "in_work": in_work}
+    return admission_of(config, config.data.train_batch_size, ahead=Fraction(BEHIND), **rules)
 
 
 def of_warmup(config: PPOTrainerConfig) -> GroupAdmission:
@@ -114,10 +132,10 @@ def _with_warmup(config: PPOTrainerConfig, chunk: int, warmup: float) -> GroupAd
     """``warmup`` batches ahead, by the rules of ``trainer.v1.sampler``."""
     rules = config.trainer.v1.sampler
     threshold = rules.max_off_policy_threshold
-    return GroupAdmission(
-        config.data.train_batch_size,
+    return admission_of(
+        config,
         chunk,
-        Fraction(str(warmup)),
+        ahead=Fraction(str(warmup)),
         staleness=threshold,
         in_order=rules.order == "admission",
         overdue="reweight" if threshold is None else rules.max_off_policy_strategy,
@@ -130,7 +148,7 @@ def of_threshold(config: PPOTrainerConfig) -> GroupAdmission:
     chunk = settings.require_batches * config.actor_rollout_ref.actor.ppo_mini_batch_size
     ahead = Fraction(str(settings.staleness_threshold))
     in_order, overdue = rules.order == "admission", rules.max_off_policy_strategy
-    return GroupAdmission(config.data.train_batch_size, chunk, ahead, in_order=in_order, overdue=overdue)
+    return admission_of(config, chunk, ahead=ahead, in_order=in_order, overdue=overdue)
 
 
 SYNC = Schedule(in_turn, checks=False)
@@ -153,16 +171,16 @@ class ScheduleRun:
 
     def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
         """Steps in an epoch of ``batches`` of the loader, which may have another size than a step's."""
-        if self.schedule.admission(config).by_batch:
+        admission = self.schedule.admission(config)
+        if admission.by_batch and admission.trained_on is None:
             return batches
-        prompts = batches * (config.data.gen_batch_size or config.data.train_batch_size)
-        return max(1, prompts // config.data.train_batch_size)
+        return max(1, batches * prompts_at_once(config.data) // admission.groups)
 
     def length_of(self, config: PPOTrainerConfig, steps_per_epoch: int) -> int:
         """Steps of the run."""
         steps = config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
         prompts = self.schedule.prompt_limit(config)
-        return steps if prompts is None else min(steps, max(1, prompts // config.data.train_batch_size))
+        return steps if prompts is None else min(steps, max(1, prompts // self.schedule.admission(config).groups))
 
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training step, chunk after chunk; returns all that it trained on."""

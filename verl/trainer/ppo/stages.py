@@ -159,7 +159,12 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
     """Adds reward_baselines (B,): the reward of one greedy response to each prompt (ReMax, arXiv 2310.10505).
 
     The samples of a prompt whose greedy response could not be scored are left out.
+
+    Args:
+        prompts: those of the samples; of others, which stay in work or whose samples were replaced by those of a file,
+            none is answered.
     """
+    prompts = _prompts_of(samples, prompts, ctx.run.samples_per_prompt)
     columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
     inputs = DataProto(prompts.batch, columns, {**prompts.meta_info, "global_steps": ctx.step, "do_sample": False})
     greedy = sample(inputs, roles["rollout"], MetricSet())
@@ -171,6 +176,16 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
         ctx.metrics.add("critic/reward_baselines/mean", counted.mean().item(), weight=len(counted))
     samples.tensors["reward_baselines"] = rewards.repeat_interleave(ctx.run.samples_per_prompt)
     leave_out(samples, np.repeat(failed, ctx.run.samples_per_prompt))
+
+
+def _prompts_of(samples: DataProto, prompts: DataProto, each: int) -> DataProto:
+    """The prompts of the samples, in their order; as the samples have them where they are of another step."""
+    uids = samples.non_tensor_batch["uid"][::each].tolist()
+    places = {uid: row for row, uid in enumerate(prompts.non_tensor_batch["uid"])}
+    if set(uids) <= set(places):
+        return prompts if len(uids) == len(places) else prompts.select_idxs([places[uid] for uid in uids])
+    columns = [name for name in prompts.non_tensor_batch if name in samples.non_tensor_batch]
+    return samples.select_idxs(range(0, len(samples), each)).select([], columns, [])
 
 
 def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from itertools import compress
 from typing import cast
 
 from verl.agent_loop.unfinished import EARLIER
@@ -18,7 +19,7 @@ from verl.errors import DataError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
-from verl.trainer.ppo import accounting, stages, staleness
+from verl.trainer.ppo import accounting, oversampling, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.driver import driver_of
@@ -109,18 +110,29 @@ class GroupStream:
         self._fill(source, ctx, may_stop)
         self._lost, taken = self.queue.lost, self.queue.take()
         self.driver.took(taken, ctx)
-        self._report.trained(taken, ctx.step - 1)
         batch = joined([entry.samples for entry in taken])
-        batch = batch if self.admission.by_batch else trimmed(batch)
-        accounting.batched(batch, ctx)
         details = {**{name: [] for name in self._details}, **ctx.sample_info}
         ctx.sample_info = {name: values for name, values in details.items() if name in batch.non_tensor_batch}
+        if self.admission.trained_on is not None:
+            batch, taken = self._preferred(batch, taken, self.admission.trained_on, ctx)
+        self._report.trained(taken, ctx.step - 1)
+        batch = batch if self.admission.by_batch else trimmed(batch)
+        accounting.batched(batch, ctx)
         if self.admission.by_batch:
             ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
             if ctx.config.algorithm.filter_groups.enable:
                 waiting = self.queue.complete_groups * ctx.run.samples_per_prompt
                 ctx.metrics.add("training/filter_groups/carried_samples", waiting, "last")
         return batch
+
+    def _preferred(
+        self, batch: DataProto, taken: list[QueuedGroup], kept: int, ctx: StepContext
+    ) -> tuple[DataProto, list[QueuedGroup]]:
+        """The groups that are trained on, of those that were taken (``data.oversample_factor``)."""
+        rows = oversampling.chosen_rows(batch, kept, ctx)
+        accounting.drop_rows(batch, ~rows, "surplus", ctx)
+        self.queue.pass_over(len(taken) - kept)
+        return batch.select_idxs(rows), list(compress(taken, rows[:: self.run.samples_per_prompt]))
 
     def close_step(self, ctx: StepContext) -> None:
         """The step has its batches."""
@@ -202,14 +214,12 @@ class GroupStream:
         self._again.clear()
         if in_work is None and again:  # of another schedule: perhaps they are enough
             return self.driver.begin(again, ctx)
+        batches = 1 + self._may_sample_more(ctx)
+        self._count_gen_batches(batches, ctx)
         if in_work is None:
-            batches = 1 + self._may_sample_more(ctx)
-            self._count_gen_batches(batches, ctx)
-            new = [prompt for _ in range(batches) for prompt in self._drawn.batch(source)]
-            enough = None
+            new, enough = [prompt for _ in range(batches) for prompt in self._drawn.batch(source)], None
         else:
-            self._count_gen_batches(1, ctx)
-            new = self._drawn.take(source, max(1, in_work - len(again)))
+            new = self._drawn.take(source, max(1, batches * in_work - len(again)))
             enough = queue.bound.chunk - queue.complete_groups
         self.driver.begin(again | {queue.admit(prompt): prompt for prompt in new}, ctx, enough)
 
@@ -310,7 +320,7 @@ class GroupStream:
         elif by_batch and not was_by_batch and queue.complete_groups:
             rows = sum(len(entry.samples) for entry in queue if entry.is_complete)
             notice(RESUMED, f"the first {rows} samples are those that waited in its queue")
-        elif by_batch and context is not None and self.admission.enforced is None:
+        elif by_batch and context is not None and not self.admission.ahead:
             notice(RESUMED, "the first batch is the one that the run had sampled ahead")
         self._again = {entry.number for entry in queue if not entry.is_complete and not self._stays_in_work(entry)}
         if self.admission.in_work is None:
