@@ -20,7 +20,7 @@ from verl.algorithms.advantages.prime import shaped
 from verl.config import HFModelConfig, PPOTrainerConfig
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
-from verl.trainer.ppo import group_filter, oversampling
+from verl.trainer.ppo import group_filter
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.schedules import SYNC
 from verl.trainer.ppo.stages import train
@@ -133,7 +133,7 @@ def outcomes(batch: DataProto, ctx: StepContext) -> torch.Tensor:
     Raises:
         DataError: something else than a rate of being right.
     """
-    accuracy = torch.from_numpy(oversampling.accuracies(batch, ctx.sample_info)).float()
+    accuracy = torch.from_numpy(group_filter.accuracies(batch, ctx.sample_info)).float()
     counted = torch.from_numpy(~group_filter.out_of_statistics(batch))
     wrong = counted & ~((accuracy >= 0) & (accuracy <= 1))
     if wrong.any():

@@ -18,7 +18,7 @@ from verl.json_text import read_json
 from verl.metrics import notice
 from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
 from verl.observability.tracking import Tracking
-from verl.trainer.ppo.conversations import turns_of
+from verl.trainer.ppo.sample_texts import turns_of
 from verl.utils.tracking import ValidationGenerationsLogger
 
 SPY = "tests.observability.spies:SpyTracker"

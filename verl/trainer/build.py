@@ -21,7 +21,7 @@ from verl.observability.tracking import Tracking
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
 from verl.trainer.models import RM, model_roles
-from verl.trainer.ppo.conversations import turns_of_rows
+from verl.trainer.ppo.sample_texts import turns_of_rows
 from verl.trainer.ppo.validation import ValidationSamples
 from verl.workers.part import WorkerContext
 from verl.workers.scoring import reward_manager as reward_manager

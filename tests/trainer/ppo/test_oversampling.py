@@ -11,7 +11,7 @@ from tests.trainer.ppo.test_dynamic_sampling import GROUPS, PATTERNS, rows
 from verl.config import PPOTrainerConfig, replace
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.oversampling import chosen_rows
+from verl.trainer.ppo.group_filter import chosen_rows
 
 
 def chosen(rates: dict[str, list[float]], finish: list[str] | None = None, **data: object) -> tuple[list[str], dict]:

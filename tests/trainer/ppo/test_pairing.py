@@ -13,7 +13,7 @@ from verl.engines.micro_batch import plan_together
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.pairing import pair_up
+from verl.trainer.ppo.learned_rows import pair_up, rows_to_train
 from verl.workers.options import TrainOptions
 
 SPIN = {"actor_rollout_ref.actor.policy_loss.loss_mode": "recipe.spin.core:dpo"}
@@ -91,7 +91,7 @@ def test_no_mini_batch_rank_or_micro_batch_parts_a_pair(ranks: int, shuffle: boo
     ctx, actor = context(**changes), Trained(ranks, shuffle)
     made = judged(scores, 3, lengths)
     made.tensors["prompts"] = made.tensors["row"]  # one of the columns that an update gets
-    rows = stages.rows_to_train(made, ctx)
+    rows = rows_to_train(made, ctx)
     stages.train(actor, rows, ctx)
 
     expected = {tuple(pair) for pair in rows.tensors["row"].view(-1, 2).tolist()}
@@ -112,4 +112,4 @@ def test_no_mini_batch_rank_or_micro_batch_parts_a_pair(ranks: int, shuffle: boo
 
 def test_other_losses_train_on_the_batch_as_it_is():
     made = judged([1.0, 0.0], per_prompt=2)
-    assert stages.rows_to_train(made, context()) is made
+    assert rows_to_train(made, context()) is made

@@ -11,7 +11,7 @@ from verl.algorithms.aggregation import loss_norm
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.trainer.ppo import positive
+from verl.trainer.ppo import learned_rows
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
 LOG_PROB = torch.tensor([[-1.0, -2.0, torch.nan], [-4.0, -4.0, -4.0], [-6.0, torch.nan, torch.nan]])
@@ -24,16 +24,16 @@ def samples(scores, **columns) -> DataProto:
 
 
 def test_right_is_a_score_above_zero_or_what_the_scorer_says_and_never_a_sample_without_a_score():
-    assert positive.marks(samples([0.5, 0.0, -1.0])).tolist() == [1, 0, 0]
-    assert positive.marks(samples([-0.5, 0.0, 1.0], acc=[1.0, None, 0.0])).tolist() == [1, 0, 0]
-    assert positive.marks(samples([0.5, 0.0, 1.0], unscorable=[True, False, False])).tolist() == [0, 0, 1]
+    assert learned_rows.right_answers(samples([0.5, 0.0, -1.0])).tolist() == [1, 0, 0]
+    assert learned_rows.right_answers(samples([-0.5, 0.0, 1.0], acc=[1.0, None, 0.0])).tolist() == [1, 0, 0]
+    assert learned_rows.right_answers(samples([0.5, 0.0, 1.0], unscorable=[True, False, False])).tolist() == [0, 0, 1]
 
 
 def trained_on(marks, dp_size=1, cuts=(slice(None),)):
     """Loss, gradient and metrics with coefficient 0.1 and no advantages, micro-batch by micro-batch."""
     data = samples([0.0, 0.0, 0.0])
     data.tensors["positive"] = torch.tensor(marks)
-    positive.weigh(data)
+    learned_rows.weigh_right_answers(data)
     log_prob = LOG_PROB.double().requires_grad_()
     loss_fn, norm = PPOPolicyLoss(actor_config(positive_lm_coef=0.1)), loss_norm(MASK, dp_size)
     total, metrics = torch.zeros((), dtype=torch.float64), MetricSet()

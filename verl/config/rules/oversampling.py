@@ -14,6 +14,18 @@ def candidates(data: DataConfig, prompts: int) -> int:
     return int(prompts * data.oversample_factor)
 
 
+def prompts_at_once(data: DataConfig) -> int:
+    """Prompts that are sampled together."""
+    return data.gen_batch_size or candidates(data, data.train_batch_size)
+
+
+def key_of_prompts_at_once(cfg: PPOTrainerConfig) -> str:
+    """The setting that says how many, for messages."""
+    if cfg.trainer.v1.trainer_mode == "fully_async":  # where the number of prompts follows from these
+        return "async_training.require_batches x actor_rollout_ref.actor.ppo_mini_batch_size"
+    return "data.gen_batch_size" if cfg.data.gen_batch_size else "data.train_batch_size"
+
+
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """What is wrong with it."""
     data, key = cfg.data, "data.oversample_factor"

@@ -30,7 +30,7 @@ version staler with each step that it waits. Only ``drop`` holds it to S. The sy
 
 With a choice
 -------------
-A step may train on a part of its groups (``trained_on``, `verl.trainer.ppo.oversampling`). T and B then count the
+A step may train on a part of its groups (``trained_on``, `verl.trainer.ppo.group_filter`). T and B then count the
 candidates, all of which are taken. The choice changes no ordinal and no version, so the bound is the same.
 """
 

@@ -20,8 +20,7 @@ from verl.single_controller.base import by_rank
 from verl.trainer import expiry
 from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo.context import RunState, StepContext
-from verl.trainer.ppo.conversations import turns_of_rows
-from verl.trainer.ppo.sample_texts import SampleTexts
+from verl.trainer.ppo.sample_texts import SampleTexts, turns_of_rows
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped

@@ -1,18 +1,29 @@
-"""The rollout correction in the dataflow: once per batch, on the controller, before advantages are estimated.
+"""The sampler's log-probs and the trainer's: how far apart they are, and what makes up for it.
 
-Both forms of the configuration end here: ``algorithm.rollout_is_*`` (metrics ``mismatch/``) and
-``algorithm.rollout_correction.*`` (metrics ``rollout_corr/``). The mathematics is in
-`verl.algorithms.rollout_correction`. Shapes: B rows, T response tokens.
+The rollout correction comes once per batch, on the controller, before advantages are estimated. Both forms of the
+configuration end here: ``algorithm.rollout_is_*`` (metrics ``mismatch/``) and ``algorithm.rollout_correction.*``
+(metrics ``rollout_corr/``). The mathematics is in `verl.algorithms.rollout_correction`. After each weight sync to a
+sampler with rounded weights a few tokens are compared. Shapes: B rows, T response tokens.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from verl.algorithms.rollout_correction import Correction, CorrectionResult, correction_of, importance_sampling_of
 from verl.config import AlgoConfig
 from verl.config.schema.algorithm import importance_sampling
-from verl.errors import DataError
-from verl.protocol import DataProto
+from verl.errors import DataError, RolloutError
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.base import collected
+from verl.trainer.ppo.context import StepContext
+from verl.workers.options import InferOptions
+from verl.workers.roles import Roles
+from verl.workers.sampling import SamplingWorker
 
+TOLERANCE = "actor_rollout_ref.rollout.quantization_tolerance"
 KEPT_MASK = "rollout_rs_mask"
 """Column (B, T): the response mask without what was rejected; losses use it, estimators and metrics do not."""
 
@@ -85,3 +96,76 @@ def compute_rollout_importance_weights_and_add_to_batch(
     if algorithm.rollout_is_threshold is None or "rollout_log_probs" not in batch.tensors.keys():
         return batch, {}
     return batch, correct(batch, algorithm)
+
+
+def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
+    """How far the sampler's log-probs are from the recomputed ones, where there are both."""
+    if "rollout_log_probs" in batch.tensors.keys():
+        for name, value in rollout_difference(batch).items():
+            ctx.metrics.add(name, value, "last")
+
+
+def rollout_difference(batch: DataProto) -> dict[str, float]:
+    """How far the sampler's probabilities are from the trainer's, over sampled tokens."""
+    mask = batch.tensors["response_mask"].bool()
+    if not mask.any():
+        return {"training/rollout_probs_diff_valid": 0.0}
+    ours, theirs = (batch.tensors[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
+    difference = (ours - theirs).abs()
+    metrics = {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
+    }
+    if len(ours) > 1 and ours.std() > 0 and theirs.std() > 0:
+        metrics["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+    return metrics
+
+
+def check_reloaded(roles: Roles, ctx: StepContext, version: int) -> None:
+    """Compare what every replica reports of a few tokens that it draws with what the trainer computes for them.
+
+    Rounding moves every log-prob a little. A scale that is wrong, or a layer that kept old weights, moves them further,
+    and nothing else would say so: the samples would only be those of another policy.
+
+    Raises:
+        RolloutError: a replica is further away than ``rollout.quantization_tolerance``.
+    """
+    rollout = ctx.config.actor_rollout_ref.rollout
+    if rollout.quantization is None:
+        return
+    with ctx.timed("check_weights"):
+        drawn = collected(roles["rollout"].group, SamplingWorker.probe)(version)
+        ctx.metrics.merge(drawn.meta_info.pop("metrics"))
+        padded, pad = pad_dataproto_to_divisor(drawn, roles["actor"].num_parts)
+        made = unpad_dataproto(roles["actor"].infer(padded, InferOptions()), pad)
+        compare_reloaded(drawn, made, rollout.quantization_tolerance, ctx)
+
+
+def compare_reloaded(drawn: DataProto, made: DataProto, most: float, ctx: StepContext) -> None:
+    """Report the mean difference of the replica that is furthest away, in nats, and the largest of all.
+
+    Args:
+        drawn: rollout_log_probs and response_mask (B, T), and the column ``replica``.
+        made: log_probs (B, T), the trainer's.
+        most: bound of that mean.
+    """
+    differences = (made.tensors["log_probs"] - drawn.tensors["rollout_log_probs"]).abs()
+    mask, names = drawn.tensors["response_mask"].bool(), drawn.non_tensor_batch["replica"]
+    rows_of = {name: mask & torch.from_numpy(names == name)[:, None] for name in dict.fromkeys(names)}
+    means = {name: differences[rows].mean().item() for name, rows in rows_of.items()}
+    furthest = max(means, key=lambda name: math.inf if math.isnan(means[name]) else means[name])
+    ctx.metrics.add("training/reload_log_probs_diff_mean", means[furthest], "last")
+    ctx.metrics.add("training/reload_log_probs_diff_max", differences[mask].max().item(), "last")
+    if not means[furthest] <= most:
+        raise RolloutError(
+            f"with the weights of step {ctx.step}, log-probs of {furthest} are {means[furthest]:.3g} away from the "
+            f"trainer's, on average over {int(mask.sum())} tokens: a scale or a layer of the sampler is wrong, or this "
+            "model cannot be rounded so coarsely",
+            key=TOLERANCE,
+            got=round(means[furthest], 6),
+            allowed=f"at most {most}",
+            fix="Set actor_rollout_ref.rollout.quantization=null to see whether rounding is the cause; raise the "
+            "tolerance if it is, and the rollout correction makes up for it.",
+        )

@@ -1,7 +1,11 @@
-"""Which groups of samples have a learning signal: dynamic sampling (DAPO, arXiv 2503.14476) and its metrics.
+"""Which groups of samples are trained on: those with a learning signal, and of these the instructive ones.
 
 A group is all samples of one prompt. Where they all come out the same, a group estimator gives every one of them an
-advantage of zero. Shapes: B rows, G groups.
+advantage of zero: dynamic sampling (DAPO, arXiv 2503.14476) drops it. A prompt that is nearly always or nearly never
+answered rightly teaches little: the online filter of PRIME (arXiv 2502.01456) prefers others, where more prompts are
+sampled than are trained on (``data.oversample_factor``). Where too few are liked, others fill the batch, so that a step
+samples once. Under every schedule the choice is among the candidates of a chunk, groups that dynamic sampling has left.
+Shapes: B rows, G groups.
 """
 
 from __future__ import annotations
@@ -13,12 +17,17 @@ import numpy as np
 
 from verl.errors import DataError, suggest
 from verl.protocol import DataProto
+from verl.trainer.ppo.context import StepContext
 
 SAME = 1e-8
 """Float rewards closer than this are equal."""
 SCORE_SUMS = (None, "reward", "seq_reward", "seq_final_reward")
 """Values of ``filter_groups.metric`` that name the reward of the sequence."""
 KEY = "algorithm.filter_groups.metric"
+ACCURACY = "acc"
+"""What a scorer may return next to the score: how correct a sample is, 0 to 1."""
+ROUNDING = 1e-6
+CUT_OFF = "length"
 
 
 def group_numbers(samples: DataProto) -> np.ndarray:
@@ -85,6 +94,38 @@ def share_without_advantage(samples: DataProto) -> float:
     groups = group_numbers(samples)
     taught = samples.tensors["advantages"].ne(0).any(dim=-1).numpy()
     return 1.0 - float((np.bincount(groups, weights=taught) > 0).mean())
+
+
+def accuracies(samples: DataProto, returned: Iterable[str] = ()) -> np.ndarray:
+    """(B,) float64: what the scorer returned as ``acc``, else the score; NaN where a sample has none."""
+    return outcomes(samples, ACCURACY if ACCURACY in samples.non_tensor_batch else None, returned)
+
+
+def chosen_rows(samples: DataProto, kept: int, ctx: StepContext) -> np.ndarray:
+    """(B,) bool: the rows of ``kept`` prompts, of those that pass the filters, then of the earliest others."""
+    data = ctx.config.data
+    uids = samples.non_tensor_batch["uid"].astype(str)
+    _, first, groups = np.unique(uids, return_index=True, return_inverse=True)
+    liked = np.ones(len(first), dtype=bool)
+    if data.filter_accuracy:
+        rate = _means(groups, accuracies(samples, ctx.sample_info), out_of_statistics(samples))
+        low, high = data.accuracy_lower_bound - ROUNDING, data.accuracy_upper_bound + ROUNDING
+        liked &= (low <= rate) & (rate <= high)  # false for NaN
+    if data.filter_truncate and "finish_reason" in samples.non_tensor_batch:
+        cut = samples.non_tensor_batch["finish_reason"] == CUT_OFF
+        liked &= np.bincount(groups, weights=cut) == 0
+    selected = np.lexsort((first, ~liked))[:kept]
+    ctx.metrics.add("training/oversampling/liked_prompts", int(liked.sum()), "sum")
+    ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[selected]).sum()), "sum")
+    return np.isin(groups, selected)
+
+
+def _means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.ndarray:
+    """(G,) float64: the mean of each group's counted values, NaN where it has none."""
+    counted = ~left_out & ~np.isnan(values)
+    number = np.bincount(groups, weights=counted)
+    total = np.bincount(groups, weights=np.where(counted, values, 0.0))
+    return np.divide(total, number, out=np.full(len(number), np.nan), where=number > 0)
 
 
 def _is_numeric(column: np.ndarray) -> bool:

@@ -20,6 +20,7 @@ from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, to_dict
 from verl.config.loading.configuration import config_from
 from verl.config.machine import pools, topology
+from verl.config.rules.oversampling import key_of_prompts_at_once, prompts_at_once
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps
@@ -42,15 +43,13 @@ from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callb
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.conversations import conversation_columns
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
-from verl.trainer.ppo.oversampling import key_of_prompts_at_once, prompts_at_once
-from verl.trainer.ppo.sample_texts import SampleTexts
+from verl.trainer.ppo.sample_texts import SampleTexts, conversation_columns
 from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals

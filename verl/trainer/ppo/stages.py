@@ -18,15 +18,13 @@ from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_un
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
-from verl.algorithms.reweighting import resampled_rows
 from verl.config.schema.root import of_estimator, updates_once
 from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import scattered_rows, zero_rows
 from verl.single_controller.base import by_rank
-from verl.trainer.ppo import accounting, correction, experts, group_filter, positive
+from verl.trainer.ppo import correction, experts, group_filter, learned_rows
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.pairing import pair_up
 from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
 from verl.workers.model import ModelWorker
 from verl.workers.options import InferOptions, TrainOptions
@@ -259,7 +257,7 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
         mask = batch.tensors["response_mask"]
         ctx.metrics.add("actor/entropy", masked_mean(made["entropy"], mask).item(), weight=int(mask.sum()))
     batch.tensors["old_log_probs"] = made["log_probs"]
-    measure_sampler(batch, ctx)
+    correction.measure_sampler(batch, ctx)
 
 
 def add_ref_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
@@ -273,36 +271,11 @@ def add_values(batch: DataProto, roles: Roles) -> None:
     batch.tensors["values"] = roles["critic"].infer(experts.without(batch), InferOptions(("values",))).tensors["values"]
 
 
-def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
-    """How far the sampler's log-probs are from the recomputed ones, where there are both."""
-    if "rollout_log_probs" in batch.tensors.keys():
-        for name, value in rollout_difference(batch).items():
-            ctx.metrics.add(name, value, "last")
-
-
 def measure_chunks(batch: DataProto, ctx: StepContext) -> None:
     """The spreads and quantiles of a step that learned from several batches: over all their samples, not the last."""
     if ctx.run.needs_old_log_prob:
-        measure_sampler(batch, ctx)
+        correction.measure_sampler(batch, ctx)
     correct_rollout(batch.select(), ctx)  # what was trained on has its weights
-
-
-def rollout_difference(batch: DataProto) -> dict[str, float]:
-    """How far the sampler's probabilities are from the trainer's, over sampled tokens."""
-    mask = batch.tensors["response_mask"].bool()
-    if not mask.any():
-        return {"training/rollout_probs_diff_valid": 0.0}
-    ours, theirs = (batch.tensors[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
-    difference = (ours - theirs).abs()
-    metrics = {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_max": difference.max().item(),
-        "training/rollout_probs_diff_mean": difference.mean().item(),
-        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
-    }
-    if len(ours) > 1 and ours.std() > 0 and theirs.std() > 0:
-        metrics["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
-    return metrics
 
 
 def correct_rollout(batch: DataProto, ctx: StepContext) -> None:
@@ -324,7 +297,7 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
         batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
     compute_advantage(batch, ctx.run.estimator, algorithm)
     if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
-        batch.tensors["positive"] = positive.marks(batch)
+        batch.tensors["positive"] = learned_rows.right_answers(batch)
         ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), weight=len(batch))
     number = int(group_filter.group_numbers(batch).max()) + 1
     ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), weight=number)
@@ -366,25 +339,6 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
         batch.tensors[name] = scattered_rows(values.float(), rows, len(batch))
 
 
-def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
-    """The batch, or the rows that a method selects by score: PF-PPO's draw, or the pair of each prompt."""
-    rows = batch
-    if ctx.config.algorithm.use_pf_ppo:
-        rows = resample(batch, ctx)
-    elif ctx.run.learns_from_pairs:
-        rows = pair_up(batch, ctx.run.samples_per_prompt, ctx.metrics)
-    accounting.chosen(batch, rows, ctx)
-    return rows
-
-
-def resample(batch: DataProto, ctx: StepContext) -> DataProto:
-    """Policy filtration (PF-PPO, arXiv 2409.06957): rows drawn with replacement, by the run's seed and the step."""
-    rule, scores = ctx.config.algorithm.pf_ppo, batch.tensors["token_level_scores"].sum(-1)
-    rows = resampled_rows(scores, rule.reweight_method, rule.weight_pow, seed=ctx.config.trainer.seed + ctx.step)
-    ctx.metrics.add("training/pf_ppo/distinct_rows", len(rows.unique()) / len(rows), weight=len(rows))
-    return batch.select_idxs(rows)
-
-
 TRAIN_KEYS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
     "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive", experts.COLUMN,
@@ -418,7 +372,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_in_rank_order(members, lengths, groups, role.num_parts, ctx))
         if "positive" in mini_batch.tensors.keys():
-            positive.weigh(mini_batch)
+            learned_rows.weigh_right_answers(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
         ctx.run.spans.progress()
         ctx.run.updates.add(role.name, metrics.values())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from verl.protocol import DataProto
-from verl.trainer.ppo import stages
+from verl.trainer.ppo import learned_rows, stages
 from verl.trainer.ppo.context import StepContext
 from verl.workers.roles import Roles
 
@@ -53,7 +53,7 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage
         stages.correct_rollout(batch, ctx)  # rollout_is_weights, rollout_rs_mask
     with ctx.timed("adv"):
         stages.add_advantages(batch, ctx)  # token_level_rewards, advantages, returns
-    rows = stages.rows_to_train(batch, ctx)  # all; PF-PPO: drawn by their scores; losses on pairs: best and worst
+    rows = learned_rows.rows_to_train(batch, ctx)  # all; PF-PPO: drawn by their scores; losses on pairs: best and worst
 
     if "critic" in roles:
         with ctx.timed("update_critic"):

@@ -19,7 +19,7 @@ from verl.errors import DataError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
-from verl.trainer.ppo import accounting, oversampling, stages, staleness
+from verl.trainer.ppo import accounting, group_filter, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.driver import driver_of
@@ -129,7 +129,7 @@ class GroupStream:
         self, batch: DataProto, taken: list[QueuedGroup], kept: int, ctx: StepContext
     ) -> tuple[DataProto, list[QueuedGroup]]:
         """The groups that are trained on, of those that were taken (``data.oversample_factor``)."""
-        rows = oversampling.chosen_rows(batch, kept, ctx)
+        rows = group_filter.chosen_rows(batch, kept, ctx)
         accounting.drop_rows(batch, ~rows, "surplus", ctx)
         self.queue.pass_over(len(taken) - kept)
         return batch.select_idxs(rows), list(compress(taken, rows[:: self.run.samples_per_prompt]))

@@ -12,9 +12,8 @@ import numpy as np
 from verl.config import PPOTrainerConfig
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.trainer.ppo.conversations import add_columns, conversation_columns, spread
 from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.sample_texts import SampleTexts
+from verl.trainer.ppo.sample_texts import SampleTexts, add_columns, conversation_columns, spread
 from verl.trainer.ppo.scoring import score_samples
 from verl.trainer.ppo.stages import give_uids, sample
 from verl.workers.roles import Roles
