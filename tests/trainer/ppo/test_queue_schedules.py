@@ -31,11 +31,11 @@ from verl.trainer.build import worker_arguments
 from verl.trainer.ppo import schedules, stages
 from verl.trainer.ppo.admission import BoundBroken, GroupAdmission
 from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.driver import Concurrent
 from verl.trainer.ppo.groups import Done, GroupRows, check_not_starved, together
 from verl.trainer.ppo.queue import GroupQueue
 from verl.trainer.ppo.schedules import COLOCATE_ASYNC, FULLY_ASYNC, SEPARATE_ASYNC, ScheduleRun
-from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stream import GroupStream
 from verl.trainer.signals import RunStopped
 
@@ -226,17 +226,15 @@ def test_a_group_that_fails_is_sampled_once_more_before_its_prompt_is_left_out()
     prompt = GroupRows.of(DataProto.from_dict(non_tensors={"uid": np.array(["a"], dtype=object)}))
     begun: list[int] = []
 
-    class Failing:
-        takes_turns, failed = True, None
-
-        def begin(self, prompts, ctx, follow=None, enough=None):
+    class Failing(Driver):
+        def sample(self, prompts, ctx, follow, enough):
             begun.extend(prompts)
 
-        def results(self, ctx, wait, may_stop=True):
+        def ended(self, ctx, wait, may_stop):
             return [Done(number, prompt, why="failed") for number in {*begun}]
 
     stream = GroupStream(GroupAdmission(groups=2, chunk=1), ctx.run, version=0)
-    stream._driver = ScriptedSampling(Failing(), None)
+    stream._driver = Failing()
     begun.append(stream.queue.admit(prompt))
     stream.take_in(ctx, wait=True)
     assert begun == [0, 0] and len(stream.queue) == 1 and not stream.queue.lost
@@ -266,7 +264,7 @@ def test_an_error_of_a_group_that_is_scored_beside_training_ends_the_waiting_for
     answering = SimpleNamespace(call=lambda method, asked: asyncio.sleep(0.1, asked))
     driver = Concurrent({"rollout": SimpleNamespace(group=SimpleNamespace(handle=lambda rank: answering))}, limit=2)
     stream = GroupStream(GroupAdmission(groups=1, chunk=1), ctx.run, version=0)
-    stream._driver = ScriptedSampling(driver, None)
+    stream._driver = driver
     driver.begin({0: prompt}, ctx)
     with pytest.raises(RewardError, match="it failed on row 7"):
         stream.during(training, ctx)

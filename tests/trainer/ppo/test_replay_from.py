@@ -49,14 +49,14 @@ class Explored(driver.Driven):
         self.failing.remove(number)
         self._done.put((Done(number, GroupRows.of(asked), why="failed"), half, RolloutError("no process is left")))
 
-    def results(self, ctx, wait, may_stop=True):
+    def ended(self, ctx, wait, may_stop):
         for _ in range(self.die.randrange(12)):
             self._loop.run_until_complete(asyncio.sleep(0))
         if not wait and self.die.random() < 0.6:
             return []
-        ended = list(super().results(ctx, wait, may_stop))
-        self.die.shuffle(ended)
-        return ended
+        done = list(super().ended(ctx, wait, may_stop))
+        self.die.shuffle(done)
+        return done
 
 
 def run(folder: str, *changes: str) -> Seen:

@@ -20,7 +20,6 @@ from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.driver import Inline
 from verl.trainer.ppo.groups import judged
 from verl.trainer.ppo.schedules import FULLY_ASYNC, ONE_STEP_OFF, SYNC, Schedule
-from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stream import GroupStream
 from verl.trainer.ppo.stream_parts import FINISHED, PROMPTS, STATE
 
@@ -130,7 +129,7 @@ def test_a_batch_names_the_details_of_the_score_that_its_samples_have():
     ahead.non_tensor_batch["acc"] = object_array([1.0, 0.0, 0.5, 0.5])
     stream = stream_of(SYNC, run)
     stream.load_state({"ahead": ahead})
-    stream._driver, stream._details = ScriptedSampling(Inline({}, by_batch=True), None), {"acc": None, "why": None}
+    stream._driver, stream._details = Inline({}, by_batch=True), {"acc": None, "why": None}
     ctx = run.open(4)
     stream.open_step(ctx)
     batch = stream.take(None, ctx, may_stop=False)

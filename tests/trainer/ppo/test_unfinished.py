@@ -16,12 +16,11 @@ from verl.errors import ConfigError
 from verl.metrics import notices
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
-from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows
 from verl.trainer.ppo.schedules import prompts_in_work
-from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stream import GroupStream
 
 of_losses = judged({PPOTrainerConfig: losses.ROWS})
@@ -82,15 +81,14 @@ class Source:
         return DataProto.from_dict(non_tensors={"uid": np.array(names, dtype=object)})
 
 
-class Samplers:
+class Samplers(Driver):
     """A driver: of each round the named prompts are complete, the others stay in work."""
 
-    takes_turns, in_flight, idle_seconds, failed = True, 0, 0.0, Interrupt()
-
     def __init__(self, *complete: str):
+        super().__init__()
         self.rounds, self.begun, self.done = iter(complete), [], []
 
-    def begin(self, prompts, ctx, follow=None, enough=None):
+    def sample(self, prompts, ctx, follow, enough):
         if not prompts:
             return
         rows = {number: prompt.alone() for number, prompt in prompts.items()}
@@ -105,7 +103,7 @@ class Samplers:
             rows_of = GroupRows.of(samples if is_complete else one)
             self.done.append(Done(number, rows_of, why="" if is_complete else UNFINISHED))
 
-    def results(self, ctx, wait, may_stop=True):
+    def ended(self, ctx, wait, may_stop):
         done, self.done = self.done, []
         return done
 
@@ -116,7 +114,7 @@ def test_prompts_in_work_go_first_and_new_ones_take_the_room_that_they_leave():
     admission = GroupAdmission(2, 2, in_order=False, overdue="reweight", by_batch=True, in_work=4)
     stream, source = GroupStream(admission, run, version=0), Source()
     samplers = Samplers("bd", "acef")
-    stream._driver = ScriptedSampling(samplers, None)
+    stream._driver = samplers
 
     def held(of: GroupStream) -> str:
         return "".join(rows.non_tensor_batch["uid"][0] for rows in of.held_samples())

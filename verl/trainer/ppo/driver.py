@@ -14,23 +14,23 @@ from collections.abc import Coroutine, Mapping
 from concurrent import futures
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from verl.agent_loop.failed import RunStops
 from verl.agent_loop.unfinished import EARLIER, ENOUGH, LEFT
 from verl.errors import RewardError, RolloutError
-from verl.journal.schedule import Draws
+from verl.journal.schedule import Draws, ScheduleRecord
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
 from verl.rewards.failures import NothingScored
 from verl.rollout.request_spans import RequestSpans
-from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.decisions import Driver, Follow, Prompts
 from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows, count_lost, joined, judged
 from verl.trainer.ppo.step import collect
 from verl.workers.roles import Roles
@@ -38,9 +38,6 @@ from verl.workers.sampling import FOLLOW, SERVED, SamplingWorker
 
 T = TypeVar("T")
 Ended = tuple[Done, StepContext, BaseException | None]
-Prompts = Mapping[int, GroupRows]
-Follow = Mapping[int, Mapping[str, Draws]]
-"""Group -> request -> what it is to draw."""
 LOOK_SECONDS = 0.2
 """How often a thread that waits for groups looks whether the run is to stop."""
 FAILURES = 8
@@ -50,54 +47,7 @@ TURN_SECONDS = 0.001
 """That the loop of groups gets, where it runs in the thread that waits."""
 
 
-class Driver(Protocol):
-    """Samples and scores the groups of a stream.
-
-    Attributes:
-        failed: is set once `results` would raise; who trains meanwhile need not wait for its workers any longer.
-    """
-
-    failed: Interrupt
-
-    @property
-    def in_flight(self) -> int:
-        """Groups that were begun and are not finished."""
-
-    @property
-    def idle_seconds(self) -> float:
-        """In which the samplers had no group, since the start."""
-
-    @property
-    def takes_turns(self) -> bool:
-        """Nothing is sampled while the thread that calls is elsewhere."""
-
-    def begin(
-        self, prompts: Prompts, ctx: StepContext, follow: Follow | None = None, enough: int | None = None
-    ) -> None:
-        """Begin groups.
-
-        Args:
-            prompts: by number.
-            follow: what the requests of each are to draw.
-            enough: complete groups that end a batch, while the others stay in work; None: all are waited for.
-        """
-
-    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
-        """Groups that ended since the last call; their metrics go into ``ctx``.
-
-        Args:
-            wait: until there is one.
-            may_stop: do not wait where the run is to stop.
-        """
-
-    def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
-        """Return once each of these requests has drawn its count of tokens, with the groups that ended meanwhile."""
-
-    def close(self) -> None:
-        """End what is in flight."""
-
-
-class Inline:
+class Inline(Driver):
     """Samples all groups that are begun together as one batch, in the thread that calls.
 
     Args:
@@ -105,16 +55,13 @@ class Inline:
             nothing could be scored ends the run.
     """
 
-    in_flight, idle_seconds, takes_turns = 0, 0.0, True
-
-    def __init__(self, roles: Roles, by_batch: bool = False):
-        self.roles, self.by_batch, self.failed = roles, by_batch, Interrupt()
+    def __init__(self, roles: Roles, record: ScheduleRecord | None = None, by_batch: bool = False):
+        super().__init__(record)
+        self.roles, self.by_batch = roles, by_batch
         self._done: list[Done] = []
         self._failed_in_a_row = 0
 
-    def begin(
-        self, prompts: Prompts, ctx: StepContext, follow: Follow | None = None, enough: int | None = None
-    ) -> None:
+    def sample(self, prompts: Prompts, ctx: StepContext, follow: Follow | None, enough: int | None) -> None:
         if not prompts:
             return
         batch, numbers = joined(list(prompts.values())), list(prompts)
@@ -145,15 +92,9 @@ class Inline:
             self._done.append(Done(number, rows, why="unscorable"))
             count_lost(self._done[-1], ctx)
 
-    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
+    def ended(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
         done, self._done = self._done, []
         return done
-
-    def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
-        return []
-
-    def close(self) -> None:
-        """There is nothing in flight."""
 
 
 def generated(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
@@ -206,7 +147,7 @@ def _entered_in_ledger(samples: DataProto, ctx: StepContext) -> DataProto:
     return samples
 
 
-class Concurrent:
+class Concurrent(Driver):
     """Samples and scores groups one by one, in a thread, while the thread that calls trains.
 
     Consumes: groups that are begun. Waits for: a free one of ``limit`` places, the sampler, the reward function (one
@@ -219,7 +160,8 @@ class Concurrent:
 
     takes_turns = False
 
-    def __init__(self, roles: Roles, limit: int):
+    def __init__(self, roles: Roles, limit: int, record: ScheduleRecord | None = None):
+        super().__init__(record)
         self.roles, self._handle = roles, roles["rollout"].group.handle(0)
         self._done: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._scorer = futures.ThreadPoolExecutor(1, thread_name_prefix="verl-score")
@@ -229,29 +171,26 @@ class Concurrent:
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-groups", daemon=True)
         if not self.takes_turns:
             self._thread.start()
-        self.in_flight, self._idle, self._since = 0, 0.0, time.monotonic()
-        self.failed, self._failed_in_a_row = Interrupt(), 0
+        self._idle, self._since, self._failed_in_a_row = 0.0, time.monotonic(), 0
 
     @property
-    def idle_seconds(self) -> float:
-        return self._idle + (0.0 if self.in_flight else time.monotonic() - self._since)
+    def idle_seconds(self) -> float:  # type: ignore[override]  # of a clock here
+        return self._idle + (0.0 if self.in_work else time.monotonic() - self._since)
 
-    def begin(
-        self, prompts: Prompts, ctx: StepContext, follow: Follow | None = None, enough: int | None = None
-    ) -> None:
-        if prompts and not self.in_flight:
+    def sample(self, prompts: Prompts, ctx: StepContext, follow: Follow | None, enough: int | None) -> None:
+        if prompts and not self.in_work:
             self._idle += time.monotonic() - self._since
         for number, prompt in prompts.items():
-            self.in_flight += 1
+            self.in_work += 1
             group_ctx = ctx.run.open(ctx.step)
             rows = stages.repeated(prompt.alone(), group_ctx)
             accounting.ask(rows, group_ctx)
             spans = None if follow is None else follow[number]
             asyncio.run_coroutine_threadsafe(self._group(number, rows, group_ctx, spans), self._loop)
 
-    def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
+    def ended(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
         done: list[Done] = []
-        if wait and self.in_flight:
+        if wait and self.in_work:
             with ctx.timed("wait_for_samples"):
                 while not done and self._done.empty() and not (may_stop and ctx.run.stop.requested):
                     done += [self._entered(*ended, ctx) for ended in self._look()]
@@ -268,7 +207,7 @@ class Concurrent:
     def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
         drawn, done = self._run(self._handle.call(RequestSpans.until_drawn, dict(counts))), list[Done]()
         while not self._wait(drawn):
-            done += self.results(ctx, wait=False)  # raises what ended a group
+            done += self.ended(ctx, wait=False, may_stop=True)  # raises what ended a group
         drawn.result()
         return done
 
@@ -285,8 +224,8 @@ class Concurrent:
         Raises:
             BaseException: ``error``, unless it is of this group alone.
         """
-        self.in_flight -= 1
-        if not self.in_flight:
+        self.in_work -= 1
+        if not self.in_work:
             self._since = time.monotonic()
         ctx.metrics.merge(group_ctx.metrics)
         ctx.sample_info = {**ctx.sample_info, **group_ctx.sample_info}
@@ -342,8 +281,8 @@ class Driven(Concurrent):
 
     takes_turns = True
 
-    def __init__(self, roles: Roles):
-        super().__init__(roles, limit=1 << 16)
+    def __init__(self, roles: Roles, record: ScheduleRecord | None):
+        super().__init__(roles, 1 << 16, record)
 
     def _look(self) -> list[Ended]:
         self._loop.run_until_complete(asyncio.sleep(TURN_SECONDS))
@@ -367,17 +306,17 @@ def driver_of(roles: Roles, ctx: StepContext, by_batch: bool) -> Driver:
     """Where a run samples its groups: what it has follows from where its roles are, or from the record it follows."""
     if by_batch:
         return Inline(roles, by_batch=True)
-    script = ctx.run.script
+    script, record = ctx.run.script, ctx.run.record
     if script is not None and not script.about["beside"]:
-        return Inline(roles)
+        return Inline(roles, record)
     if roles["rollout"].group.shares_processes(roles["actor"].group):
-        return Inline(roles) if script is None else Driven(roles)
+        return Inline(roles, record) if script is None else Driven(roles, record)
     if ctx.run.needs_reward_baselines:
         why = "the greedy answers of its baseline are sampled with their batch, so sampling and training take turns"
         notice("algorithm.adv_estimator", why)
-        return Inline(roles)
+        return Inline(roles, record)
     each = ctx.config.async_training.concurrent_samples_per_replica
-    return Concurrent(roles, each * len(topology_of(ctx.config).replicas))
+    return Concurrent(roles, each * len(topology_of(ctx.config).replicas), record)
 
 
 def _is_of_group(error: BaseException) -> bool:

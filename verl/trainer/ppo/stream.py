@@ -22,6 +22,7 @@ from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, group_filter, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.driver import driver_of
 from verl.trainer.ppo.groups import (
     LIMIT,
@@ -35,7 +36,6 @@ from verl.trainer.ppo.groups import (
     trimmed,
 )
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
-from verl.trainer.ppo.scripted import ScriptedSampling
 from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.stream_parts import BY_BATCH, check_in_time, load_parts, of_earlier_release, parts_of
 from verl.workers.roles import Roles
@@ -59,7 +59,7 @@ class GroupStream:
     def __init__(self, admission: GroupAdmission, run: RunState, version: int, prefix: str = ""):
         self.admission, self.run, self.prefix = admission, run, prefix
         self.queue = GroupQueue(admission, version, version * admission.groups)
-        self._driver: ScriptedSampling | None = None
+        self._driver: Driver | None = None
         self._drawn = DrawnPrompts()
         self._details: dict[str, None] = {}
         """Columns that the scorer returned besides the scores, for any group."""
@@ -70,9 +70,9 @@ class GroupStream:
         self._again, self._retried = set[int](), set[int]()
 
     @property
-    def driver(self) -> ScriptedSampling:
+    def driver(self) -> Driver:
         """Samples the groups."""
-        return cast(ScriptedSampling, self._driver)
+        return cast(Driver, self._driver)
 
     @property
     def is_open(self) -> bool:
@@ -84,7 +84,7 @@ class GroupStream:
         if self.is_open:
             return
         by_batch = self.admission.by_batch
-        self._driver = ScriptedSampling(driver_of(roles, ctx, by_batch), None if by_batch else ctx.run.record)
+        self._driver = driver_of(roles, ctx, by_batch)
         if not by_batch:
             again = {entry.number: entry.prompt for entry in self.queue if entry.number in self._again}
             self.driver.begin_again(again, self.queue, ctx)

@@ -1,43 +1,83 @@
-"""Sampling whose decisions are recorded, and in a replay are those of the recorded run (`verl.journal.schedule`).
+"""What every driver decides: noted in the journal, and in a replay taken from it (`verl.journal.schedule`).
 
 Training sees groups end in an order and at moments that nobody decides. Given these, all else follows: what is
-admitted, taken and dropped. So a replay hands out groups at the recorded moments, lets the recorded versions draw their
+admitted, taken and dropped. So a replay is the same driver, fed by the journal instead of by completions: it hands out
+groups at the recorded moments, lets the recorded versions draw their
 tokens (`verl.rollout.request_spans`), and sends weights once every token is drawn that is of earlier ones. Each further
 decision is compared with the record. Where the record ends, the run continues by itself.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import ReplayError
 from verl.journal.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
 from verl.metrics import notice
+from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo import accounting, stages
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.driver import Driver, Prompts
 from verl.trainer.ppo.groups import OF_FAILED, Done, GroupRows, count_lost
 from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
 
+Prompts = Mapping[int, GroupRows]
+Follow = Mapping[int, Mapping[str, Draws]]
+"""Group -> request -> what it is to draw."""
 
-class ScriptedSampling:
-    """A `Driver` around another one.
+
+class Driver(ABC):
+    """Samples and scores the groups of a stream; a subclass says how.
 
     Args:
         record: of this run; None in one that has none.
+
+    Attributes:
+        failed: is set once `results` would raise; who trains meanwhile need not wait for its workers any longer.
+        in_work: groups that were begun and have not ended.
+        idle_seconds: in which the samplers had no group, since the start.
+        takes_turns: nothing is sampled while the thread that calls is elsewhere.
     """
 
-    def __init__(self, inner: Driver, record: ScheduleRecord | None):
-        self.inner, self.record = inner, record
+    in_work, idle_seconds, takes_turns = 0, 0.0, True
+
+    def __init__(self, record: ScheduleRecord | None = None):
+        self.record = record
         self.script: Script | None = None if record is None else record.script
-        self.takes_turns, self.failed = inner.takes_turns, inner.failed
+        self.failed = Interrupt()
         self._held: dict[int, Done] = {}
         """Groups that have ended before their moment."""
         self._later: dict[int, GroupRows] = {}
         """Groups whose end the record has not."""
         self._spans: dict[int, Mapping[str, Draws]] = {}
         self._calls = 0
+
+    # ---- how ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sample(self, prompts: Prompts, ctx: StepContext, follow: Follow | None, enough: int | None) -> None:
+        """Begin groups.
+
+        Args:
+            prompts: by number; perhaps none.
+            follow: what the requests of each are to draw.
+            enough: complete groups that end a batch, while the others stay in work; None: all are waited for.
+        """
+
+    @abstractmethod
+    def ended(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
+        """Groups that ended since the last call; arguments as of `results`."""
+
+    def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
+        """Return once each of these requests has drawn its count of tokens, with the groups that ended meanwhile."""
+        return []
+
+    def close(self) -> None:
+        """End what is in flight; here nothing is."""
+        return
+
+    # ---- what the stream calls -----------------------------------------------------------------------------------
 
     @property
     def follows(self) -> Script | None:
@@ -48,11 +88,7 @@ class ScriptedSampling:
     def in_flight(self) -> int:
         """Groups whose end is waited for where an update waits for all."""
         script = self.follows
-        return len(self._held) + self.inner.in_flight if script is None else script.ending_before_weights()
-
-    @property
-    def idle_seconds(self) -> float:
-        return self.inner.idle_seconds
+        return len(self._held) + self.in_work if script is None else script.ending_before_weights()
 
     def admits(self, room: int, ctx: StepContext) -> int:
         """How many groups begin now, at most ``room``."""
@@ -63,8 +99,9 @@ class ScriptedSampling:
         return len(script.next["groups"]) if script.next["event"] == "admit" else 0
 
     def begin(self, prompts: Prompts, ctx: StepContext, enough: int | None = None) -> None:
-        if prompts and self.record is None:
-            self.inner.begin(prompts, ctx, enough=enough)
+        """Begin groups; ``enough`` as of `sample`."""
+        if self.record is None:
+            self.sample(prompts, ctx, None, enough)
         elif prompts:
             uids = [str(prompt.alone().non_tensor_batch["uid"][0]) for prompt in prompts.values()]
             self._note("admit", step=ctx.step, groups=list(prompts), uids=uids)
@@ -87,6 +124,12 @@ class ScriptedSampling:
             self._note("again", step=ctx.step, groups=list(script.next["groups"]))
 
     def results(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> list[Done]:
+        """Groups that ended since the last call, or here in the recorded run; their metrics go into ``ctx``.
+
+        Args:
+            wait: until there is one.
+            may_stop: do not wait where the run is to stop.
+        """
         self._leave_script(ctx)
         script = self.follows
         done = self._live(ctx, wait, may_stop) if script is None else self._recorded(script, ctx, wait, may_stop)
@@ -115,10 +158,7 @@ class ScriptedSampling:
             for name, spans in of_group.items()
         }
         if self.follows is not None and any(counts.values()):
-            self._hold(self.inner.until_drawn(counts, ctx))
-
-    def close(self) -> None:
-        self.inner.close()
+            self._hold(self.until_drawn(counts, ctx))
 
     def _note(self, event: str, **facts: Any) -> None:
         if self.record is not None:
@@ -136,7 +176,7 @@ class ScriptedSampling:
                 self._held[number] = _failed(number, begun.pop(number), str(end["why"]), ctx)
             else:
                 self._spans[number] = _spans_of(end, gone)
-        self.inner.begin(begun, ctx, self._spans if script is not None else None)
+        self.sample(begun, ctx, self._spans if script is not None else None, None)
 
     def _leave_script(self, ctx: StepContext) -> None:
         """From the end of the record on, the run continues by itself."""
@@ -147,16 +187,16 @@ class ScriptedSampling:
         why = f"the record ends after {script.at} decisions, in step {ctx.step}; from here on the run decides itself"
         notice(KEY, why)
         later, self._later = self._later, {}
-        self.inner.begin(later, ctx)
+        self.sample(later, ctx, None, None)
 
     def _live(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
         held, self._held = list(self._held.values()), {}
-        return held or self.inner.results(ctx, wait, may_stop)
+        return held or self.ended(ctx, wait, may_stop)
 
     def _recorded(self, script: Script, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
         """The groups that ended here in the recorded run."""
         if self.failed.is_set:
-            self._hold(self.inner.results(ctx, wait=False))  # it raises the error
+            self._hold(self.ended(ctx, wait=False, may_stop=True))  # it raises the error
         recorded = script.next
         if recorded["event"] != "ended" or recorded["calls"] != self._calls:
             if wait and not (may_stop and ctx.run.stop.requested):
@@ -166,10 +206,10 @@ class ScriptedSampling:
         while not all(number in self._held for number in numbers):
             if may_stop and ctx.run.stop.requested:
                 return []
-            if not self.inner.in_flight:
-                self._hold(self.inner.results(ctx, wait=False))
+            waits = self.in_work > 0
+            self._hold(self.ended(ctx, waits, may_stop))
+            if not waits:
                 break
-            self._hold(self.inner.results(ctx, wait=True, may_stop=may_stop))
         missing = [number for number in numbers if number not in self._held]
         if missing:
             raise script.differs({"event": "wait", "step": ctx.step, "not begun": missing})
