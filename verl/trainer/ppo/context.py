@@ -105,9 +105,12 @@ class RunState:
         return is_configured or names_parameter(self.estimator, "sum_pi_squared")
 
     @property
-    def charges_exact_kl(self) -> bool:
-        """The reward pays for the KL over the whole vocabulary, which the actor's workers compute."""
-        return self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_penalty == "full"
+    def outputs_read(self) -> dict[str, str]:
+        """What else the pass over old log-probs brings, and its column; the exact KL is over all of the vocabulary."""
+        algorithm = self.config.algorithm
+        charges_exact_kl = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        squared = {"sum_pi_squared": "sum_pi_squared"} if self.needs_sum_pi_squared else {}
+        return {**squared, "full_kl": "ref_kl"} if charges_exact_kl else squared
 
     @property
     def needs_ref_log_prob(self) -> bool:

@@ -19,25 +19,44 @@ def mode_of(ctx: StepContext) -> str:
     return str(ctx.config.actor_rollout_ref.actor.router_replay.mode)
 
 
-def reference_replays(ctx: StepContext) -> bool:
-    """Whether the reference takes the experts that the actor replays."""
-    return bool(ctx.config.actor_rollout_ref.ref.router_replay.mode != "disabled")
+def outputs_read(ctx: StepContext) -> dict[str, str]:
+    """What the pass over old log-probs brings, and its column: the actor's experts, where the update replays these."""
+    return {COLUMN: COLUMN} if mode_of(ctx) == "R2" else {}
 
 
-def without(batch: DataProto) -> DataProto:
+def for_pass(batch: DataProto, role: str, ctx: StepContext) -> DataProto:
+    """The batch as a model reads it without a gradient: with the sampler's experts where it replays these.
+
+    Raises:
+        RolloutError: it replays them, and no sample came with any.
+    """
+    if role == "actor":
+        _check(batch, ctx)
+    reference = ctx.config.actor_rollout_ref.ref.router_replay.mode != "disabled"
+    replays = {"actor": mode_of(ctx) == "R3", "ref": reference}.get(role, False)
+    return batch if replays else _without(batch)
+
+
+def for_update(batch: DataProto, role: str, ctx: StepContext) -> DataProto:
+    """The batch as an update reads it: with the experts that the actor replays, the sampler's or those of its pass.
+
+    Raises:
+        RolloutError: as `for_pass`.
+    """
+    if role != "actor" or mode_of(ctx) == "disabled":
+        return _without(batch)
+    _check(batch, ctx)
+    return batch
+
+
+def _without(batch: DataProto) -> DataProto:
     """The batch for a model that chooses its experts itself."""
     if COLUMN not in batch.tensors.keys():
         return batch
-    keys = [key for key in batch.tensors.keys() if key != COLUMN]
-    return batch.select(batch_keys=keys)
+    return batch.select(batch_keys=[key for key in batch.tensors.keys() if key != COLUMN])
 
 
-def check(batch: DataProto, ctx: StepContext) -> None:
-    """Raise where the sampler's experts are to be replayed, and there are none.
-
-    Raises:
-        RolloutError: see above.
-    """
+def _check(batch: DataProto, ctx: StepContext) -> None:
     if mode_of(ctx) == "R3" and COLUMN not in batch.tensors.keys():
         message = "the sampler's experts are to be replayed, and no sample came with them"
         fix = "Does the agent loop hand on routed_experts of the answers that it gets (AgentLoopOutput.routed_experts)?"

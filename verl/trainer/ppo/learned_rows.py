@@ -82,8 +82,17 @@ def right_answers(samples: DataProto) -> Tensor:
     return torch.from_numpy(right & ~group_filter.out_of_statistics(samples)).float()
 
 
+def mark_right_answers(batch: DataProto, ctx: StepContext) -> None:
+    """Adds positive (B,), where the loss on right answers is on (``actor.positive_lm_coef``)."""
+    if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
+        batch.tensors["positive"] = right_answers(batch)
+        ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), weight=len(batch))
+
+
 def weigh_right_answers(mini_batch: DataProto) -> None:
-    """Adds positive_lm_weights (B, T): 1 / N on the N tokens of right answers, 0 elsewhere."""
+    """Adds positive_lm_weights (B, T), where answers are marked: 1 / N on the N tokens of right ones, 0 elsewhere."""
     tensors = mini_batch.tensors
+    if "positive" not in tensors.keys():
+        return
     valid = tensors["response_mask"].float() * tensors["positive"][:, None]
     tensors["positive_lm_weights"] = valid / valid.sum().clamp(min=1.0)

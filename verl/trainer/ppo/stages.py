@@ -237,22 +237,11 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     if ctx.config.algorithm.rollout_correction.bypass_mode:
         correction.use_rollout_log_probs(batch)
         return
-    replay = experts.mode_of(ctx)
-    outputs = {
-        "sum_pi_squared": ctx.run.needs_sum_pi_squared,
-        "full_kl": ctx.run.charges_exact_kl,
-        experts.COLUMN: replay == "R2",
-    }
-    more = tuple(name for name, is_read in outputs.items() if is_read)
-    experts.check(batch, ctx)
-    inputs = batch if replay == "R3" else experts.without(batch)
-    made = roles["actor"].infer(inputs, InferOptions(("log_probs", "entropy", *more))).tensors
-    if replay == "R2":
-        batch.tensors[experts.COLUMN] = made[experts.COLUMN]
-    if ctx.run.needs_sum_pi_squared:
-        batch.tensors["sum_pi_squared"] = made["sum_pi_squared"]
-    if ctx.run.charges_exact_kl:
-        batch.tensors["ref_kl"] = made["full_kl"]
+    columns = ctx.run.outputs_read | experts.outputs_read(ctx)
+    inputs = experts.for_pass(batch, "actor", ctx)
+    made = roles["actor"].infer(inputs, InferOptions(("log_probs", "entropy", *columns))).tensors
+    for name, column in columns.items():
+        batch.tensors[column] = made[name]
     if "entropy" in made.keys():
         mask = batch.tensors["response_mask"]
         ctx.metrics.add("actor/entropy", masked_mean(made["entropy"], mask).item(), weight=int(mask.sum()))
@@ -262,13 +251,14 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
 
 def add_ref_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds ref_log_prob (B, T), the log-probs of the reference policy."""
-    inputs = batch if experts.reference_replays(ctx) else experts.without(batch)
+    inputs = experts.for_pass(batch, "ref", ctx)
     batch.tensors["ref_log_prob"] = roles["ref"].infer(inputs, InferOptions()).tensors["log_probs"]
 
 
-def add_values(batch: DataProto, roles: Roles) -> None:
+def add_values(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds values (B, T), the critic's estimates before each response token."""
-    batch.tensors["values"] = roles["critic"].infer(experts.without(batch), InferOptions(("values",))).tensors["values"]
+    inputs = experts.for_pass(batch, "critic", ctx)
+    batch.tensors["values"] = roles["critic"].infer(inputs, InferOptions(("values",))).tensors["values"]
 
 
 def measure_chunks(batch: DataProto, ctx: StepContext) -> None:
@@ -296,9 +286,7 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     else:
         batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
     compute_advantage(batch, ctx.run.estimator, algorithm)
-    if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
-        batch.tensors["positive"] = learned_rows.right_answers(batch)
-        ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), weight=len(batch))
+    learned_rows.mark_right_answers(batch, ctx)
     number = int(group_filter.group_numbers(batch).max()) + 1
     ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), weight=number)
 
@@ -356,10 +344,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not another reader needs old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
-    if role.name == "actor":
-        experts.check(batch, ctx)
-    if role.name != "actor" or experts.mode_of(ctx) == "disabled":
-        unread.add(experts.COLUMN)
+    batch = experts.for_update(batch, role.name, ctx)
     present = [key for key in keys if key in batch.tensors.keys() and key not in unread]
     columns = [name for name in TRAIN_COLUMNS if name in batch.non_tensor_batch]
     data = batch.select(batch_keys=present, non_tensor_batch_keys=columns)
@@ -371,8 +356,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     groups = _groups(batch, ctx, together)
     for number, members in enumerate(plan, start=1):
         mini_batch = data.select_idxs(_in_rank_order(members, lengths, groups, role.num_parts, ctx))
-        if "positive" in mini_batch.tensors.keys():
-            learned_rows.weigh_right_answers(mini_batch)
+        learned_rows.weigh_right_answers(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
         ctx.run.spans.progress()
         ctx.run.updates.add(role.name, metrics.values())

@@ -45,7 +45,7 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage
             stages.add_ref_log_prob(batch, roles, ctx)  # ref_log_prob
     if "critic" in roles:
         with ctx.timed("values"):
-            stages.add_values(batch, roles)  # values
+            stages.add_values(batch, roles, ctx)  # values
     for stage in more:
         stage(batch, roles, ctx)
 
