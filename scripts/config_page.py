@@ -82,7 +82,10 @@ def _upstream_only(kind: str) -> str:
     title = {"feature": "feature", "no_effect": "why it has no effect"}[kind]
     lines = [f"| {title} | settings |\n|---|---|"]
     for why, sections in sorted(said.items(), key=lambda item: item[0].lower()):
-        blocks = [f"in {place}: {_braced(names)}" for place, names in sections.items()]
+        alike: dict[str, list[str]] = {}
+        for place, names in sections.items():
+            alike.setdefault(_braced(names), []).append(place)
+        blocks = [f"in {', '.join(places)}: {names}" for names, places in alike.items()]
         lines.append(_cells(why, "; ".join(blocks)))
     return "\n".join(lines) + "\n"
 

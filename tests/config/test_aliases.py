@@ -212,7 +212,6 @@ IDLE = [
     (f"{A}.veomni.moe_implementation", "eager", f"{A}.veomni", "VeOmni"),
     (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),
     (f"{A}.fsdp_config.turbo_config.memory.recompute", "true", f"{A}.fsdp_config.turbo_config", "fsdp_turbo"),
-    ("distillation.teacher_models.mine.inference.name", "vllm", "distillation.teacher_models", "distillation.enabled"),
     ("transfer_queue.backend.storage_backend", "MooncakeStore", "transfer_queue.backend.storage_backend", "Ray's"),
     ("critic.nccl_timeout", "60", "critic.nccl_timeout", "actor_rollout_ref"),
     (f"{A}.megatron.use_dist_checkpointing", "true", f"{A}.megatron.use_dist_checkpointing", "folder of the model"),
@@ -370,10 +369,11 @@ def test_a_key_of_what_is_switched_off_is_accepted_and_said(old, value, new, why
 
 
 def test_a_family_that_is_switched_on_is_refused_by_its_switch_alone():
-    words = ["distillation.enabled=true", "distillation.teacher_models.mine.num_replicas=2", "distillation.nnodes=2"]
-    with pytest.raises(NotBuiltError, match="on-policy distillation") as caught:
+    mtp = "actor_rollout_ref.model.mtp"
+    words = [f"{mtp}.enable=true", f"{mtp}.num_speculative_tokens=2", f"{mtp}.method=eagle"]
+    with pytest.raises(NotBuiltError, match="multi-token prediction") as caught:
         read_config("ppo_trainer", words)
-    assert caught.value.key == "distillation.enabled" and len(str(caught.value).splitlines()) == 1
+    assert caught.value.key == f"{mtp}.enable" and len(str(caught.value).splitlines()) == 1
 
 
 def test_an_engine_that_is_not_built_is_the_only_reason_even_with_its_settings():

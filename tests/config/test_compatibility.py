@@ -40,14 +40,14 @@ def script(*argv, program="verl.trainer.main_ppo"):
 
 
 def test_every_reason_is_found_though_one_hides_the_others():
-    words = ("model_engine=veomni", "distillation.enabled=true", "no.such.key=1", "algorithm.gamma=2")
+    words = ("model_engine=veomni", "actor_rollout_ref.model.mtp.enable=true", "no.such.key=1", "algorithm.gamma=2")
     (verdict,) = compatibility.verdicts([script(*words)])
     kinds = {(reason.kind, reason.name.partition(":")[0]) for reason in verdict.reasons}
-    assert ("not built", "on-policy distillation") in kinds and ("a relation or a value", "algorithm.gamma") in kinds
+    assert ("not built", "multi-token prediction") in kinds and ("a relation or a value", "algorithm.gamma") in kinds
     assert any(kind == "unknown key" for kind, _ in kinds) and any("veomni" in name for _, name in kinds)
     assert verdict.engine == "veomni" and verdict.category == "examples and tests"
     rows = {reason.name: (count, alone) for reason, count, alone in compatibility.blockers([verdict])}
-    assert rows["on-policy distillation"] == (1, 0)
+    assert rows["multi-token prediction"] == (1, 0)
 
 
 def test_a_command_resolves_without_its_files_and_a_missing_program_is_counted():

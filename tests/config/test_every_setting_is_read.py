@@ -14,6 +14,7 @@ from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.config.loading.groups import PPO
 from verl.config.loading.recipes import with_recipes
+from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.model import MegatronLoraConfig
 from verl.config.schema.role import MegatronEngineConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
@@ -46,6 +47,8 @@ READ_ELSEWHERE = {
     "trainer.v1.separate_async.num_warmup_batches",
     "trainer.v1.separate_async.parameter_sync_step",
     *(f"async_training.{name}" for name in AsyncTrainingConfig.__dataclass_fields__),
+    # Only a run with teachers reads them: tests/trainer/ppo/test_teachers.py.
+    *(f"distillation.{name}" for name, _ in leaves(DistillationConfig)),
     # Only data of a model that sees reads them in fine-tuning: tests/data/vision.
     "data.max_image_pixels",
     "data.allow_remote_images",

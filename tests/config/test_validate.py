@@ -472,7 +472,7 @@ def test_all_problems_are_told_at_once_each_on_its_own_line(ppo, files):
 
 
 def test_only_features_that_are_not_built_make_an_error_of_that_kind(ppo):
-    load = [f"{A}.qat.enable=true", "distillation.enabled=true"]
+    load = [f"{A}.qat.enable=true", "actor_rollout_ref.model.mtp.enable=true"]
     refused(ppo, *load, kind=NotBuiltError)
     with pytest.raises(ConfigError) as caught:
         ppo(*load, "trainer.nnodes=two")
@@ -490,13 +490,15 @@ def test_an_engine_that_is_not_built_comes_alone_with_the_number_of_the_other_pr
 
 
 def test_a_device_that_is_not_built_decides_too(ppo):
-    said = refused(ppo, "trainer.device=npu", "distillation.enabled=true", kind=NotBuiltError).splitlines()
+    said = refused(
+        ppo, "trainer.device=npu", "actor_rollout_ref.model.mtp.enable=true", kind=NotBuiltError
+    ).splitlines()
     assert "Ascend NPUs" in said[0] and len(said) == 2
 
 
 def test_the_settings_of_one_missing_feature_are_one_problem_named_by_its_switch(ppo):
     own = [f"{R}.qat={{mode: w4a16}}", f"{A}.fsdp_config.qat.enable=true"]
-    said = refused(ppo, *own, "distillation.enabled=true", kind=NotBuiltError).splitlines()
+    said = refused(ppo, *own, "actor_rollout_ref.model.mtp.enable=true", kind=NotBuiltError).splitlines()
     assert len(said) == 3 and said[1].startswith(f"  - {A}.fsdp_config.qat.enable: not built yet: quantization")
     assert said[1].endswith("The same goes for 1 more setting of it.")
 

@@ -57,6 +57,18 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     return flat.reshape(labels.shape)
 
 
+def candidate_log_probs(logits: Tensor, candidates: Tensor) -> Tensor:
+    """(..., V) logits and (..., K) int64 tokens -> (..., K): ``log softmax(logits)`` of these tokens."""
+    z = at_least_float32(logits)
+    return z.gather(-1, candidates) - torch.logsumexp(z, dim=-1, keepdim=True)
+
+
+def top_k_from_logits(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(..., V) logits -> log-probs (..., K) and int64 ids of the ``k`` most likely tokens; K is at most V."""
+    ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
+    return candidate_log_probs(logits, ids), ids
+
+
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """(..., V) -> (...): ``H = logsumexp(z) - sum_v softmax(z)_v z_v`` in nats; a logit of -inf contributes nothing."""
     z = at_least_float32(logits)

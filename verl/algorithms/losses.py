@@ -132,7 +132,7 @@ class PPOPolicyLoss:
         log_prob = zero_outside(outputs["log_probs"], mask)
         loss, metrics = call_policy_loss(
             self.policy_loss,
-            old_log_prob=self._old_log_prob(batch, log_prob),
+            old_log_prob=self.old_log_prob(batch, log_prob),
             log_prob=log_prob,
             advantages=field(batch, "advantages"),
             response_mask=mask,
@@ -176,7 +176,7 @@ class PPOPolicyLoss:
         """Of one micro-batch, as `verl.algorithms.rollout_correction.weight_shares`."""
         mask, how = field(batch, "response_mask"), Correction.of(correction_settings(self.config))
         log_probs = zero_outside(log_probs, mask)
-        return weight_shares(log_probs, self._old_log_prob(batch, log_probs), mask, how)
+        return weight_shares(log_probs, self.old_log_prob(batch, log_probs), mask, how)
 
     def measures_log_probs(self, batch: Any) -> bool:
         """Whether weights or a rejection hold the sampler against the old policy, which this one moves away from."""
@@ -187,7 +187,8 @@ class PPOPolicyLoss:
     def _estimated_kl(self, batch: Any, log_prob: Tensor, mask: Tensor) -> Tensor:
         return kl_penalty(log_prob, zero_outside(field(batch, "ref_log_prob"), mask), self.config.kl_loss_type)
 
-    def _old_log_prob(self, batch: Any, log_prob: Tensor) -> Tensor:
+    def old_log_prob(self, batch: Any, log_prob: Tensor) -> Tensor:
+        """(b, T): the sampler's, those of before the update, or ``log_prob`` itself without a gradient."""
         if self.use_rollout_log_probs:
             return field(batch, "rollout_log_probs")
         old = optional_field(batch, "old_log_probs")

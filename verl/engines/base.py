@@ -102,6 +102,9 @@ class Engine(ABC):
                 value model). ``full_kl`` is the KL to the model of `compare_with` over the full vocabulary. An engine
                 that replays experts has ``routed_experts``, too: (B, P+T, layers, top_k) int16, those that the passes
                 chose, -1 where no pass was needed.
+                ``top_k_ids`` (B, T, K) int32 and ``top_k_log_probs`` (B, T, K) are the most likely tokens of an engine
+                with `PassSettings.top_k`; ``candidate_log_probs`` (B, T, K) is for the tokens of the batch's column
+                ``candidate_ids``. These need the logits of a row in one place.
             temperature: logits are divided by it.
 
         Returns:

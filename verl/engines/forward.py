@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from verl import device as devices
 from verl.algorithms.kl import full_kl_in_chunks
 from verl.algorithms.logprob import (
+    candidate_log_probs,
     entropy_from_logits,
     entropy_from_logits_with_chunking,
     logprobs_from_logits,
     sum_pi_squared_from_logits,
+    top_k_from_logits,
 )
-from verl.engines.rows import MicroBatch
+from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notice
@@ -29,6 +31,8 @@ from verl.models.router_replay import COLUMN, RouterReplay
 from verl.models.vision import family_of, placing
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
+OF_SEVERAL_TOKENS = ("candidate_log_probs", "top_k_ids", "top_k_log_probs")
+"""Outputs (b, T, K) of a language model whose logits are in one place; see `Engine.infer`."""
 
 
 class TokenForward:
@@ -110,6 +114,8 @@ class TokenForward:
         statistics = self._statistics(logits, micro.labels, outputs)
         if expected is not None:
             statistics["full_kl"] = full_kl_in_chunks(logits, expected)
+        if "candidate_log_probs" in outputs:
+            statistics["candidate_log_probs"] = self._of_candidates(logits, micro.candidates)
         return {name: micro.scatter(values) for name, values in statistics.items()}
 
     def _of_reference(self, micro: MicroBatch, temperature: float) -> Tensor:
@@ -131,7 +137,16 @@ class TokenForward:
             statistics["entropy"] = self._entropy(logits)
         if "sum_pi_squared" in outputs:
             statistics["sum_pi_squared"] = sum_pi_squared_from_logits(logits)
-        return statistics
+        if "top_k_ids" in outputs or "top_k_log_probs" in outputs:
+            log_probs, ids = top_k_from_logits(logits, self.passes.top_k)
+            statistics |= {"top_k_ids": ids.int(), "top_k_log_probs": log_probs}
+        return {name: values for name, values in statistics.items() if name in outputs}
+
+    def _of_candidates(self, logits: Tensor, candidates: Tensor | None) -> Tensor:
+        """(N, V) logits -> (N, K) log-probs of the tokens that the batch lists; (0, 1) for a filler without any."""
+        if candidates is None:
+            return logits[:, :1]
+        return candidate_log_probs(logits, candidates)
 
     def _entropy(self, logits: Tensor) -> Tensor:
         """(N, V) -> (N,), in pieces or computed again in the backward pass where memory is short."""
@@ -183,6 +198,12 @@ class TokenForward:
             outputs = [name for name in outputs if name != "full_kl"]
         if self.routing is not None:
             outputs = [name for name in outputs if name != COLUMN]
+        several = [name for name in outputs if name in OF_SEVERAL_TOKENS]
+        if several and self.kind == "causal_lm":
+            if self.fused is not None:
+                why = "the fused LM head never has the logits: set use_fused_kernels=false"
+                raise EngineError("log-probs of several tokens per position need the logits", got=several[0], fix=why)
+            outputs = [name for name in outputs if name not in several]
         check_outputs(self.kind, outputs, temperature)
 
     def _check_comparison(self) -> None:
@@ -195,6 +216,16 @@ class TokenForward:
             why = "packs its rows, which its reference cannot"
         if why is not None:
             raise EngineError(f"the exact KL needs the logits of two models, and this one {why}", got="full_kl")
+
+
+def zeros_of(output: str, rows: AlignedRows, forward: TokenForward) -> Tensor:
+    """(B, T) of an output, or (B, T, K) of one of several tokens per position."""
+    shape = list(rows.mask.shape)
+    if output in OF_SEVERAL_TOKENS:
+        listed = rows.candidates if output == "candidate_log_probs" else None
+        vocabulary = forward.model.config.get_text_config().vocab_size
+        shape.append(min(forward.passes.top_k, vocabulary) if listed is None else listed.shape[-1])
+    return torch.zeros(shape, dtype=torch.int32 if output == "top_k_ids" else torch.float32)
 
 
 def check_outputs(kind: str, outputs: Sequence[str], temperature: float) -> None:

@@ -160,6 +160,7 @@ def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = F
         labels=rows.responses[index][row, t].to(device),
         places=(row * rows.mask.shape[1] + t).to(device),
         num_responses=rows.mask.shape[1],
+        candidates=rows.candidates_of(index, row, t, device),
         attention=PackedPlan(segments, () if seen is None else seen.runs_ahead(pieces, starts)),
         token_of=_tokens_of(rows, members, prompt_of, suffixes) if rows.routes else None,
         experts=None if rows.experts is None else rows.experts[index, : max(rows.lengths[r] for r in members)],

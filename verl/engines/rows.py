@@ -22,7 +22,7 @@ from verl.errors import DataError, ModelError
 from verl.models.attention import AttentionPlan
 from verl.models.router_replay import COLUMN, NO_RECORD
 from verl.models.vision import VisionFamily, VisionInputs
-from verl.protocol import DataProto
+from verl.protocol import CANDIDATES, DataProto
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class MicroBatch:
         places: (N,) their places in the flattened (b * T).
         num_responses: T.
         attention: who attends to whom in a packed row; None where each row is a sequence.
+        candidates: (N, K) tokens whose log-probs are compared at each position, where the batch has `CANDIDATES`.
         slopes: (N,) d loss / d log_probs, where the loss says so beforehand.
         padding: tokens at the end of a packed row that are no row's.
         token_of: (b, l) index of each token of the rows in the flattened tokens, -1 where it is none of them; only
@@ -55,6 +56,7 @@ class MicroBatch:
     num_responses: int
     attention: AttentionPlan | None = None
     slopes: Tensor | None = None
+    candidates: Tensor | None = None
     padding: int = 0
     token_of: Tensor | None = None
     experts: Tensor | None = None
@@ -82,9 +84,10 @@ class MicroBatch:
         )
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(N,) -> (b, T), zero elsewhere; gradients flow."""
-        flat = values.new_zeros(len(self.index) * self.num_responses).index_copy(0, self.places, values)
-        return flat.view(len(self.index), self.num_responses)
+        """(N, ...) -> (b, T, ...), zero elsewhere; gradients flow."""
+        rest = values.shape[1:]
+        flat = values.new_zeros(len(self.index) * self.num_responses, *rest).index_copy(0, self.places, values)
+        return flat.view(len(self.index), self.num_responses, *rest)
 
     def recorded_experts(self) -> Tensor | None:
         """(tokens, layers, top_k) of the flattened tokens, `NO_RECORD` where there is no record of one."""
@@ -118,6 +121,7 @@ class AlignedRows:
         routes: experts are recorded or replayed, so micro-batches say where each token of a row is.
         experts: (B, L, layers, top_k) the recorded experts, if the batch has any.
         seen: the pictures in the rows, if the batch has any.
+        candidates: (B, T, K) of `CANDIDATES`, if the batch has them.
     """
 
     tokens: Tensor
@@ -129,6 +133,7 @@ class AlignedRows:
     routes: bool = False
     experts: Tensor | None = None
     seen: SeenRows | None = None
+    candidates: Tensor | None = None
 
     @classmethod
     def of(cls, batch: DataProto, routes: bool = False, family: VisionFamily | None = None) -> AlignedRows:
@@ -162,7 +167,12 @@ class AlignedRows:
             if family is None:
                 raise ModelError("this model takes no images, and the batch has some", key=PICTURES)
             seen = SeenRows.of(batch.non_tensor_batch[PICTURES], tokens, attended.sum(-1).tolist(), family)
-        return cls(tokens, before, responses, mask, needed, prompts, routes, experts, seen)
+        candidates = tensors[CANDIDATES].cpu() if CANDIDATES in tensors.keys() else None
+        return cls(tokens, before, responses, mask, needed, prompts, routes, experts, seen, candidates)
+
+    def candidates_of(self, index: Tensor, row: Tensor, t: Tensor, device: str) -> Tensor | None:
+        """(N, K) int64 of response tokens ``t`` in the rows ``index[row]``, on the device, if there are any."""
+        return None if self.candidates is None else self.candidates[index][row, t].long().to(device)
 
     def micro_batch(self, rows: Sequence[int], device: str) -> MicroBatch:
         """The given rows, trimmed to the longest of them, on the device; a filler where there are none."""
@@ -187,6 +197,7 @@ class AlignedRows:
             labels=self.responses[index][row, t].to(device),
             places=(row * num_responses + t).to(device),
             num_responses=num_responses,
+            candidates=self.candidates_of(index, row, t, device),
             token_of=torch.arange(len(rows) * length).view(len(rows), length) if self.routes else None,
             experts=None if self.experts is None else self.experts[index, :length],
             vision=vision,

@@ -92,7 +92,9 @@ class SequenceForward(TokenForward):
             return super().__call__(micro, outputs, temperature)
         parts = super().__call__(part_of(micro, self.peers), outputs, temperature)
         experts = parts.pop(COLUMN, None)
-        full = {name: summed(values, self.peers) for name, values in parts.items()}
+        # Every position is on one rank, and 0 on the others.
+        ids = {name: self.peers.max(parts.pop(name)) for name in list(parts) if not parts[name].is_floating_point()}
+        full = {**ids, **{name: summed(values, self.peers) for name, values in parts.items()}}
         if experts is not None:  # every token is on one rank, and NO_RECORD on the others
             full[COLUMN] = self.peers.max(experts.int()).to(experts.dtype) if experts.numel() else experts
         return full
@@ -120,6 +122,7 @@ def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
         labels=micro.labels[here],
         places=micro.places[here],
         slopes=None if micro.slopes is None else micro.slopes[here],
+        candidates=None if micro.candidates is None else micro.candidates[here],
         attention=UlyssesPlan(plan, peers),
         token_of=token_of,
         vision=None if micro.vision is None else micro.vision.part(first, length),

@@ -25,6 +25,7 @@ class PassSettings:
         entropy_again: the entropy is computed again in the backward pass (``entropy_checkpointing``).
         multiple: packed rows get padding until their tokens are a multiple of it (``pad_to_length``).
         packed_key: the setting behind ``packed``, for messages.
+        top_k: tokens per position of the outputs ``top_k_ids`` and ``top_k_log_probs``, most likely first.
         router_replay: experts that a batch has recorded are chosen again, and the output ``routed_experts`` records
             them (``actor.router_replay.mode``).
     """
@@ -36,6 +37,7 @@ class PassSettings:
     entropy_again: bool = False
     multiple: int = 1
     packed_key: str = "use_remove_padding"
+    top_k: int = 0
     router_replay: bool = False
 
     @classmethod

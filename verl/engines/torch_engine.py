@@ -39,7 +39,7 @@ from verl.engines.activations import host_activations
 from verl.engines.adapters import adapter_writer
 from verl.engines.base import Engine, HFWriter
 from verl.engines.blank_pictures import Blanks
-from verl.engines.forward import TokenForward
+from verl.engines.forward import TokenForward, zeros_of
 from verl.engines.gradient_rows import GradientRows
 from verl.engines.loss_scale import LossScale
 from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
@@ -239,7 +239,7 @@ class TorchEngine(Engine):
         self.onload(optimizer=False)
         self.model.eval()
         per_token = [name for name in outputs if name != COLUMN]
-        results = {name: torch.zeros(work.rows.mask.shape, dtype=torch.float32) for name in per_token}
+        results = {name: zeros_of(name, work.rows, self.forward) for name in per_token}
         experts = RecordedExperts(batch)
         with torch.no_grad(), self._reference_at_hand(outputs), self._replaying():
             for index, computed in self._passes(work, outputs, temperature):

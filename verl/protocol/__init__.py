@@ -3,7 +3,7 @@
 from verl.protocol.batch import DataProto, DataProtoItem
 from verl.protocol.columns import union_numpy_dict, union_tensor_dict
 from verl.protocol.equality import deep_equal
-from verl.protocol.fields import Field, declare_field, declared_field, declared_fields
+from verl.protocol.fields import CANDIDATES, Field, declare_field, declared_field, declared_fields
 from verl.protocol.future import DataProtoFuture
 from verl.protocol.gather import all_gather_data_proto
 from verl.protocol.padding import (
@@ -18,6 +18,7 @@ from verl.protocol.settings import SHARED_ROWS, DataProtoConfig
 from verl.protocol.sharding import ShardSpec
 
 __all__ = [
+    "CANDIDATES",
     "SHARED_ROWS",
     "DataProto",
     "DataProtoConfig",

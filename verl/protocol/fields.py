@@ -20,6 +20,8 @@ import torch
 
 from verl.errors import BatchError, ConfigError, suggest
 
+CANDIDATES = "candidate_ids"
+"""(B, T, K) int32: tokens of which a model gives the log-probs at each position, besides the sampled one."""
 TIME_SYMBOLS = ("P", "T", "P+T")
 PaddingRule = Literal["pad_token", "edge"]
 PaddingValue = float | bool | PaddingRule
@@ -122,6 +124,11 @@ def _declare_standard_fields() -> None:
         ),
         Field("old_log_probs", float32, response, "compute_log_prob", 0.0, "log-probs before the update"),
         Field("ref_log_prob", float32, response, "compute_ref_log_prob", 0.0, "log-probs of the reference"),
+        Field("teacher_log_probs", float32, response, "teacher", 0.0, "log-probs of the teacher of each row"),
+        Field(CANDIDATES, torch.int32, ("B", "T", "K"), "teacher", 0, "the teacher's most likely tokens"),
+        Field(
+            "candidate_teacher_log_probs", float32, ("B", "T", "K"), "teacher", 0.0, "the teacher's log-probs of them"
+        ),
         Field("ref_kl", float32, response, "compute_log_prob", 0.0, "KL to the reference over the whole vocabulary"),
         Field("entropys", float32, response, "compute_log_prob", 0.0, "entropy of each token's distribution"),
         Field("sum_pi_squared", float32, response, "compute_log_prob", 0.0, "sum of squared probabilities"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
+from verl.algorithms.distillation import TOP_K_KINDS, DistilledPolicyLoss
+from verl.algorithms.losses import LossFn, PPOPolicyLoss, PPOValueLoss
 from verl.config import HFModelConfig, PPOTrainerConfig, replace
 from verl.config.machine.topology import added_roles
+from verl.config.schema.distillation import Teacher
 from verl.config.schema.node import Node, key_of
 from verl.single_controller.base import Role
 from verl.workers.model import ModelRole
@@ -20,7 +23,8 @@ RM = str(Role.RewardModel)
 def model_roles(config: PPOTrainerConfig) -> dict[str, ModelRole]:
     """The models that a run may hold, by their roles: the library's own, and those that its schedule adds."""
     roles = [make(config) for make in (actor, reference, critic, reward_model)]
-    return {role.name: role for role in [*roles, *added_roles(config)]}
+    added = [teacher(config, role) if isinstance(role, Teacher) else role for role in added_roles(config)]
+    return {role.name: role for role in [*roles, *added]}
 
 
 def actor(config: PPOTrainerConfig) -> ModelRole:
@@ -39,12 +43,7 @@ def actor(config: PPOTrainerConfig) -> ModelRole:
         train_limits=limits(c, "ppo_"),
         temperature=rollout.temperature,
         optim=c.optim,
-        loss=partial(
-            PPOPolicyLoss,
-            c,
-            response_length=rollout.response_length,
-            use_rollout_log_probs=c.use_rollout_log_probs,
-        ),
+        loss=partial(policy_objective, config),
         grad_clip=c.grad_clip,
         mini_batch_size=c.ppo_mini_batch_size,
         epochs=c.ppo_epochs,
@@ -57,6 +56,15 @@ def actor(config: PPOTrainerConfig) -> ModelRole:
         has_tokenizer=True,
         profiler=c.profiler,
     )
+
+
+def policy_objective(config: PPOTrainerConfig) -> LossFn:
+    """What the actor minimises: the policy loss, with that of distillation where there are teachers."""
+    c, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    task = PPOPolicyLoss(c, rollout.response_length, c.use_rollout_log_probs)
+    if not config.distillation.enabled:
+        return task
+    return DistilledPolicyLoss(task, config.distillation.distillation_loss)
 
 
 def reference(config: PPOTrainerConfig) -> ModelRole:
@@ -78,6 +86,22 @@ def reference(config: PPOTrainerConfig) -> ModelRole:
         reference_of="actor",
         has_tokenizer=True,
         profiler=c.profiler,
+    )
+
+
+def teacher(config: PPOTrainerConfig, described: Teacher) -> ModelRole:
+    """A frozen model that scores samples of the policy; it runs as the reference policy does."""
+    like, loss = reference(config), config.distillation.distillation_loss
+    return dataclasses.replace(
+        like,
+        name=described.name,
+        model=replace(like.model, path=described.path, tokenizer_path=None, hf_config_path=None),
+        key=described.setting,
+        pool=described.pool,
+        router_replay="disabled",
+        reference_of="",
+        has_tokenizer=False,
+        top_k=loss.topk if loss.loss_mode in TOP_K_KINDS else 0,
     )
 
 

@@ -75,6 +75,7 @@ class ModelRole:
         rows_per_step: rows per optimizer step, over all ranks; 0: all rows of a call.
         share_prompts: the prompt of several rows is computed once.
         router_replay: what the experts of a mixture are replayed from: disabled, R2 or R3.
+        top_k: how many of the most likely tokens of a position it can list.
         reference_of: the role whose reference this model is; if both share a process, an adapter's base is not loaded
             twice, and its exact KL is measured against this model.
         freeze_vision_tower: everything but the tower of a model that sees is trained.
@@ -104,6 +105,7 @@ class ModelRole:
     rows_per_step: int = 0
     share_prompts: bool = True
     router_replay: str = "disabled"
+    top_k: int = 0
     reference_of: str = ""
     freeze_vision_tower: bool = False
     has_tokenizer: bool = False
@@ -186,6 +188,7 @@ class ModelWorker(ProfiledWorker):
                 role.share_prompts,
                 role.router_replay != "disabled",
                 role.torchtitan,
+                role.top_k,
             ),
         )
 

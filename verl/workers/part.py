@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,7 @@ def layout(
     share_prompts: bool,
     router_replay: bool = False,
     torchtitan: TorchTitanEngineConfig | None = None,
+    top_k: int = 0,
 ) -> dict[str, Any]:
     """``engine`` and ``passes`` of `make_engine`: the section that the backend reads, and how its rows are laid out."""
     kind = ENGINES.get(strategy)
@@ -264,6 +266,7 @@ def layout(
     passes = PassSettings(router_replay=router_replay)
     if aligns:
         passes = PassSettings.of(model, engine, share_prompts, router_replay)
+    passes = replace_fields(passes, top_k=top_k)
     return {"engine": engine, "passes": passes}
 
 

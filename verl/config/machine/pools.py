@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.rules.checks import Problems, caught
+from verl.config.schema.distillation import TEACHER_POOL
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import in_range, one_of
@@ -20,7 +21,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
-POOLED_ROLES = ["critic", "ref", "rm", "rollout"]
+POOLED_ROLES = ["critic", "ref", "rm", "rollout", "teacher"]
 """Roles that may have processes of their own."""
 _KEY, _A, _R = "trainer.resource_pools", "actor_rollout_ref", "actor_rollout_ref.rollout"
 
@@ -58,7 +59,11 @@ class Pools:
         trainer = cfg.trainer
         pools_by_name = {GLOBAL_POOL: PoolSpec(GLOBAL_POOL, (trainer.n_gpus_per_node or 1,) * trainer.nnodes)}
         named: dict[str, str] = {}
-        for role, pool in (("rm", _of_reward_model(cfg)), ("rollout", _of_samplers(cfg))):
+        for role, pool in (
+            ("rm", _of_reward_model(cfg)),
+            ("rollout", _of_samplers(cfg)),
+            ("teacher", _of_teachers(cfg)),
+        ):
             if pool is not None:
                 pools_by_name[pool.name], named[role] = pool, pool.name
         for name, described in trainer.resource_pools.items():
@@ -106,6 +111,8 @@ def _reserved(cfg: PPOTrainerConfig) -> Problems:
         reserved[REWARD_POOL] = "reward.reward_model.enable_resource_pool"
     if _of_samplers(cfg) is not None:
         reserved[ROLLOUT_POOL] = f"{_A}.hybrid_engine=false"
+    if _of_teachers(cfg) is not None:
+        reserved[TEACHER_POOL] = "distillation.nnodes"
     fix = "Give the pool another name."
     return [
         ConfigError(f"the pool of {reserved[name]} has this name", key=_KEY, got=name, fix=fix)
@@ -149,6 +156,13 @@ def tell(cfg: PPOTrainerConfig) -> None:
 def _of_reward_model(cfg: PPOTrainerConfig) -> PoolSpec | None:
     model = cfg.reward.reward_model
     return PoolSpec(REWARD_POOL, (model.n_gpus_per_node,) * model.nnodes) if model.enable_resource_pool else None
+
+
+def _of_teachers(cfg: PPOTrainerConfig) -> PoolSpec | None:
+    settings = cfg.distillation
+    if not settings.enabled or settings.nnodes < 1:
+        return None
+    return PoolSpec(TEACHER_POOL, (settings.n_gpus_per_node,) * settings.nnodes)
 
 
 def _of_samplers(cfg: PPOTrainerConfig) -> PoolSpec | None:

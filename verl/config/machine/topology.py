@@ -27,6 +27,7 @@ from verl.config.machine.pools import (
 from verl.config.machine.pools import problems as problems_of_pools
 from verl.config.rules.checks import Problems, divisors
 from verl.config.rules.refusals import raise_all
+from verl.config.schema.distillation import teachers_of
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
 from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
@@ -257,10 +258,10 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
 
 
 def added_roles(cfg: PPOTrainerConfig) -> list[Any]:
-    """The models that the run's schedule, which a recipe may bring, adds to the library's roles; built-in ones add none."""
+    """Teachers, and the models that the run's schedule, which a recipe may bring, adds; built-in ones add none."""
     named = cfg.trainer.v1.trainer_mode
     builtin = registry.SCHEDULES.builtin_targets()
-    return [] if named in builtin else list(schedule_of(cfg).models(cfg))
+    return [*teachers_of(cfg), *([] if named in builtin else schedule_of(cfg).models(cfg))]
 
 
 def schedule_of(cfg: PPOTrainerConfig) -> Any:

@@ -14,6 +14,7 @@ from verl.config.loading import recipes
 from verl.config.machine import host, models, pools, profiling, topology
 from verl.config.machine.pools import Pools
 from verl.config.rules import (
+    distillation,
     losses,
     optimizers,
     oversampling,
@@ -49,7 +50,7 @@ from verl.registry import SAMPLERS
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ONE_DEVICE = "Leave it out (auto) to train on one device."
-TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS)}
+TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS, *distillation.ROWS)}
 """Every row there is."""
 _ALWAYS: tuple[Check, ...] = (out_of_bounds, judged(TABLE))
 
@@ -93,7 +94,7 @@ def _rules(served: bool) -> tuple[Check, ...]:
     """What no machine changes."""
     placed = (pools.served_problems,) if served else (topology.problems,)
     return (_names, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
-            runs.row_problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
+            runs.row_problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, distillation.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
             profiling.problems, sampling.thresholds, queues.problems, pools.elastic_problems)  # fmt: skip
 
 
@@ -121,6 +122,7 @@ def _tell(cfg: PPOTrainerConfig) -> None:
         sampling,
         oversampling,
         partial_rollouts,
+        distillation,
         pools,
         queues,
         validate_megatron,

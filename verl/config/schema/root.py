@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig
 from verl.config.schema.data import DataConfig
+from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.reward import RewardConfig
@@ -124,6 +125,7 @@ class PPOTrainerConfig(ConfigNode):
     algorithm: AlgoConfig = section(AlgoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
+    distillation: DistillationConfig = section(DistillationConfig, needs=".enabled=true")
     global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayConfig = section(RayConfig)
     skip: SkipConfig = section(SkipConfig)

@@ -23,7 +23,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import scattered_rows, zero_rows
 from verl.single_controller.base import by_rank
-from verl.trainer.ppo import correction, experts, group_filter, learned_rows
+from verl.trainer.ppo import correction, experts, group_filter, learned_rows, teachers
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
 from verl.workers.model import ModelWorker
@@ -330,6 +330,7 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
 TRAIN_KEYS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
     "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive", experts.COLUMN,
+    *teachers.COLUMNS,
 )  # fmt: skip
 TRAIN_COLUMNS = ("multi_modal_inputs",)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from verl.protocol import DataProto
-from verl.trainer.ppo import learned_rows, stages
+from verl.trainer.ppo import learned_rows, stages, teachers
 from verl.trainer.ppo.context import StepContext
 from verl.workers.roles import Roles
 
@@ -43,6 +43,9 @@ def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage
     if "ref" in roles and ctx.run.needs_ref_log_prob:
         with ctx.timed("ref"):
             stages.add_ref_log_prob(batch, roles, ctx)  # ref_log_prob
+    if ctx.config.distillation.enabled:
+        with ctx.timed("teacher"):
+            teachers.add_teacher_log_probs(batch, roles, ctx)  # teacher_log_probs, or those of several tokens
     if "critic" in roles:
         with ctx.timed("values"):
             stages.add_values(batch, roles, ctx)  # values

@@ -1,0 +1,111 @@
+"""What a command line with teachers says before anything is loaded."""
+
+import json
+
+import pytest
+
+from tests.harness.configs import refused
+from verl.config import load_config
+from verl.config.machine.topology import Topology, added_roles
+from verl.config.schema.distillation import teachers_of
+from verl.errors import ConfigError, NotBuiltError
+
+D, L, T = "distillation", "distillation.distillation_loss", "distillation.teacher_models"
+
+
+@pytest.fixture
+def words(tmp_path, workplace):
+    def folder(name, vocabulary):
+        (tmp_path / name).mkdir()
+        facts = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": vocabulary}
+        (tmp_path / name / "config.json").write_text(json.dumps(facts))
+        return str(tmp_path / name)
+
+    (tmp_path / "train.parquet").write_bytes(b"")
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"actor_rollout_ref.model.path={folder('policy', 100)}",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        f"{D}.enabled=true",
+        f"{T}.teacher_model.model_path={folder('teacher', 100)}",
+        f"{T}.teacher_model.key=null",
+    ]
+
+
+def test_upstreams_default_teacher_is_a_role_in_the_trainers_pool(words):
+    config = load_config("ppo_trainer", words)
+    [teacher] = teachers_of(config)
+    assert (teacher.name, teacher.serves) == ("teacher_model", None)
+    part = Topology.of(config, added_roles(config)).part("teacher_model")
+    assert (part.pool, part.backend) == ("global_pool", "plain")
+
+
+def test_nodes_of_their_own_are_a_pool(words):
+    config = load_config("ppo_trainer", [*words, f"{D}.nnodes=1", f"{D}.n_gpus_per_node=2"])
+    topology = Topology.of(config, added_roles(config))
+    assert topology.pool_of("teacher_model").processes == (2,) and topology.runtime == "ray"
+    assert topology.part("teacher_model").backend == "fsdp2"
+
+
+def test_without_the_switch_its_settings_have_no_effect(words, capsys, caplog):
+    load_config("ppo_trainer", [*words, f"{D}.enabled=false", f"{L}.topk=8"])
+    assert f"{L}.topk: has no effect without {D}." in caplog.text
+    assert not list(teachers_of(load_config("ppo_trainer", [*words, f"{D}.enabled=false"])))
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "says"),
+    [
+        ([f"{T}.teacher_model.model_path=null"], f"{T}.teacher_model.model_path", "a teacher needs a model"),
+        ([f"{T}.teacher_model.model_path=/no/such"], f"{T}.teacher_model.model_path", "no such model folder"),
+        ([f"+{T}.math.modelpath=x"], f"{T}.math", "model_path"),
+        ([f"{L}.loss_mode=k9"], f"{L}.loss_mode", "unknown value"),
+        ([f"{L}.loss_mode=forward_kl_topk", f"{L}.topk=0"], f"{L}.topk", "1 or more"),
+        ([f"{L}.loss_max_clamp=-1"], f"{L}.loss_max_clamp", "above 0"),
+        ([f"{L}.log_prob_min_clamp=1"], f"{L}.log_prob_min_clamp", "below 0"),
+        ([f"{L}.policy_loss_mode=vanila"], f"{L}.policy_loss_mode", "vanilla"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(words, more, key, says):
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", [*words, *more])
+    assert key in str(caught.value) and says in str(caught.value)
+
+
+def test_a_run_without_a_teacher_names_the_setting(words):
+    said = refused(load_config, "ppo_trainer", [word for word in words if not word.startswith(T)])
+    assert f"{T}.teacher_model.model_path=FOLDER" in said
+
+
+def test_two_teachers_for_the_same_rows_are_refused(words):
+    path = next(word for word in words if "model_path" in word).partition("=")[2]
+    with pytest.raises(ConfigError, match="several teachers serve the same rows"):
+        load_config("ppo_trainer", [*words, f"+{T}.math.model_path={path}"])
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        (["actor_rollout_ref.model.use_fused_kernels=true"], ConfigError),
+        (["actor_rollout_ref.actor.strategy=torchtitan"], NotBuiltError),
+        (["actor_rollout_ref.ref.strategy=megatron"], NotBuiltError),
+    ],
+)
+def test_several_tokens_per_position_need_the_logits(words, more, kind):
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", [*words, f"{L}.loss_mode=forward_kl_topk", *more])
+    assert f"{L}.loss_mode" in str(caught.value) and "k3+" in str(caught.value)
+    assert kind is ConfigError or "cannot compute yet" in str(caught.value)
+
+
+def test_a_loss_without_a_gradient_says_what_has_one(words, caplog):
+    load_config("ppo_trainer", [*words, f"{L}.loss_mode=k1"])
+    assert "the gradient of k1 is 0 on average" in caplog.text and f"{L}.use_policy_gradient=true" in caplog.text
+
+
+def test_settings_of_a_server_that_samples_have_no_effect(words, caplog):
+    load_config(
+        "ppo_trainer", [*words, f"+{T}.teacher_model.inference.name=vllm", f"+{T}.teacher_model.num_replicas=2"]
+    )
+    assert f"{T}.teacher_model.inference: has no effect" in caplog.text

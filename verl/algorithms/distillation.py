@@ -1,0 +1,147 @@
+"""On-policy distillation: on samples of its own the student learns what a frozen teacher finds likely.
+
+Agarwal et al. 2024 (GKD, arXiv 2306.13649). With s the student's and t the teacher's distribution at one position:
+
+===================  ==================================================  =====================================
+kind                 value                                               reads of the teacher
+===================  ==================================================  =====================================
+of `verl.algorithms.kl.ESTIMATORS`, also with ``+``                      its log-prob of the sampled token
+``forward_kl_topk``  sum_{v in K} t(v) (log t(v) - log s(v))             its k most likely tokens K
+``reverse_kl_topk``  sum_{v in K} s(v) (log s(v) - log t(v)) + tail      its k most likely tokens K
+===================  ==================================================  =====================================
+
+The last two are the exact KL(t || s) and KL(s || t) where k is the vocabulary. With fewer tokens the first leaves the
+others out. The second counts them as one token, the tail: a student that only left K would otherwise gain.
+Shapes: b rows of a micro-batch, T response tokens, K tokens per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregation import LossNorm, agg_loss, loss_metric, token_means
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.losses import PPOPolicyLoss, field
+from verl.algorithms.masked import zero_outside
+from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
+from verl.config import replace as replace_settings
+from verl.metrics import Metric, as_float
+from verl.registry import POLICY_LOSSES
+
+TOP_K_KINDS = ("forward_kl_topk", "reverse_kl_topk")
+"""Kinds that read several tokens per position."""
+TAIL_FLOOR = 1e-6
+"""Smallest probability of a tail: below it float32 has only the rounding errors of the sum over K."""
+OF_TOKEN, OF_CANDIDATES = "teacher_log_probs", "candidate_teacher_log_probs"
+"""Columns of a batch, (B, T) and (B, T, K): the teacher's log-probs of sampled tokens, and of its most likely ones."""
+
+
+def top_k_divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    """(..., K) log-probs of the same tokens under both -> (...): one of `TOP_K_KINDS`."""
+    if kind == "forward_kl_topk":
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    assert kind == "reverse_kl_topk", f"{kind} reads single tokens"
+    of_student, of_teacher = ((1 - x.exp().sum(-1)).clamp(min=TAIL_FLOOR) for x in (student, teacher))
+    return (student.exp() * (student - teacher)).sum(-1) + of_student * (of_student.log() - of_teacher.log())
+
+
+class DistilledPolicyLoss:
+    """The actor's objective with a teacher: ``task loss + coef * distillation loss``, or the second alone.
+
+    With ``use_policy_gradient`` the negative divergence of each token is its advantage in a policy loss, and has no
+    gradient itself.
+
+    Metrics: ``distillation/loss``, ``.../loss_min``, ``.../loss_max`` and ``.../abs_loss`` over tokens,
+    ``.../clamped_tokens`` (a share) with a clamp; of several tokens per position also ``.../student_mass`` and
+    ``.../teacher_mass``, the probability that both give to them. Those of the task loss keep their names.
+
+    Args:
+        task: the actor's objective without a teacher.
+        settings: the section ``distillation.distillation_loss``.
+    """
+
+    def __init__(self, task: PPOPolicyLoss, settings: Any):
+        self.task, self.settings = task, settings
+        self.top_k = settings.loss_mode in TOP_K_KINDS
+        more = ("candidate_log_probs",) if self.top_k else ()
+        outputs = task.outputs if settings.use_task_rewards else ("log_probs",)
+        self.outputs: tuple[str, ...] = (*outputs, *more)
+        self.rows_together = task.rows_together
+        self.weight_shares = task.weight_shares if settings.use_task_rewards else None
+        self.policy_loss = POLICY_LOSSES.get(settings.policy_loss_mode)
+        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if settings.use_policy_gradient else ()
+        self.policy_settings = replace_settings(task.config, **{name: settings[name] for name in names})
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+        mask, mode = field(batch, "response_mask"), self.task.config.loss_agg_mode
+        scaled = norm if self.task.scale is None else replace(norm, loss_scale_factor=float(self.task.scale))
+        tokens, metrics = self.divergence(outputs, batch, mask)
+        metrics["distillation/loss"] = loss_metric(
+            as_float(agg_loss(tokens.detach(), mask, mode, scaled)), mask, mode, scaled
+        )
+        if self.settings.use_policy_gradient:
+            loss = self._policy_gradient(zero_outside(outputs["log_probs"], mask), tokens.detach(), batch, scaled)
+        else:
+            loss = agg_loss(tokens, mask, mode, scaled)
+        total = self.settings.distillation_loss_coef * loss
+        if self.settings.use_task_rewards:
+            of_task, measured = self.task(outputs, batch, norm)
+            total, metrics = of_task + total, {**measured, **metrics}
+        return total, metrics
+
+    def divergence(self, outputs: Mapping[str, Tensor], batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        """(b, T) of each token, 0 outside the mask, with what is measured of it."""
+        settings, metrics = self.settings, dict[str, Metric]()
+        student, teacher = (
+            (outputs["candidate_log_probs"], field(batch, OF_CANDIDATES))
+            if self.top_k
+            else (outputs["log_probs"], field(batch, OF_TOKEN))
+        )
+        # What lies outside the mask is never read: junk there must not become NaN times zero.
+        inside = mask.bool()[..., None] if self.top_k else mask.bool()
+        student, teacher = torch.where(inside, student, 0.0), torch.where(inside, teacher.to(student), 0.0)
+        if settings.log_prob_min_clamp is not None:
+            student, teacher = (x.clamp(min=settings.log_prob_min_clamp) for x in (student, teacher))
+        if self.top_k:
+            tokens = top_k_divergence(student, teacher, settings.loss_mode)
+            masses = {"student_mass": student.detach().exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+            metrics |= token_means({f"distillation/{name}": mass for name, mass in masses.items()}, mask)
+        else:
+            tokens = kl_penalty(student, teacher, settings.loss_mode)
+        bound = settings.loss_max_clamp
+        if bound is not None:
+            metrics |= token_means({"distillation/clamped_tokens": (tokens.abs() > bound).float()}, mask)
+            tokens = tokens.clamp(-bound, bound)
+        tokens = zero_outside(tokens, mask)
+        return tokens, metrics | _spread(tokens.detach(), mask)
+
+    def _policy_gradient(self, log_prob: Tensor, divergence: Tensor, batch: Any, norm: LossNorm) -> Tensor:
+        """The policy loss whose advantages are the negative divergences (b, T); its own metrics are dropped."""
+        loss, _ = call_policy_loss(
+            self.policy_loss,
+            old_log_prob=self.task.old_log_prob(batch, log_prob),
+            log_prob=log_prob,
+            advantages=-divergence,
+            response_mask=field(batch, "response_mask"),
+            loss_agg_mode=aggregation_of(self.policy_loss, self.task.config.loss_agg_mode),
+            config=self.policy_settings,
+            norm=norm,
+        )
+        return loss
+
+
+def _spread(tokens: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Smallest, largest and mean absolute divergence of the valid tokens; none where there are none."""
+    valid = tokens[mask.bool()]
+    if not len(valid):
+        return {}
+    return {
+        "distillation/loss_min": Metric(valid.min().item(), "min"),
+        "distillation/loss_max": Metric(valid.max().item(), "max"),
+        **token_means({"distillation/abs_loss": tokens.abs()}, mask),
+    }

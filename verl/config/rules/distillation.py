@@ -1,0 +1,137 @@
+"""Rules about on-policy distillation: what teachers need, and where log-probs of several tokens can be computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from verl import registry
+from verl.config.machine.config_json import facts_of
+from verl.config.rules.checks import NOTICE, Problems, Rule, bad_model_folder, known_name
+from verl.config.schema.distillation import TEACHER_FIELDS, TOP_K_MODES, teachers_of
+from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
+from verl.config.schema.tree import one_of
+from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
+
+_D, _A = "distillation", "actor_rollout_ref"
+_L, _T = f"{_D}.distillation_loss", f"{_D}.teacher_models"
+_SINGLE = f"Or take {_L}.loss_mode=k3+, which reads the sampled tokens alone."
+
+
+def _reads_top_k(cfg: PPOTrainerConfig) -> bool:
+    return cfg.distillation.enabled and cfg.distillation.distillation_loss.loss_mode in TOP_K_MODES
+
+
+def _has_no_slope(cfg: PPOTrainerConfig) -> bool:
+    loss = cfg.distillation.distillation_loss
+    return cfg.distillation.enabled and loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient
+
+
+def _no_logits(role: str) -> Rule:
+    """A role whose engine never has the logits of a row in one place."""
+    return Rule(
+        f"{_L}.loss_mode",
+        f"it reads several tokens per position, which {_A}.{role}.strategy={{{_A}.{role}.strategy}} cannot compute yet",
+        lambda cfg: _reads_top_k(cfg) and cfg[_A][role].strategy in ("megatron", "torchtitan"),
+        f"Set {_A}.{role}.strategy=fsdp2. {_SINGLE}",
+        kind=NotBuiltError,
+    )
+
+
+def _idle(name: str) -> Rule:
+    """A term of the policy's objective that belongs to the loss on rewards."""
+    return Rule(
+        f"{_A}.actor.{name}",
+        f"has no effect with {_L}.use_task_rewards=false",
+        lambda cfg: (
+            cfg.distillation.enabled
+            and not cfg.distillation.distillation_loss.use_task_rewards
+            and cfg.actor_rollout_ref.actor[name]
+        ),
+        kind=NOTICE,
+    )
+
+
+ROWS = (
+    Rule(_T, "distillation needs a teacher", lambda cfg: cfg.distillation.enabled and not cfg.distillation.teacher_models,
+         f"Name at least one: {_T}.teacher_model.model_path=FOLDER."),
+    Rule(f"{_D}.enabled", "a loss on pairs trains on two of the answers to each prompt, and a teacher scores all of them",
+         lambda cfg: cfg.distillation.enabled and learns_from_pairs(cfg),
+         f"Take another {_A}.actor.policy_loss.loss_mode.", kind=NotBuiltError),
+    Rule(f"{_L}.loss_mode", "it reads several tokens per position, and the fused LM head never has the logits",
+         lambda cfg: _reads_top_k(cfg) and cfg.actor_rollout_ref.model.use_fused_kernels,
+         f"Set {_A}.model.use_fused_kernels=false. {_SINGLE}"),
+    _no_logits("actor"),
+    _no_logits("ref"),
+    Rule(f"{_L}.loss_mode", f"the gradient of {{got}} is 0 on average: {_L}.loss_mode=k1+ has the gradient of the KL, and "
+         f"{_L}.use_policy_gradient=true takes it as a reward", _has_no_slope, kind=NOTICE),
+    *map(_idle, ("use_kl_loss", "entropy_coeff", "positive_lm_coef")),
+)  # fmt: skip
+
+
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What is wrong with the teachers, and with the policy loss that takes their divergence as an advantage."""
+    problems = _policy_loss(cfg)
+    if not cfg.distillation.enabled:
+        return problems
+    problems += [p for name, described in cfg.distillation.teacher_models.items() for p in _teacher(name, described)]
+    return problems or _together(cfg)
+
+
+def tell(cfg: PPOTrainerConfig) -> None:
+    """Settings of a server that samples, which a teacher is not."""
+    for name, described in cfg.distillation.teacher_models.items() if cfg.distillation.enabled else ():
+        for idle in ("inference", "num_replicas"):
+            if described.get(idle):
+                why = f"has no effect: a teacher computes log-probs, as {_A}.ref says, and samples nothing"
+                notice(f"{_T}.{name}.{idle}", why)
+
+
+def _teacher(name: str, described: Any) -> Problems:
+    key = f"{_T}.{name}"
+    if not isinstance(described, Mapping):
+        allowed = f"a mapping with {', '.join(TEACHER_FIELDS)}"
+        return [ConfigError("not the description of a teacher", key=key, got=described, allowed=allowed)]
+    problems = [problem for field in described for problem in one_of(key, field, TEACHER_FIELDS)]
+    path = described.get("model_path")
+    if not path:
+        missing = ConfigError("a teacher needs a model", key=f"{key}.model_path", got=path, fix="Name its folder.")
+        return [*problems, missing]
+    return problems + bad_model_folder(f"{key}.model_path", str(path))
+
+
+def _together(cfg: PPOTrainerConfig) -> Problems:
+    """Teachers that serve the same rows, or have the same role; vocabularies that differ from the policy's."""
+    teachers, problems = list(teachers_of(cfg)), list[ConfigError]()
+    for role, count in Counter(teacher.name for teacher in teachers).items():
+        if count > 1:
+            fix = "Rename one of them."
+            problems.append(ConfigError("two teachers have the same role", key=_T, got=role, fix=fix))
+    for value, count in Counter(teacher.serves for teacher in teachers).items():
+        if count > 1:
+            fix = f"Give each the {cfg.distillation.teacher_key} of its rows; one may be without, for all others."
+            message = "several teachers serve the same rows"
+            problems.append(ConfigError(message, key=f"{_T}.*.key", got=value, fix=fix))
+    student = _vocabulary(cfg.actor_rollout_ref.model.path)
+    for teacher in teachers:
+        theirs = _vocabulary(teacher.path)
+        if None not in (student, theirs) and student != theirs:
+            message = f"the policy has a vocabulary of {student} tokens and this teacher one of {theirs}"
+            fix = "Take a teacher of the same family: its probabilities are of the policy's tokens."
+            problems.append(ConfigError(message, key=teacher.setting, got=teacher.path, fix=fix))
+    return problems
+
+
+def _vocabulary(path: str | None) -> Any:
+    return (facts_of(path) or {}).get("vocab_size")
+
+
+def _policy_loss(cfg: PPOTrainerConfig) -> Problems:
+    loss, key = cfg.distillation.distillation_loss, f"{_L}.policy_loss_mode"
+    problems = known_name(registry.POLICY_LOSSES, key, loss.policy_loss_mode, "Leave it out to take the default.")
+    if not problems and loss.use_policy_gradient and registry.POLICY_LOSSES.facts(loss.policy_loss_mode).pairs:
+        fix = "Leave it out: vanilla."
+        return [ConfigError("a loss on pairs reads no advantages", key=key, got=loss.policy_loss_mode, fix=fix)]
+    return problems
