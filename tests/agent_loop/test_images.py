@@ -12,12 +12,9 @@ import torch
 from PIL import Image
 
 from tests.harness.conversations import Script, manager, rollout, rows, schema, tool_file
-from tests.harness.vision import tiny_vision_dir
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.seen import SeenImages
-from verl.data.tokenizer import hf_tokenizer
-from verl.data.vision.processor import load_processor
 from verl.errors import DataError, RolloutError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
@@ -26,16 +23,6 @@ from verl.trainer.ppo.stages import with_answers
 RED = Image.new("RGB", (56, 56), "red")
 ASK = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
 CALL = f"<tool_call>\n{json.dumps({'name': 'camera', 'arguments': {'colour': 'blue'}})}\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return hf_tokenizer(tiny_vision_dir(tmp_path_factory.mktemp("seeing") / "model"))
-
-
-@pytest.fixture(scope="module")
-def processor(tokenizer):
-    return load_processor(tokenizer.name_or_path, tokenizer)
 
 
 def table(tokenizer: Any, processor: Any, **columns: list[Any]) -> DataProto:
@@ -54,9 +41,9 @@ def play(tokenizer: Any, processor: Any, answers: list[str], asked: DataProto, *
     return loops.generate_sequences(asked), script
 
 
-def test_a_request_has_the_images_of_its_row_by_reference(tokenizer, processor):
-    asked = table(tokenizer, processor)
-    batch, script = play(tokenizer, processor, ["red<|im_end|>"], asked)
+def test_a_request_has_the_images_of_its_row_by_reference(seeing_tokenizer, processor):
+    asked = table(seeing_tokenizer, processor)
+    batch, script = play(seeing_tokenizer, processor, ["red<|im_end|>"], asked)
     inputs = asked.non_tensor_batch["multi_modal_inputs"][0]
     for request in script.requests:
         assert request.images == [RED] and request.images[0] is RED and request.multi_modal_inputs is inputs
@@ -64,15 +51,15 @@ def test_a_request_has_the_images_of_its_row_by_reference(tokenizer, processor):
     assert "multi_modal_inputs" not in batch.non_tensor_batch, "the rows have them"
 
 
-def test_a_picture_that_a_tool_answers_with_is_seen_from_the_next_turn_on(tokenizer, processor, tmp_path):
+def test_a_picture_that_a_tool_answers_with_is_seen_from_the_next_turn_on(seeing_tokenizer, processor, tmp_path):
     camera = schema("camera", colour={"type": "string"})
     settings = {
         "multi_turn__enable": True,
         "agent__default_agent_loop": "tool_agent",
         "multi_turn__tool_config_path": tool_file(tmp_path, ("Camera", camera)),
     }
-    asked = table(tokenizer, processor)
-    batch, script = play(tokenizer, processor, [CALL + "<|im_end|>", "blue<|im_end|>"], asked, **settings)
+    asked = table(seeing_tokenizer, processor)
+    batch, script = play(seeing_tokenizer, processor, [CALL + "<|im_end|>", "blue<|im_end|>"], asked, **settings)
     first, second = (r for r in script.requests if r.session == script.requests[0].session)
     assert first.token_ids == tuple(asked.non_tensor_batch["raw_prompt_ids"][0]) and len(first.images) == 1
     assert [image.getpixel((0, 0)) for image in second.images] == [(255, 0, 0), (0, 0, 255)]
@@ -81,7 +68,7 @@ def test_a_picture_that_a_tool_answers_with_is_seen_from_the_next_turn_on(tokeni
     seen = batch.batch["responses"] == processor.placeholder_id
     assert seen.sum(-1).tolist() == [6, 6] and not (seen & batch.batch["response_mask"].bool()).any()
     said = "\n<|im_start|>tool\n<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>see<|im_end|>\n"
-    assert said in tokenizer.decode(batch.batch["responses"][0])
+    assert said in seeing_tokenizer.decode(batch.batch["responses"][0])
     call = batch.non_tensor_batch["trajectory"][0][1]["calls"][0]
     assert call["answer"] == "see" and call["images"][0].startswith("image 84x56 sha256:")
     assert batch.meta_info["metrics"]["agent_loop/rendered_differently"].value == 0.0
@@ -107,9 +94,9 @@ def discs(folder: Path, **options: Any) -> dict[str, str]:
     return {"agent__default_agent_loop": "discs", "agent__agent_loop_config_path": str(folder / "loops.yaml")}
 
 
-def test_pictures_of_an_environment_are_seen_with_its_text(tokenizer, processor, tmp_path):
-    prompts = table(tokenizer, processor)
-    batch, script = play(tokenizer, processor, ["blue<|im_end|>", "red<|im_end|>"], prompts, **discs(tmp_path))
+def test_pictures_of_an_environment_are_seen_with_its_text(seeing_tokenizer, processor, tmp_path):
+    prompts = table(seeing_tokenizer, processor)
+    batch, script = play(seeing_tokenizer, processor, ["blue<|im_end|>", "red<|im_end|>"], prompts, **discs(tmp_path))
     first, second = (r for r in script.requests if r.session == script.requests[0].session)
     colours = [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
     assert [image.getpixel((0, 0)) for image in first.images] == colours[:2], "the row's image comes first"
@@ -117,7 +104,7 @@ def test_pictures_of_an_environment_are_seen_with_its_text(tokenizer, processor,
     assert first.token_ids.count(processor.placeholder_id) == 4 + 4
     assert second.token_ids.count(processor.placeholder_id) == 4 + 4 + 6
     assert second.multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4], [1, 4, 6]]
-    prompt = tokenizer.decode(batch.batch["prompts"][0], skip_special_tokens=False)
+    prompt = seeing_tokenizer.decode(batch.batch["prompts"][0], skip_special_tokens=False)
     assert prompt.count("<|vision_start|>") == 2 and "Which colour?" in prompt.rpartition("<|vision_end|>")[2]
     seen = batch.batch["responses"] == processor.placeholder_id
     assert seen.sum(-1).tolist() == [6, 6] and not (seen & batch.batch["response_mask"].bool()).any()
@@ -136,16 +123,16 @@ def test_pictures_of_an_environment_are_seen_with_its_text(tokenizer, processor,
         ("damaged", "image 0: not an image, or damaged at its beginning"),
     ],
 )
-def test_a_picture_that_cannot_be_shown_costs_its_own_row(tokenizer, processor, tmp_path, broken, said):
+def test_a_picture_that_cannot_be_shown_costs_its_own_row(seeing_tokenizer, processor, tmp_path, broken, said):
     settings = discs(tmp_path, environment_kwargs={"broken": broken})
     with pytest.raises(RolloutError) as failed:
-        play(tokenizer, processor, ["blue<|im_end|>"], table(tokenizer, processor), **settings)
+        play(seeing_tokenizer, processor, ["blue<|im_end|>"], table(seeing_tokenizer, processor), **settings)
     assert said in str(failed.value)
 
 
-def test_an_environment_with_pictures_needs_a_model_that_sees(tokenizer, tmp_path):
+def test_an_environment_with_pictures_needs_a_model_that_sees(seeing_tokenizer, tmp_path):
     with pytest.raises(RolloutError, match="it shows an image, and the model reads only text"):
-        play(tokenizer, None, ["blue<|im_end|>"], rows(ASK, raw_prompt_ids=[[1]]), **discs(tmp_path))
+        play(seeing_tokenizer, None, ["blue<|im_end|>"], rows(ASK, raw_prompt_ids=[[1]]), **discs(tmp_path))
 
 
 @register("test_looks")
@@ -160,9 +147,9 @@ class Looks(AgentLoopBase):
         return AgentLoopOutput(ids, list(answer.token_ids), [1] * len(answer.token_ids))
 
 
-def test_a_loop_that_renders_its_messages_itself_gets_the_rows_images(tokenizer, processor):
-    asked = table(tokenizer, processor)
-    _, script = play(tokenizer, processor, ["red<|im_end|>"], asked, agent__default_agent_loop="test_looks")
+def test_a_loop_that_renders_its_messages_itself_gets_the_rows_images(seeing_tokenizer, processor):
+    asked = table(seeing_tokenizer, processor)
+    _, script = play(seeing_tokenizer, processor, ["red<|im_end|>"], asked, agent__default_agent_loop="test_looks")
     assert list(script.requests[0].token_ids) == asked.non_tensor_batch["raw_prompt_ids"][0]
     assert np.asarray(script.requests[0].images[0]).tolist() == np.asarray(RED).tolist()
     assert script.requests[0].multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4]]

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -47,6 +47,26 @@ def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     from tests.harness.vision import vision_dir
 
     return functools.cache(lambda family="qwen2_5_vl": vision_dir(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="session")
+def seeing_folder(seeing_model: Callable[..., Path]) -> Path:
+    return seeing_model()
+
+
+@pytest.fixture(scope="session")
+def seeing_tokenizer(seeing_folder: Path) -> Any:
+    """Of the model in ``seeing_folder``, as is `processor`."""
+    from verl.data.tokenizer import hf_tokenizer
+
+    return hf_tokenizer(seeing_folder)
+
+
+@pytest.fixture(scope="session")
+def processor(seeing_folder: Path, seeing_tokenizer: Any) -> Any:
+    from verl.data.vision.processor import load_processor
+
+    return load_processor(seeing_folder, seeing_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -11,21 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.agent_loop.server.scripted import Scripted, rollout, rows
-from tests.harness.vision import tiny_vision_dir
-from verl.data.tokenizer import hf_tokenizer
-from verl.data.vision.processor import load_processor
 
 RED, BLUE = Image.new("RGB", (56, 56), "red"), Image.new("RGB", (84, 56), "blue")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return hf_tokenizer(tiny_vision_dir(tmp_path_factory.mktemp("seeing") / "model"))
-
-
-@pytest.fixture(scope="module")
-def processor(tokenizer):
-    return load_processor(tokenizer.name_or_path, tokenizer)
 
 
 def url(image: Image.Image) -> str:
@@ -43,7 +30,7 @@ def client(base_url: str, api_key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
-def test_a_call_has_the_images_of_its_messages_and_goes_on_by_tokens(tokenizer, processor):
+def test_a_call_has_the_images_of_its_messages_and_goes_on_by_tokens(seeing_tokenizer, processor):
     def agent(base_url, api_key, row, model):
         create = client(base_url, api_key).chat.completions.create
         assert row["multi_modal_data"]["images"] == [RED], "the row's own are the agent's to send"
@@ -52,7 +39,7 @@ def test_a_call_has_the_images_of_its_messages_and_goes_on_by_tokens(tokenizer, 
         first = create(model=model, messages=[sized]).choices[0].message
         create(model=model, messages=[shown(url(RED)), first, shown(url(BLUE), "And this?")])
 
-    sampler = Scripted("red", "blue", tokenizer=tokenizer)
+    sampler = Scripted("red", "blue", tokenizer=seeing_tokenizer)
     batch = rollout(sampler, agent, rows(multi_modal_data=[{"images": [RED], "videos": []}]), processor=processor)
     first, second = sampler.requests
     assert [image.getpixel((0, 0)) for image in first.images] == [(255, 0, 0)]
@@ -67,13 +54,13 @@ def test_a_call_has_the_images_of_its_messages_and_goes_on_by_tokens(tokenizer, 
     assert inputs["pixel_values"].shape == (16 + 24, 1176) and len(data["images"]) == 2
 
 
-def test_an_image_of_the_row_that_is_not_sent_is_no_image_of_the_trajectory(tokenizer, processor):
+def test_an_image_of_the_row_that_is_not_sent_is_no_image_of_the_trajectory(seeing_tokenizer, processor):
     def agent(base_url, api_key, row, model):
         client(base_url, api_key).chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
 
     own = {"images": [RED], "videos": []}
     table = rows(multi_modal_data=[own], multi_modal_inputs=[processor.process([RED])[0]])
-    batch = rollout(Scripted("one", tokenizer=tokenizer), agent, table, processor=processor)
+    batch = rollout(Scripted("one", tokenizer=seeing_tokenizer), agent, table, processor=processor)
     assert batch.non_tensor_batch["multi_modal_data"][0]["images"] == []
     assert batch.non_tensor_batch["multi_modal_inputs"][0] == {}
 
@@ -88,7 +75,7 @@ def test_an_image_of_the_row_that_is_not_sent_is_no_image_of_the_trajectory(toke
         ("data:image/png,AAAA", "a data URL that is not in base64"),
     ],
 )
-def test_what_is_no_inline_image_is_refused_by_its_field(tokenizer, processor, address, said):
+def test_what_is_no_inline_image_is_refused_by_its_field(seeing_tokenizer, processor, address, said):
     refusals = []
 
     def agent(base_url, api_key, row, model):
@@ -98,6 +85,6 @@ def test_what_is_no_inline_image_is_refused_by_its_field(tokenizer, processor, a
         refusals.append((str(refused.value), refused.value.param.partition("[")[0]))
         create(model=model, messages=[{"role": "user", "content": "hi"}])
 
-    rollout(Scripted("one", tokenizer=tokenizer), agent, processor=processor)
+    rollout(Scripted("one", tokenizer=seeing_tokenizer), agent, processor=processor)
     ((text, field),) = refusals
     assert said in text and field == "messages"
