@@ -1,7 +1,6 @@
 """TinyLLaVA-Video-R1 (Zhang et al. 2025, arXiv:2504.09641): questions with options about short videos of NExT-QA.
 
-A row names its video by the path of its file. A tenth of the examples is held out as test.parquet. Training on videos
-is not built.
+A row names its video by the path of its file, which PyAV reads. A tenth of the examples is held out as test.parquet.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Draws pictures with one question each: the colour of a disc, how many discs there are, which digit is written.
 
+The task ``last`` draws videos of four frames, with a disc that changes its colour.
+
 python examples/vision/make_data.py --task colour --save_dir outputs/vision/data
 
 It writes ``train.parquet`` and ``test.parquet`` (prompts for reinforcement learning), ``sft.parquet`` (conversations)
@@ -57,11 +59,24 @@ def draw_digit(rng: random.Random, side: int) -> tuple[Image.Image, str]:
     return picture, digit
 
 
-Draw = Callable[[random.Random, int], tuple[Image.Image, str]]
+def draw_last(rng: random.Random, side: int) -> tuple[list[Image.Image], str]:
+    """A large disc of one colour in two frames, then of another in two."""
+    first, last = rng.sample(sorted(COLOURS), 2)
+    grey, radius = (rng.randrange(90, 160),) * 3, rng.randint(side // 3, side // 2)
+    x, y = (side // 2 + rng.randint(-2, 2) for _ in range(2))
+    frames = []
+    for name in (first, first, last, last):
+        frames.append(Image.new("RGB", (side, side), grey))
+        ImageDraw.Draw(frames[-1]).ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[name])
+    return frames, last
+
+
+Draw = Callable[[random.Random, int], tuple[Image.Image | list[Image.Image], str]]
 TASKS: dict[str, tuple[Draw, str, tuple[str, ...]]] = {
     "colour": (draw_colour, "What colour is the disc?", tuple(sorted(COLOURS))),
     "count": (draw_count, "How many discs are there?", tuple(str(i + 1) for i in range(MOST_DISCS))),
     "digit": (draw_digit, "Which digit is this?", tuple("0123456789")),
+    "last": (draw_last, "What colour is the disc last?", tuple(sorted(COLOURS))),
 }
 """How a picture is drawn, what is asked about it, and every answer there is."""
 
@@ -90,30 +105,33 @@ def rows(task: str, counts: dict[str, int], side: int, seed: int) -> dict[str, l
         made[name] = []
         for number in range(count):
             for _ in range(1000):
-                picture, answer = draw(rng, side)
-                image = png(picture)
-                if image["bytes"] not in seen:
+                drawn, answer = draw(rng, side)
+                media = [png(frame) for frame in drawn] if isinstance(drawn, list) else png(drawn)
+                key = str(media)
+                if key not in seen:
                     break
             else:
                 raise ValueError(f"{task} has fewer different pictures of {side} pixels than {sum(counts.values())}")
-            seen.add(image["bytes"])
+            seen.add(key)
             wrong = rng.choice([other for other in answers if other != answer])
-            made[name].append(row_of(name, f"<image>{question}", image, (answer, wrong), (task, number)))
+            made[name].append(row_of(name, question, media, (answer, wrong), (task, number)))
     return made
 
 
-def row_of(name: str, asked: str, image: Row, answers: tuple[str, str], place: tuple[str, int]) -> Row:
-    """One row of the file ``name``; of the answers the first is right."""
-    user, said = {"role": "user", "content": asked}, {"role": "assistant", "content": answers[0]}
+def row_of(name: str, question: str, media: Any, answers: tuple[str, str], place: tuple[str, int]) -> Row:
+    """One row of the file ``name``; of the answers the first is right. A list is the frames of a video."""
+    kind = "video" if isinstance(media, list) else "image"
+    column = {f"{kind}s": [media]}
+    user, said = {"role": "user", "content": f"<{kind}>{question}"}, {"role": "assistant", "content": answers[0]}
     if name == "sft":
-        return {"messages": [user, said], "images": [image]}
+        return {"messages": [user, said], **column}
     if name == "pairs":
         wrong = {"role": "assistant", "content": answers[1]}
-        return {"prompt": [user], "chosen": [said], "rejected": [wrong], "images": [image]}
+        return {"prompt": [user], "chosen": [said], "rejected": [wrong], **column}
     return {
         "data_source": f"vision/{place[0]}",
         "prompt": [user],
-        "images": [image],
+        **column,
         "ability": "vision",
         "reward_model": {"style": "rule", "ground_truth": answers[0]},
         "extra_info": {"split": name, "index": place[1]},
@@ -121,7 +139,7 @@ def row_of(name: str, asked: str, image: Row, answers: tuple[str, str], place: t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write pictures with questions as four parquet files.")
+    parser = argparse.ArgumentParser(description="Write pictures or videos with questions as four parquet files.")
     parser.add_argument("--task", choices=sorted(TASKS), default="colour")
     parser.add_argument("--save_dir", type=Path, default=Path("outputs/vision/data"))
     parser.add_argument("--train_size", type=int, default=512)

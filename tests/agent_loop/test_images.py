@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from tests.harness.conversations import Script, manager, rollout, rows, schema, tool_file
+from tests.harness.vision import clip
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.seen import SeenImages
@@ -49,6 +50,21 @@ def test_a_request_has_the_images_of_its_row_by_reference(seeing_tokenizer, proc
         assert request.images == [RED] and request.images[0] is RED and request.multi_modal_inputs is inputs
         assert request.token_ids.count(processor.placeholder_id) == 4
     assert "multi_modal_inputs" not in batch.non_tensor_batch, "the rows have them"
+
+
+def test_a_request_has_the_video_of_its_row_and_its_loop_may_render_it(seeing_tokenizer, processor):
+    film = clip(4, 56, 56)
+    inputs, pieces = processor.process([film])
+    ask = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}]
+    text = seeing_tokenizer.apply_chat_template(ask, add_generation_prompt=True, tokenize=False)
+    ids = processor.expand(seeing_tokenizer(text)["input_ids"], pieces)
+    seen = {"images": [], "videos": [film]}
+    columns = {"raw_prompt_ids": [ids] * 2, "multi_modal_inputs": [inputs] * 2, "multi_modal_data": [seen] * 2}
+    for settings in ({}, {"agent__default_agent_loop": "test_looks"}):
+        _, script = play(seeing_tokenizer, processor, ["red<|im_end|>"], rows(ask, ask, **columns), **settings)
+        for request in script.requests:
+            assert request.videos == [film] and request.videos[0] is film and request.images is None
+            assert request.multi_modal_inputs is inputs and request.token_ids == tuple(ids)
 
 
 def test_a_picture_that_a_tool_answers_with_is_seen_from_the_next_turn_on(seeing_tokenizer, processor, tmp_path):
@@ -141,9 +157,10 @@ class Looks(AgentLoopBase):
 
     async def run(self, sampling_params, **row):
         seen = await self.process_vision_info(row["raw_prompt"])
-        ids = await self.apply_chat_template(row["raw_prompt"], images=seen["images"])
-        generate = self.server_manager.generate
-        answer = await generate("x", prompt_ids=ids, sampling_params=sampling_params, image_data=seen["images"])
+        images, videos = seen.get("images"), seen.get("videos")
+        ids = await self.apply_chat_template(row["raw_prompt"], images=images, videos=videos)
+        media = {"image_data": images, "video_data": videos}
+        answer = await self.server_manager.generate("x", prompt_ids=ids, sampling_params=sampling_params, **media)
         return AgentLoopOutput(ids, list(answer.token_ids), [1] * len(answer.token_ids))
 
 

@@ -105,7 +105,7 @@ def test_the_first_look_says_what_the_data_set_would_say(tmp_path, tokenizer, ki
 @pytest.mark.parametrize(
     "media",
     [
-        {"videos": ["a.mp4"]},
+        {"video": ["a.mp4"]},
         {"image": IMAGE},
         {"audio": "a.wav"},
         {"seen": IMAGE},
@@ -115,10 +115,11 @@ def test_media_that_nobody_reads_are_refused_by_name(tmp_path, tokenizer, kind, 
     (name,) = media
     file = write_prompts(tmp_path / "rows.parquet", [{**row, **media}])
     said = both(kind, file, tokenizer)
-    if name in ("videos", "audio"):
-        assert "row 0: rows with " in said and f"Drop the column '{name}'" in said
+    if name == "audio":
+        assert "row 0: rows with audio" in said and "Drop the column 'audio'" in said
     else:
-        assert f"row 0: column '{name}' has images and is not read. Set data.image_key={name}" in said
+        read_as = "video" if name == "video" else "image"
+        assert f"row 0: column '{name}' has {read_as}s and is not read. Set data.{read_as}_key={name}" in said
 
 
 @pytest.mark.parametrize(("kind", "row"), [("prompts", PROMPT), ("conversations", CHAT), ("pairs", PAIR)])
@@ -127,6 +128,9 @@ def test_only_the_data_set_knows_whether_the_model_sees(tmp_path, tokenizer, kin
     file = write_prompts(tmp_path / "rows.parquet", [{**row, "images": [IMAGE]}])
     look(SimpleNamespace(data=config(train_files=str(file))))
     with pytest.raises(DataError, match=r"row 0: column 'images' has images, and the model reads only text"):
+        dataset(str(file), tokenizer, config())
+    file = write_prompts(tmp_path / "videos.parquet", [{**row, "videos": ["a.mp4"]}])
+    with pytest.raises(DataError, match=r"row 0: column 'videos' has videos, and the model reads only text"):
         dataset(str(file), tokenizer, config())
 
 

@@ -25,9 +25,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warmed_up(folder)
 
 
-def warmed_up(folder: Path) -> Path:
+def warmed_up(folder: Path, task: str = "colour") -> Path:
     """The folder, with data and what its model ``base`` became of conversations."""
-    sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", "8"]
+    sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", "8", "--task", task]
     run([sys.executable, f"{EXAMPLE}/make_data.py", "--save_dir", ".", *sizes], cwd=folder)
     words = ("data.train_files=sft.parquet", "data.train_batch_size=32", "optim.lr=1e-3", "trainer.total_epochs=10")
     fine_tuned(folder, WARM_UP, *words)
@@ -65,6 +65,13 @@ def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY) -> l
 
 def test_rewards_alone_teach_it_the_rest(warm: Path):
     accuracy = learn(warm, "grpo")
+    assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
+
+
+def test_of_a_video_it_learns_the_colour_of_the_last_frames(tmp_path: Path):
+    """Two colours are shown, and only their order in time tells which is right."""
+    run([sys.executable, f"{EXAMPLE}/make_model.py", "base"], cwd=tmp_path)
+    accuracy = learn(warmed_up(tmp_path, "last"), "grpo", metric="val-core/vision/last/reward/mean@1")
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
 
 

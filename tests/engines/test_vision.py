@@ -17,6 +17,7 @@ from verl.models import load_causal_lm, load_value_model
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "internvl")
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
 
 
 def is_of_tower(name):
@@ -41,6 +42,21 @@ def test_log_probs_of_rows_with_and_without_images_are_those_of_each_row_alone(s
     with torch.no_grad():
         expected = log_probs_row_by_row(load_causal_lm(str(path)).eval(), batch)
     for limits in ({}, {"micro_batch_size": 3}, {"max_tokens": 64}):
+        made = engine.infer(batch, **limits)["log_probs"]
+        assert relative_error(made, expected) < 1e-5, limits
+
+
+@pytest.mark.parametrize("family", WITH_VIDEOS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_log_probs_of_rows_with_videos_are_those_of_each_row_alone(seeing_model, family, packed):
+    """Beside rows with pictures and of text alone, with frames at several distances in time, and an odd number."""
+    path = seeing_model(family)
+    engine = make_engine(path, trains=False, passes=PassSettings(packed=packed, share_prompts=packed))
+    sizes = (((4, 56, 56),), (), ((5, 84, 56), (56, 56), (2, 28, 112)), ((56, 84),), ((6, 56, 28),))
+    batch = seen_batch(engine.model.config, path, sizes)
+    with torch.no_grad():
+        expected = log_probs_row_by_row(load_causal_lm(str(path)).eval(), batch)
+    for limits in ({}, {"micro_batch_size": 3}, {"max_tokens": 128}):
         made = engine.infer(batch, **limits)["log_probs"]
         assert relative_error(made, expected) < 1e-5, limits
 

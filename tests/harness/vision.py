@@ -24,7 +24,7 @@ TEXT = 7
 """The first token id that is neither special nor a placeholder."""
 
 
-def pictures(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image.Image]:
+def pictures(sizes: Sequence[tuple[int, ...]], seed: int = 0) -> list[Image.Image]:
     """Noise of these heights and widths in pixels."""
     generator = np.random.default_rng(seed)
     return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
@@ -38,6 +38,35 @@ def processed(images: Sequence[Image.Image], folder: Any) -> dict[str, Tensor]:
         return {}
     made = AutoImageProcessor.from_pretrained(folder)(images=list(images), return_tensors="pt")
     return {name: value for name, value in made.items() if name not in ("num_crops", "num_patches")}
+
+
+def clip(frames: int, height: int, width: int, seed: int = 0, fps: float = 2.0) -> dict[str, Any]:
+    """A video of noise, every frame of which is shown."""
+    shown = pictures([(height, width)] * frames, seed)
+    return {"frames": shown, "indices": list(range(frames)), "fps": fps, "total": frames}
+
+
+def shown_clips(
+    folder: Any, sizes: Sequence[tuple[int, ...]], text: Sequence[int], seed: int = 0
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Inputs and prompt of a row with pictures and videos: text, each between marks, then text.
+
+    Videos have other rates, so that their frames are at other distances.
+    """
+    from verl.data.vision.processor import load_processor
+
+    processor = load_processor(folder)
+    assert processor is not None
+    media: list[Any] = []
+    for number, size in enumerate(sizes):
+        clips = len(size) == 3
+        media.append(clip(*size, seed=seed + number, fps=1.0 + seed % 3) if clips else pictures([size], seed)[0])
+    inputs, pieces = processor.process(media)
+    waiting = {kind: iter(ids) for kind, ids in pieces.items()}
+    tokens = list(text)
+    for size in sizes:
+        tokens += [MARKS[0], *next(waiting["video" if len(size) == 3 else "image"]), MARKS[1]]
+    return inputs, [*tokens, *reversed(text)]
 
 
 def prompt_tokens(config: Any, inputs: dict[str, Tensor], text: Sequence[int]) -> list[int]:
@@ -58,19 +87,26 @@ def prompt_tokens(config: Any, inputs: dict[str, Tensor], text: Sequence[int]) -
 def seen_batch(
     config: Any,
     folder: Any,
-    sizes: Sequence[Sequence[tuple[int, int]]] = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),)),
+    sizes: Sequence[Sequence[tuple[int, ...]]] = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),)),
     samples: int = 2,
     response: int = 6,
     seed: int = 0,
 ) -> DataProto:
-    """``samples`` adjacent rows per prompt; prompt p shows images of ``sizes[p]``, and may show none."""
+    """``samples`` adjacent rows per prompt; prompt p shows images of ``sizes[p]``, and may show none.
+
+    A size of three numbers is a video's: frames, height and width.
+    """
     generator = np.random.default_rng(seed)
     vocab = config.get_text_config().vocab_size
     prompts, column = [], np.empty(len(sizes) * samples, dtype=object)
-    for number, wanted in enumerate(sizes):
-        inputs = processed(pictures(wanted, seed + number), folder)
+    for number, shown in enumerate(sizes):
         text = generator.integers(TEXT, vocab, 2 + number % 3).tolist()
-        prompts += [prompt_tokens(config, inputs, text)] * samples
+        if any(len(size) == 3 for size in shown):
+            inputs, tokens = shown_clips(folder, shown, text, seed + number)
+        else:
+            inputs = processed(pictures(shown, seed + number), folder)
+            tokens = prompt_tokens(config, inputs, text)
+        prompts += [tokens] * samples
         for n in range(samples):
             column[number * samples + n] = inputs
     longest = max(map(len, prompts))
@@ -107,7 +143,7 @@ def logits_row_by_row(model: Any, batch: DataProto) -> Tensor:
         here = tensors["attention_mask"][row].bool()
         ids = tensors["input_ids"][row][here][None]
         if inputs:
-            kinds = token_kinds(model.config, (ids == model.config.image_token_id).int())
+            kinds = token_kinds(model.config, kinds_of(model.config, ids))
             logits = model(input_ids=ids, use_cache=False, **kinds, **inputs).logits[0]
         else:
             logits = model(input_ids=ids, use_cache=False).logits[0]
@@ -117,8 +153,13 @@ def logits_row_by_row(model: Any, batch: DataProto) -> Tensor:
     return torch.stack(rows)
 
 
+def kinds_of(config: Any, ids: Tensor) -> Tensor:
+    """1 where an image is, 2 where a video is; the frames of some families are images."""
+    return (ids == config.image_token_id).int() + 2 * (ids == getattr(config, "video_token_id", -1)).int()
+
+
 def token_kinds(config: Any, kinds: Tensor) -> dict[str, Tensor]:
-    """The argument of a family's forward pass for the kind of each token, which is 1 where an image is."""
+    """The argument of a family's forward pass for the kind of each token."""
     names = {"gemma3": "token_type_ids", "internvl": None}
     name = names.get(config.model_type, "mm_token_type_ids")
     return {} if name is None else {name: kinds}

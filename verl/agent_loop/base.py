@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from verl.data.chat_template import ChatTemplate
-from verl.data.messages import as_messages
-from verl.data.vision.parts import bare, image_parts
-from verl.errors import DataError
+from verl.data.messages import MEDIA, as_messages
+from verl.data.vision.parts import bare, media_parts
+from verl.errors import DataError, NotBuiltError
 from verl.metrics import MetricSet
 from verl.registry import AGENT_LOOPS
 
@@ -171,21 +171,23 @@ class AgentLoopBase(ABC):
         """
 
     async def process_vision_info(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """``{"images": [PIL.Image, ...]}`` of the messages, in order; {} where they are text.
+        """``{"images": [PIL.Image, ...], "videos": [VideoClip, ...]}`` of the messages, in order, without empty lists.
 
-        A part that only says that there is an image is one of the row's own, in order.
+        A part that only says that there is an image is one of the row's own, in order; a video is one of the row's.
 
         Raises:
             DataError: there are more such parts than the row has images, or an image is broken.
-            NotBuiltError: a part that is a video or a sound.
+            NotBuiltError: a part that holds a video, or is a sound.
         """
-        parts = list(image_parts(as_messages(list(messages), lambda: "messages", images=True)))
-        if not parts:
-            return {}
+        parts = list(media_parts(as_messages(list(messages), lambda: "messages", media=MEDIA)))
+        if any("video" in part for part in parts):
+            raise NotBuiltError("videos that are not those of the row are not built yet", key="messages")
         seen = self.server_manager.seen
         row_images = iter(seen.images)
-        images = [part["image"] if "image" in part else next(row_images, None) for part in parts]
-        return {"images": seen.load(images, "messages")}
+        images = [p["image"] if "image" in p else next(row_images, None) for p in parts if p["type"] == "image"]
+        videos = seen.videos[: len(parts) - len(images)]
+        loaded = {"images": seen.load(images, "messages") if images else [], "videos": videos}
+        return {name: values for name, values in loaded.items() if values}
 
     async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Messages -> token ids that end where the assistant's answer begins; special tokens in them are text.
@@ -198,7 +200,7 @@ class AgentLoopBase(ABC):
         options = {name: value for name, value in kwargs.items() if name not in aside}
         text = template.prompt(bare(messages), **options)
         ids = template.encode(text)
-        if not any(True for _ in image_parts(messages)):
+        if not any(True for _ in media_parts(messages)):
             return ids
         return self.server_manager.seen.prompt(ids, kwargs.get("images"))
 

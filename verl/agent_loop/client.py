@@ -94,14 +94,14 @@ class SamplerClient:
             request_id: any name; requests of one trajectory may share it (servers route by it).
             sampling_params: keys of `SamplingParams`; ``max_new_tokens`` is understood too.
             image_data: the images of ``prompt_ids``, in order; None: all that the trajectory has seen.
-            video_data: refused.
+            video_data: the videos of the row, which every request has; others are refused.
             generated_prefix: see `Request`; to resume a response that was aborted.
 
         Raises:
             RolloutError: an unknown parameter, or whatever the sampler refuses.
         """
-        if video_data:
-            raise NotBuiltError("videos are not built yet", key="video_data")
+        if any(id(clip) not in map(id, self.seen.videos) for clip in video_data or ()):
+            raise NotBuiltError("videos that are not those of the row are not built yet", key="video_data")
         images, inputs = self.seen.of_request(image_data)
         turn, self.num_requests = self.num_requests, self.num_requests + 1
         request = Request(
@@ -112,6 +112,7 @@ class SamplerClient:
             uid=self.uid if turn == 0 else f"{self.uid}/{turn}",
             sample_index=self.sample_index,
             images=images,
+            videos=self.seen.videos or None,
             multi_modal_inputs=inputs,
             generated_prefix=tuple(generated_prefix),
             session=f"{request_id}/{self.uid}-{self.sample_index}",

@@ -108,7 +108,7 @@ class RowRunner:
             output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
             output.metrics.generate_sequences = client.seconds
             if seen.added and output.multi_modal_data is None:
-                output.multi_modal_data = {"images": seen.images, "videos": []}
+                output.multi_modal_data = {"images": seen.images, "videos": seen.videos}
                 output.multi_modal_inputs = seen.inputs
             output.unfinished = None if client.left is None else client.state(output.unfinished)
             if self.score is not None and output.reward_score is None and output.unfinished is None:

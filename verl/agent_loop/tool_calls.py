@@ -256,7 +256,7 @@ def unpacked(returned: Any) -> tuple[ToolResponse, float | None, Mapping[str, An
     if not isinstance(response, ToolResponse):
         raise TypeError(f"the tool answered with {type(response).__name__}, not with a ToolResponse")
     if response.video:
-        raise TypeError("the tool answered with videos, which are not built yet; images are")
+        raise TypeError("the tool answered with videos, which only rows may have; images are taken")
     if response.image is not None and not isinstance(response.image, (list, tuple)):
         raise TypeError("the images of a tool's answer are a list")
     if response.text is not None and not isinstance(response.text, str):

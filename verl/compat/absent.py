@@ -2,8 +2,7 @@
 
 _ENGINE = "An engine does it: verl.engines, chosen by actor_rollout_ref.actor.strategy."
 _ADAPTER = "An engine merges its adapter when it exports weights: verl.models.weights.export_weights."
-_VIDEO = "Videos are not trained on yet; images are (verl.data.vision)."
-_VISION = "Nothing is patched here; verl.data.vision reads images."
+_VISION = "Nothing is patched here; verl.data.vision reads images and videos."
 _MEGATRON = "verl.engines.megatron builds the model, and verl.models.megatron names its weights."
 _SERVER = "A sampler answers requests: verl.rollout.base.Sampler; verl.rollout.vllm.sampler is vLLM's."
 _SCHEDULE = "Where roles live is in trainer.resource_pools, and who waits for whom in trainer.v1.trainer_mode."
@@ -12,8 +11,8 @@ ABSENT: dict[str, str] = {
     "verl.utils.fsdp_utils.collect_lora_params": _ADAPTER,
     "verl.utils.fsdp_utils.layered_summon_lora_params": _ADAPTER,
     "verl.utils.fsdp_utils.replace_lora_wrapper": _ADAPTER,
-    "verl.utils.dataset.vision_utils.process_video": _VIDEO,
-    "verl.utils.dataset.vision_utils.process_multi_modal_inputs_for_minicpmo": _VIDEO,
+    "verl.utils.dataset.vision_utils.process_video": "verl.data.vision.videos.load_video reads a video of a row.",
+    "verl.utils.dataset.vision_utils.process_multi_modal_inputs_for_minicpmo": _VISION,
     "verl.models.transformers": _ENGINE,
     "verl.models.transformers.monkey_patch": _ENGINE,
     "verl.models.transformers.qwen2_vl": _VISION,

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.data.files import Origin, nearest_column, require_column
-from verl.data.messages import Message, as_messages
+from verl.data.messages import MEDIA, Message, as_messages
 from verl.data.settings import read
 from verl.errors import DataError, NotBuiltError
 from verl.json_text import read_json
@@ -22,7 +22,7 @@ from verl.metrics import notice
 from verl.storage.arrow_types import is_list, is_text
 
 DATA_SOURCE = "data_source"
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 PAIRS = (("prompt", "response"), ("question", "answer"))
 """Two-column forms that are recognised without a setting."""
 SIDES = ("chosen", "rejected")
@@ -37,10 +37,10 @@ def check_prompts(table: pa.Table, origin: Origin, config: Any, sees: bool = Tru
     """The columns of prompts: they are there, no prompt is null or empty, and no row has media that nobody reads.
 
     Args:
-        sees: whether the model takes images, as far as it is known.
+        sees: whether the model takes images or videos, as far as it is known.
 
     Raises:
-        DataError: with file, row and column. NotBuiltError: videos or sounds.
+        DataError: with file, row and column. NotBuiltError: sounds.
     """
     first, columns = origin.files[0], table.column_names
     prompt = str(read(config, "prompt_key", "prompt"))
@@ -77,35 +77,35 @@ def _check_prompt_column(prompts: pa.ChunkedArray, name: str, origin: Origin) ->
 def check_media(table: pa.Table, origin: Origin, config: Any, sees: bool) -> None:
     """Refuse the first row with images, videos or sounds that nobody would read.
 
-    Such a column has their type, or a name such as ``images``; it is read if ``data.image_key`` names it.
+    Such a column has their type, or a name such as ``images``; it is read if ``data.image_key`` or ``data.video_key``
+    names it.
 
     Args:
-        sees: whether the model takes images.
+        sees: whether the model takes images or videos.
 
     Raises:
-        DataError: images for a model that reads only text, or in a column that is not read.
-        NotBuiltError: videos or sounds.
+        DataError: media for a model that reads only text, or in a column that is not read.
+        NotBuiltError: sounds.
     """
-    image_key = str(read(config, "image_key", "images"))
-    refused = {str(read(config, f"{kind}_key", f"{kind}s")): kind for kind in ("video", "audio")}
+    read_as = {str(read(config, f"{kind}_key", f"{kind}s")): kind for kind in (*MEDIA, "audio")}
     for column in table.column_names:
-        values = table.column(column)
-        named = column in (*MEDIA, *refused, image_key)
-        if pa.types.is_null(values.type) or not (named or _is_media(values.type)) or (sees and column == image_key):
+        values, kind = table.column(column), read_as.get(column)
+        named = kind is not None or column in MEDIA_COLUMNS
+        if pa.types.is_null(values.type) or not (named or _is_media(values.type)) or (sees and kind in MEDIA):
             continue
         rows = np.flatnonzero(_filled(values))
         if not len(rows):
             continue
         key = origin.describe(int(rows[0]))
-        if refused.get(column) or column.startswith(("video", "audio")):
-            kind = refused.get(column) or column
+        if kind == "audio" or column.startswith("audio"):
             fix = f"Drop the column {column!r}, or the rows in which it is filled."
-            raise NotBuiltError(f"rows with {kind} cannot be used yet: only images are read", key=key, fix=fix)
-        if column == image_key:
-            fault = f"column {column!r} has images, and the model reads only text: it has no image processor"
+            raise NotBuiltError("rows with audio cannot be used yet: images and videos are read", key=key, fix=fix)
+        if kind is not None:
+            fault = f"column {column!r} has {kind}s, and the model reads only text: it has no image processor"
             raise DataError(fault, key=key, fix=f"Use a model that sees, or drop the column {column!r}.")
-        fault = f"column {column!r} has images and is not read"
-        raise DataError(fault, key=key, fix=f"Set data.image_key={column}, or drop the column.")
+        kind = "video" if column.startswith("video") else "image"
+        fault = f"column {column!r} has {kind}s and is not read"
+        raise DataError(fault, key=key, fix=f"Set data.{kind}_key={column}, or drop the column.")
 
 
 def _filled(values: pa.ChunkedArray) -> np.ndarray:
@@ -139,10 +139,10 @@ class ConversationColumns:
     """Where the conversations of a file stand: a column of messages, or a question and an answer column.
 
     Args:
-        sees: whether the model takes images, as far as it is known.
+        sees: whether the model takes images or videos, as far as it is known.
 
     Raises:
-        DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: videos or sounds.
+        DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: sounds.
     """
 
     def __init__(self, table: pa.Table, origin: Origin, config: Any, sees: bool = True):
@@ -156,7 +156,7 @@ class ConversationColumns:
     def messages(self, row: Mapping[str, Any], place: str) -> list[Message]:
         """The conversation of a row; ``place`` names the row in messages."""
         if self.pair is None:
-            return as_messages(row[self.messages_key], lambda: f"{place}, column {self.messages_key!r}", images=True)
+            return as_messages(row[self.messages_key], lambda: f"{place}, column {self.messages_key!r}", media=MEDIA)
         question, answer = (
             _nested(row[column], path, f"{place}, column {column!r}") for column, path in zip(self.pair, self._fields)
         )
@@ -164,7 +164,7 @@ class ConversationColumns:
             fault = "the prompt is empty" if not question else f"the response is not text: {answer!r}"
             raise DataError(fault, key=place)
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        return as_messages([*turns, {"role": "assistant", "content": answer}], lambda: place, images=True)
+        return as_messages([*turns, {"role": "assistant", "content": answer}], lambda: place, media=MEDIA)
 
     def _choose_pair(self, columns: list[str], file: str, config: Any) -> tuple[str, str] | None:
         """The question and the answer column, or None for a column of messages."""
@@ -197,10 +197,10 @@ class PairColumns:
     """Where the pairs of a file stand: a prompt, a better and a worse answer, and perhaps a margin.
 
     Args:
-        sees: whether the model takes images, as far as it is known.
+        sees: whether the model takes images or videos, as far as it is known.
 
     Raises:
-        DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: videos or sounds.
+        DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: sounds.
     """
 
     def __init__(self, table: pa.Table, origin: Origin, config: Any, sees: bool = True):
@@ -226,7 +226,7 @@ class PairColumns:
                 fix = "Set data.prompt_key, or write whole conversations as chat messages."
                 raise DataError("an answer that is text needs a prompt", key=where, fix=fix)
             return [*before, {"role": "assistant", "content": answer}]
-        after = as_messages(answer, lambda: where, images=True)
+        after = as_messages(answer, lambda: where, media=MEDIA)
         turns = after if before and after[: len(before)] == before else [*before, *after]
         if not turns or turns[-1]["role"] != "assistant":
             raise DataError("the conversation does not end with a turn of the assistant", key=where)
@@ -247,7 +247,7 @@ class PairColumns:
         where = f"{place}, column {self.keys['prompt']!r}"
         if isinstance(prompt, str):
             return as_messages([{"role": "user", "content": prompt}], lambda: where)
-        return as_messages(prompt, lambda: where, images=True)
+        return as_messages(prompt, lambda: where, media=MEDIA)
 
 
 def pair_keys(config: Any) -> dict[str, str]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from verl.data.columns import SIDES, ConversationColumns, PairColumns, check_prompts
 from verl.data.files import Origin, check_files, looks_like_hub_name
-from verl.data.messages import as_messages
+from verl.data.messages import MEDIA, as_messages
 from verl.data.settings import read
 from verl.errors import DataError
 from verl.storage import expand, is_remote
@@ -70,7 +70,7 @@ def _present(files: Any, key: str) -> Iterator[str]:
 def _prompts(table: pa.Table, origin: Origin, data: Any) -> None:
     check_prompts(table, origin, data)
     name = str(read(data, "prompt_key", "prompt"))
-    as_messages(table.column(name)[0].as_py(), lambda: f"{origin.describe(0)}, column {name!r}", images=True)
+    as_messages(table.column(name)[0].as_py(), lambda: f"{origin.describe(0)}, column {name!r}", media=MEDIA)
 
 
 def _conversations(table: pa.Table, origin: Origin, data: Any) -> None:

@@ -18,28 +18,35 @@ from verl.metrics import notice
 Message = dict[str, Any]
 Where = Callable[[], str]
 """Names the row for a message: only called when something is wrong with it."""
-PART_TYPES = {"image": "image", "image_url": "image", "input_image": "image", "text": "text", "input_text": "text"}
+PART_TYPES = {
+    **{"image": "image", "image_url": "image", "input_image": "image", "text": "text", "input_text": "text"},
+    **{"video": "video", "video_url": "video"},
+}
 """Types of parts as messages and OpenAI's clients write them, and what they are here."""
 IMAGE_NAMES = ("bytes", "image", "image_url", "url", "path")
 """Where a part or a row's image has the image itself."""
-REFUSED_TYPES = ("video", "video_url", "audio", "input_audio", "audio_url")
+VIDEO_NAMES = ("bytes", "video", "video_url", "url", "path")
+"""The same of a video."""
+MEDIA_NAMES = {"image": IMAGE_NAMES, "video": VIDEO_NAMES}
+MEDIA = tuple(MEDIA_NAMES)
+REFUSED_TYPES = ("audio", "input_audio", "audio_url")
 
 
-def as_messages(value: Any, where: Where, images: bool = False, padded: bool = True) -> list[Message]:
+def as_messages(value: Any, where: Where, media: Sequence[str] = (), padded: bool = True) -> list[Message]:
     """A conversation from a list of messages, a numpy array of them, their JSON text, or one plain string.
 
     A plain string becomes one user message, with a notice. Contents that consist of text parts are joined; one with an
     image stays a list of parts, ``{"type": "text", "text": ...}`` and ``{"type": "image"}``, with the image, if the
-    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too). Arguments of calls stay the text that they are: a
-    `ChatTemplate` knows which form its template writes.
+    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too); so does one with a video. Arguments of calls stay
+    the text that they are: a `ChatTemplate` knows which form its template writes.
 
     Args:
-        images: whether parts may be images.
+        media: what parts may be besides text, of `MEDIA`.
         padded: whether nulls only fill columns; in JSON text a null is its author's. The fields of a message lose them.
 
     Raises:
         DataError: null, empty, or not messages with a role and a content; a part of a type that there is not.
-        NotBuiltError: a part that is a video or a sound, or an image where none is taken.
+        NotBuiltError: a part that is a sound, or an image or a video where none is taken.
     """
     if isinstance(value, str):
         value, padded = _from_text(value, where), False
@@ -49,7 +56,7 @@ def as_messages(value: Any, where: Where, images: bool = False, padded: bool = T
         raise DataError("not a conversation", key=where(), got=value, allowed="a list of {role, content}, or a string")
     if not value:
         raise DataError("the conversation is empty", key=where())
-    return [_message(message, number, where, images, padded) for number, message in enumerate(value)]
+    return [_message(message, number, where, media, padded) for number, message in enumerate(value)]
 
 
 def as_tools(value: Any, where: Where, padded: bool = True) -> list[dict[str, Any]] | None:
@@ -93,26 +100,28 @@ def _from_text(text: str, where: Where) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def _message(message: Any, number: int, where: Where, images: bool, padded: bool) -> Message:
+def _message(message: Any, number: int, where: Where, media: Sequence[str], padded: bool) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"message {number} is not a {{role, content}}", key=where(), got=message)
     clean = prune({name: value for name, value in message.items() if value is not None}, padded)
     role = clean.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"message {number} has no role", key=where(), got=message)
-    clean["content"] = _content(clean.get("content"), role, number, where, images)
+    clean["content"] = _content(clean.get("content"), role, number, where, media)
     if not clean.get("tool_calls", True):
         del clean["tool_calls"]
     return clean
 
 
-def _content(content: Any, role: str, number: int, where: Where, images: bool) -> str | list[dict[str, Any]]:
+def _content(content: Any, role: str, number: int, where: Where, media: Sequence[str]) -> str | list[dict[str, Any]]:
     if content is None and role == "assistant":
         return ""  # only tool calls: templates print None as a word
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         parts = _parts(content, number, where)
-        if isinstance(parts, list) and not images:
-            raise NotBuiltError(f"message {number} has parts of type image", key=where(), allowed="text")
+        kinds = {part["type"] for part in parts} - {"text", *media} if isinstance(parts, list) else ()
+        for kind in sorted(kinds):
+            allowed = ", ".join(("text", *media))
+            raise NotBuiltError(f"message {number} has parts of type {kind}", key=where(), allowed=allowed)
         return parts
     if not isinstance(content, str):
         raise DataError(f"the content of message {number} ({role}) is not text", key=where(), got=content)
@@ -120,23 +129,24 @@ def _content(content: Any, role: str, number: int, where: Where, images: bool) -
 
 
 def _parts(content: Sequence[Mapping[str, Any]], number: int, where: Where) -> str | list[dict[str, Any]]:
-    """A content that is a list of parts, in one form; a text where no part is an image."""
+    """A content that is a list of parts, in one form; a text where all parts are."""
     parts: list[dict[str, Any]] = []
     for entry in content:
         part = {name: value for name, value in entry.items() if value is not None}
-        written = str(part.get("type") or ("text" if "text" in part else "image" if "image" in part else ""))
+        written = str(part.get("type") or next((name for name in ("text", *MEDIA) if name in part), ""))
         if written in REFUSED_TYPES:
             raise NotBuiltError(f"message {number} has parts of type {written}, which are not built yet", key=where())
         if written not in PART_TYPES:
             fault = f"message {number} has a part of a type that there is not"
             fix = suggest(written, PART_TYPES)
             raise DataError(fault, key=where(), got=written or part, allowed=list(PART_TYPES), fix=fix)
-        if PART_TYPES[written] == "text":
+        kind = PART_TYPES[written]
+        if kind == "text":
             parts.append({"type": "text", "text": str(part.get("text", ""))})
         else:
             fields = {name: value for name, value in part.items() if name != "type"}
-            is_pixels = any(name in fields for name in IMAGE_NAMES)
-            parts.append({"type": "image", **({"image": fields} if is_pixels else fields)})
+            is_pixels = any(name in fields for name in MEDIA_NAMES[kind])
+            parts.append({"type": kind, **({kind: fields} if is_pixels else fields)})
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

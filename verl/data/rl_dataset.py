@@ -21,7 +21,7 @@ from verl.data.files import as_dataset, choose_rows, read_files
 from verl.data.filtering import KEY as FILTER_KEY
 from verl.data.filtering import filter_of
 from verl.data.lost_text import check_kept
-from verl.data.messages import Message, as_messages, prune
+from verl.data.messages import MEDIA, Message, as_messages, prune
 from verl.data.overlong import MANY, check_truncation, count_tokens, cut_tokens, length_text, measure
 from verl.data.settings import read, read_mapping, read_number
 from verl.data.special_tokens import without_marks
@@ -47,10 +47,11 @@ class RLHFDataset(Dataset):
     With tools (``tool_config_path``, ``function_tool_path``) a prompt is measured with their schemas; the loop that has
     the tools renders it so, ``raw_prompt_ids`` is without them.
 
-    With a processor, images (``image_key``, image parts of messages) stand where ``<image>`` does, ``raw_prompt_ids``
-    is as long as the model sees it, and every row has ``multi_modal_data`` ({images: list of PIL.Image, videos: []})
-    and, unless ``return_multi_modal_inputs=false``, ``multi_modal_inputs`` (what the processor makes of the row's
-    images: names to tensors; {} without images). The column of images is not in the row.
+    With a processor, images and videos (``image_key``, ``video_key``, parts of messages) stand where ``<image>`` and
+    ``<video>`` do, ``raw_prompt_ids`` is as long as the model sees it, and every row has ``multi_modal_data``
+    ({images: list of PIL.Image, videos: list of `VideoClip`}) and, unless ``return_multi_modal_inputs=false``,
+    ``multi_modal_inputs`` (what the processor makes of them: names to tensors; {} of text alone). Their columns are not
+    in the row.
 
     Rows that ``filter_function`` does not keep are dropped first, then those of ``filter_overlong_prompts``; a notice
     counts each.
@@ -61,13 +62,13 @@ class RLHFDataset(Dataset):
         data_files: one path or several, of the kinds that `verl.storage.formats` reads.
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the ``data`` section: a configuration node, a mapping or a namespace.
-        processor: of a model that takes images (`load_processor`); None: rows with images are refused.
+        processor: of a model that sees (`load_processor`); None: rows with images or videos are refused.
         max_samples: the number of rows to keep (drawn by ``seed`` if ``shuffle``); -1 keeps all.
 
     Raises:
         DataError: what is wrong with the files, with file, row and column; no row left.
         ModelError: the tokenizer has no chat template.
-        NotBuiltError: a column with videos or audio that is not empty.
+        NotBuiltError: a column with audio that is not empty.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RLHFDataset(Dataset):
         def where() -> str:
             return f"{self.describe(item)}, column {self.prompt_key!r}"
 
-        messages = as_messages(row[self.prompt_key], where, images=True)
+        messages = as_messages(row[self.prompt_key], where, media=MEDIA)
         return messages if self._media is None else self._media.placed(messages, row, partial(self.describe, item))
 
     def describe(self, item: int) -> str:
@@ -225,7 +226,7 @@ class RLHFDataset(Dataset):
         return [count if count == MANY else count + more for count, more in zip(counts, longer)]
 
     def _image_tokens(self, messages: list[Message], item: int) -> int:
-        """Tokens of the images of a row beyond their placeholders."""
+        """Tokens of a row's images and videos beyond their placeholders."""
         if self._media is None:
             refuse_images(messages, partial(self.describe, item))
             return 0
@@ -241,7 +242,7 @@ class RLHFDataset(Dataset):
     def _ids(self, text: str, seen: SeenRow | None, item: int) -> list[int]:
         """The ids of a prompt with its images, truncated; no image is cut."""
         limit, how = self.max_prompt_length, self.truncation
-        if seen is None or not seen.images:
+        if seen is None or not seen.inputs:
             return cut_tokens(text, limit, how, self._template.encode_many)
         assert self._media is not None
         processor = self._media.processor

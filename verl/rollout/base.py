@@ -27,8 +27,8 @@ GREEDY_TEMPERATURE = 1e-5
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 """Which log-probs a sampler reports: of the distribution that it draws from, or of the model's logits as they are
 (temperature 1, no penalty, nothing left out)."""
-PICTURE_FIELDS = ("images", "multi_modal_inputs")
-"""Fields of a request that hold its images: as pictures, and as the model's processor made them."""
+PICTURE_FIELDS = ("images", "videos", "multi_modal_inputs")
+"""Fields of a request that hold its images and videos: as pictures, and as the model's processor made them."""
 SMALLEST_TEMPERATURE = 1e-30
 """Logits divided by a smaller one are not finite in float32."""
 
@@ -97,8 +97,8 @@ class Request:
         sampling: how to draw.
         uid: second part of the key of the random numbers: the prompt's identity, the same for its n samples.
         sample_index: third part: which of the n samples of ``uid`` this is.
-        images, videos: pictures (``PIL.Image``) and clips, in the order of their placeholders, for samplers that run a
-            processor of their own (vLLM, SGLang, servers); None for text.
+        images, videos: pictures (``PIL.Image``) and `VideoClip` mappings, in the order of their placeholders, for
+            samplers that run a processor of their own (vLLM, SGLang, servers); None for text.
         multi_modal_inputs: the same as the model's processor made them for this prompt alone (``pixel_values``,
             ``image_grid_thw``, ...), for samplers that call the model itself (`hf`). ``token_ids`` holds as many
             placeholders as the images have features. Requests for one prompt share the object.

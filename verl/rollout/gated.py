@@ -94,7 +94,7 @@ class GatedSampler(Sampler):
         name: of the engine, for messages.
     """
 
-    takes_images = False
+    takes_images = takes_videos = False
 
     def __init__(self, *, vocab_size: int, max_model_len: int, seed: int = 0, name: str = ""):
         self.vocab_size, self.max_model_len, self.seed, self.name = vocab_size, max_model_len, seed, name
@@ -114,9 +114,10 @@ class GatedSampler(Sampler):
         return self._state.version
 
     async def generate(self, request: Request) -> Completion:
-        if request.sees and (request.videos or not self.takes_images):
+        if request.sees and not (self.takes_videos if request.videos else self.takes_images):
             takes = "no videos" if self.takes_images else "text only"
-            raise NotBuiltError(f"the sampler {self.name} takes {takes}", key=f"request {request.id}")
+            fix = "Set actor_rollout_ref.rollout.name=hf." if request.videos else ""
+            raise NotBuiltError(f"the sampler {self.name} takes {takes}", key=f"request {request.id}", fix=fix)
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if request.id in self._in_flight:
             raise RolloutError("a request with this id is in flight", key="id", got=request.id)

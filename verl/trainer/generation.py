@@ -159,6 +159,7 @@ async def _answer(job: Job, sampler: Sampler, tokenizer: Any, row: Mapping[str, 
         token_ids=tuple(row["raw_prompt_ids"]),
         sampling=job.sampling,
         images=(row.get("multi_modal_data") or {}).get("images") or None,
+        videos=(row.get("multi_modal_data") or {}).get("videos") or None,
         multi_modal_inputs=row.get("multi_modal_inputs") or None,
         uid=f"row {number}",
     )

@@ -31,8 +31,8 @@ def test_the_tensors_are_those_of_the_image_processor_and_the_ids_as_many_as_mer
     alone = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=images, return_tensors="pt")
     assert torch.equal(inputs["pixel_values"], alone["pixel_values"])
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 6, 8]]
-    assert pieces == [[processor.placeholder_id] * 4, [processor.placeholder_id] * 12]
-    assert [processor.piece(image.size) for image in images] == pieces
+    assert pieces["image"] == [[processor.placeholder_id] * 4, [processor.placeholder_id] * 12]
+    assert processor.pieces(images) == pieces
 
 
 def test_expanding_ids_gives_the_tokens_that_transformers_expands_in_text(processor, seeing_tokenizer):
@@ -63,20 +63,20 @@ def test_tiles_and_line_breaks_around_an_image_are_the_tokens_of_the_expanded_te
 def test_a_line_break_that_joins_one_of_an_image_is_trained_as_little(seeing_model):
     processor = load_processor(seeing_model("gemma3"))
     ids = processor.wrapped.tokenizer("a\n", add_special_tokens=False)["input_ids"]
-    _, [piece] = processor.process([noise(28, 28)])
-    made, mask = processor.expand_with([*ids, processor.placeholder_id], [piece], [1] * (len(ids) + 1))
+    piece = processor.piece((28, 28))
+    made, mask = processor.expand_with([*ids, processor.placeholder_id], {"image": [piece]}, [1] * (len(ids) + 1))
     assert len(made) == len(ids) + len(piece) - 1 and mask == [1] * (len(ids) - 1) + [0] * len(piece)
 
 
 def test_nothing_of_an_image_is_trained(processor):
     pad = processor.placeholder_id
-    ids, mask = processor.expand_with([50, pad, 60], [[pad, pad]], [1, 1, 1])
+    ids, mask = processor.expand_with([50, pad, 60], {"image": [[pad, pad]]}, [1, 1, 1])
     assert (ids, mask) == ([50, pad, pad, 60], [1, 0, 0, 1])
 
 
 def test_placeholders_and_images_that_do_not_match_are_an_error(processor):
     with pytest.raises(DataError, match=r"writes 0 placeholders \(<\|image_pad\|>\) for 1 images"):
-        processor.expand([50, 60], [[1]])
+        processor.expand([50, 60], {"image": [[1]]})
 
 
 def test_a_language_model_has_no_processor(tmp_path):

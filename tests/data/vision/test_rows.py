@@ -146,12 +146,9 @@ def test_a_broken_image_names_file_and_row(tmp_path, seeing_tokenizer, processor
 
 
 def test_what_cannot_be_used_is_refused_by_name(tmp_path, seeing_tokenizer, processor, tokenizer):
-    videos = [{**asked("<video>What?"), "videos": ["a.mp4"]}]
-    with pytest.raises(NotBuiltError, match=r"row 0: rows with video"):
-        prompts(tmp_path, seeing_tokenizer, processor, videos)
-    parts = [{"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}]
-    with pytest.raises(NotBuiltError, match=r"message 0 has parts of type video"):
-        prompts(tmp_path, seeing_tokenizer, processor, parts)
+    sounds = [{"prompt": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "a.wav"}]}]}]
+    with pytest.raises(NotBuiltError, match=r"message 0 has parts of type input_audio"):
+        prompts(tmp_path, seeing_tokenizer, processor, sounds)
     seen = [{"prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}]
     with pytest.raises(DataError, match=r"row 0: the row has images, and the model reads only text"):
         prompts(tmp_path, tokenizer, None, seen)

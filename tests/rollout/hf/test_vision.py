@@ -9,7 +9,7 @@ import torch
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.samplers import sample
-from tests.harness.vision import TILED, pictures, processed, prompt_tokens, token_kinds
+from tests.harness.vision import TILED, kinds_of, pictures, processed, prompt_tokens, shown_clips, token_kinds
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.models.vision import inputs as vision_inputs
@@ -44,7 +44,7 @@ def expected(model, request, done):
     inputs = dict(request.multi_modal_inputs or {})
     if inputs:
         kinds = torch.zeros_like(ids, dtype=torch.int)
-        kinds[:, : len(request.token_ids)] = ids[:, : len(request.token_ids)] == model.config.image_token_id
+        kinds[:, : len(request.token_ids)] = kinds_of(model.config, ids[:, : len(request.token_ids)])
         inputs |= token_kinds(model.config, kinds)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(request.token_ids) - 1 : -1]
@@ -62,6 +62,26 @@ def test_log_probs_of_answers_about_images_are_those_of_the_model(seeing_model, 
             "choose another seed: transformers cannot compare this"
         )
         torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, request, done), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 5}])
+def test_log_probs_of_answers_about_videos_are_those_of_the_model(seeing_model, family, options):
+    folder = seeing_model(family)
+    sampler, model = HFSampler(str(folder), **options), load_causal_lm(str(folder)).eval()
+    jobs = []
+    for number, sizes in enumerate((((4, 56, 56),), ((5, 84, 56), (56, 56), (2, 28, 112)))):
+        inputs, tokens = shown_clips(folder, sizes, [9 + number, 11], number)
+        for index in range(3):
+            drawn = SamplingParams(max_tokens=4 + index, ignore_eos=True)
+            named = {"uid": f"video {number}", "sample_index": index, "multi_modal_inputs": inputs}
+            jobs.append(Request(f"{number}-{index}", tuple(tokens), drawn, **named))
+    for job, done in zip(jobs, sample(sampler, jobs)):
+        drawn_marks = {model.config.image_token_id, getattr(model.config, "video_token_id", -1)} & set(done.token_ids)
+        assert not drawn_marks, "choose another uid: transformers cannot compare this"
+        torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, job, done), atol=1e-5, rtol=1e-5)
+    shown = 5 + 1 + 2 + 4 if family == "internvl" else 4  # each frame is a tile there
+    assert sampler.stats()["images_encoded"] == shown
 
 
 @pytest.mark.parametrize("family", FAMILIES)

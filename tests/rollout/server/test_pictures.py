@@ -23,7 +23,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.rollout import place
-from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.base import PICTURE_FIELDS, Completion, Request, SamplingParams
 from verl.rollout.gated import NEVER
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.lost import EngineLostError
@@ -140,12 +140,20 @@ def test_an_engine_with_a_processor_gets_the_pixels_alone_and_samples_share_them
         assert arrived.mode == "RGB" and np.array_equal(np.asarray(sent), np.asarray(arrived))
 
 
-def test_images_that_have_no_encoding_and_videos_are_refused_by_name(seeing_model, jobs):
+def test_images_that_have_no_encoding_are_refused_by_name(seeing_model, jobs):
     odd = replace(jobs[0], images=[object()], multi_modal_inputs=None)
-    video = replace(jobs[1], videos=[[]])
-    (first, second), _ = through_a_host(Seer(), seeing_model(), [odd, video])
-    assert isinstance(first, RolloutError) and "images cannot be sent: values of type builtins.object" in str(first)
-    assert isinstance(second, NotBuiltError) and "takes no videos" in str(second)
+    (said,), _ = through_a_host(Seer(), seeing_model(), [odd])
+    assert isinstance(said, RolloutError) and "images cannot be sent: values of type builtins.object" in str(said)
+
+
+def test_a_video_arrives_at_a_host_as_it_was_sent(seeing_model, jobs):
+    engine, frames = Seer(), pictures([(56, 84)] * 3)
+    clip = {"frames": frames, "indices": [0, 4, 8], "fps": 25.0, "total": 9}
+    engine.picture_fields = ("videos",)
+    through_a_host(engine, seeing_model(), [replace(jobs[0], videos=[clip])])
+    (arrived,) = engine.requests[0].videos
+    assert {**arrived, "frames": []} == {**clip, "frames": []}
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(arrived["frames"], frames, strict=True))
 
 
 @pytest.mark.slow
@@ -184,7 +192,10 @@ def image_of(tag, blob, *rest):
         (image_of("image", b"abc", '"RGB"', "[7000, 8000]"), "7000 x 8000 pixels, with which"),
         (image_of("image", b"abc", '"RGB"', "[2, 2]"), "not enough image data"),
         (image_of("png", b"abc"), "cannot identify image file"),
-        (shown('{"images": [5]}'), "allowed are images and multi_modal_inputs"),
+        (shown('{"images": [5]}'), "allowed are images, videos, multi_modal_inputs"),
+        (shown('{"videos": [{"frames": [5], "indices": [0], "fps": 2.0, "total": 1}]}'), "allowed are images"),
+        (shown('{"videos": [{"frames": [], "indices": [], "fps": 2.0, "total": 1}]}'), "a video has frames"),
+        (shown('{"videos": [{"frames": [5], "indices": [0, 1], "fps": 2.0, "total": 1}]}'), "as many indices"),
         (shown("{}"), "allowed are images"),
         (shown("[]"), "not the images of a request"),
         (shown("[" * 100_000), "damaged batch data"),
@@ -241,7 +252,7 @@ def test_inputs_that_would_fail_in_the_tower_harm_no_other_request(seeing_model,
 
 def test_a_request_cannot_bring_images_in_another_way_than_under_a_name():
     plain = own.to_json(Request("a", (5,), SamplingParams()))
-    for name in own.PICTURES:
+    for name in PICTURE_FIELDS:
         with pytest.raises(RolloutError, match=f"multiple values for keyword argument '{name}'"):
             own.from_json({**plain, name: ["x"]})
 

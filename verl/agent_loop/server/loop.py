@@ -18,7 +18,7 @@ from verl.agent_loop.server.endpoint import shared_endpoint
 from verl.agent_loop.server.prompts import Prompts
 from verl.agent_loop.server.record import Answer, trajectory
 from verl.agent_loop.server.settings import AgentSettings
-from verl.errors import RolloutError
+from verl.errors import NotBuiltError, RolloutError
 
 STOP_POLL = 0.25
 
@@ -54,6 +54,9 @@ class OpenAIAgentLoop(AgentLoopBase):
         )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        if self.server_manager.seen.videos:
+            fix = "Give some of the frames as images, or use another agent loop for these rows."
+            raise NotBuiltError("an agent cannot send videos yet, and the row has some", key="agent_name", fix=fix)
         conversation = self._conversation(sampling_params)
         start = time.perf_counter()
         async with shared_endpoint().open(conversation) as base_url:

@@ -16,7 +16,7 @@ from verl.agent_loop.extend import Extender, assistant_message
 from verl.agent_loop.server.protocol import CompletionRequest
 from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
-from verl.data.vision.parts import bare, image_parts, text_of
+from verl.data.vision.parts import bare, media_parts, text_of
 from verl.json_text import object_of
 
 
@@ -112,7 +112,7 @@ class Prompts:
 
 
 def _images(messages: Sequence[Message]) -> tuple[Any, ...]:
-    return tuple(part["image"] for part in image_parts(messages))
+    return tuple(part["image"] for part in media_parts(messages))
 
 
 def _in_tokens(prompt: Sequence[int], record: Record) -> tuple[Answer | None, tuple[int, ...]]:

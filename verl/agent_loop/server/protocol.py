@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.agent_loop.server.errors import bad
 from verl.data.messages import IMAGE_NAMES, Message, as_messages, as_tools
-from verl.data.vision.parts import image_parts
+from verl.data.vision.parts import media_parts
 from verl.errors import DataError, NotBuiltError, suggest
 
 MOST_CHOICES = 64
@@ -201,13 +201,13 @@ def _messages(value: Any, images: bool) -> list[Message]:
     if len(value) > MOST_MESSAGES:
         raise bad("messages", f"{len(value)} messages are more than the {MOST_MESSAGES} that are allowed.")
     try:
-        messages = as_messages(value, where=lambda: "messages", images=images, padded=False)
+        messages = as_messages(value, where=lambda: "messages", media=("image",) if images else (), padded=False)
     except (DataError, NotBuiltError, TypeError) as error:
         raise bad("messages", str(error)) from error
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise bad(f"messages[{number}].role", f"unknown role {_short(message['role'])}; known: {', '.join(ROLES)}.")
-        for part in image_parts([message]):
+        for part in media_parts([message]):
             address = _address(part.get("image"))
             if address is None or not address.startswith("data:"):  # a model that chooses a path would read it
                 raise bad(f"messages[{number}].content", 'an image is {"type": "image_url", "image_url": {"url": '

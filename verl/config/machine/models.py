@@ -264,7 +264,7 @@ SEEN: dict[str, tuple[str, ...]] = {
     "qwen3_vl_moe": ("image", "video"),
     "glm4v": ("image",),
     "gemma3": ("image",),
-    "internvl": ("image",),
+    "internvl": ("image", "video"),
 }
 """``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
 SEEING_SAMPLERS = ("hf", "vllm", "server", "sglang")

@@ -10,20 +10,25 @@ from verl.config.schema.tree import AMOUNT, COUNT, ROWS
 
 @dataclass(frozen=True)
 class ImageDataConfig(ConfigNode):
-    """How the images of rows are read."""
+    """How the images and videos of rows are read."""
 
     image_key: str = setting("images", "column with a row's images, in the order of <image> in its messages")
-    video_key: str = setting("videos", "column with a row's videos, which are refused so far")
+    video_key: str = setting("videos", "column with a row's videos, in the order of <video> in its messages")
     mm_processor_kwargs: dict = setting(
         {},
-        "arguments of the image processor; min_pixels and max_pixels bound every image that names no bounds of its own",
+        "arguments of the image processor; min_pixels and max_pixels bound every image that names no bounds of its own, "
+        "fps, min_frames and max_frames draw the frames of videos that do not say",
     )
     max_image_pixels: int = setting(
         50_000_000,
-        "an image with more pixels is refused before it is decoded; Pillow itself refuses more than 178,956,970",
+        "an image with more pixels is refused before it is decoded, and a video of which more would be shown; "
+        "Pillow itself refuses more than 178,956,970",
         upstream=ABSENT,
     )
-    allow_remote_images: bool = setting(False, "fetch images that rows name by http:// or https://", upstream=ABSENT)
+    max_video_frames: int = setting(768, "a video of which more frames would be shown is refused", upstream=ABSENT)
+    allow_remote_images: bool = setting(
+        False, "fetch images and videos that rows name by http:// or https://", upstream=ABSENT
+    )
 
 
 @dataclass(frozen=True)

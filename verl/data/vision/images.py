@@ -33,7 +33,10 @@ MAX_RATIO = 200
 """Longer edge over shorter: processors of the Qwen family refuse more."""
 MAX_BYTES = 200_000_000
 FETCH_SECONDS = 20.0
-FORMS = "{bytes}, {path}, a path, a data URL, an image_url part, or a PIL image"
+FORMS = {
+    "image": "{bytes}, {path}, a path, a data URL, an image_url part, or a PIL image",
+    "video": "a list of frames, {video}, {bytes}, {path}, a path, a data URL, or a video_url part",
+}
 
 
 @dataclass(frozen=True)
@@ -60,31 +63,40 @@ class ImageLimits:
         return cls(read_number(config, "max_image_pixels", MAX_PIXELS), allowed, least, most)
 
 
-def open_image(value: Any, where: str, limits: ImageLimits) -> Image.Image:
+def open_image(
+    value: Any,
+    where: str,
+    limits: ImageLimits,
+    formats: tuple[str, ...] = FORMATS,
+    what: str = "an image, or damaged at its beginning",
+) -> Image.Image:
     """The image with its header read; `load_image` decodes it.
 
     Args:
         value: an image in one of these forms: ``{"bytes": ...}``, ``{"path": ...}``, ``{"image": ...}``, OpenAI's
             ``{"image_url": {"url": ...}}``, bytes, a path, a ``file://`` or ``data:`` URL, a PIL image.
         where: names the image in messages.
+        formats: kinds of files that are read.
+        what: the file is not, where it is of another kind.
 
     Raises:
         DataError: none of these forms, no such file, an address where none may be fetched, not an image of `FORMATS`,
             broken, or larger than the limits.
     """
-    source = _source(value, where, limits)
+    if isinstance(value, Mapping):
+        value = _inside(value, where)
+    source = value if isinstance(value, Image.Image) else open_source(value, where, limits)
     if isinstance(source, Image.Image):
         image = source
     else:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is below it
-                image = Image.open(source, formats=FORMATS)
+                image = Image.open(source, formats=formats)
         except UnidentifiedImageError as failure:
-            fault = "not an image, or damaged at its beginning"
-            raise DataError(fault, key=where, got=_shown(value), allowed=", ".join(FORMATS)) from failure
+            raise DataError(f"not {what}", key=where, got=shown(value), allowed=", ".join(formats)) from failure
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as failure:
-            raise DataError(f"the image cannot be read: {failure}", key=where, got=_shown(value)) from failure
+            raise DataError(f"the image cannot be read: {failure}", key=where, got=shown(value)) from failure
     _check_size(image, where, limits)
     return image
 
@@ -106,7 +118,7 @@ def load_image(value: Any, where: str, limits: ImageLimits) -> Image.Image:
     try:
         image = _rgb(ImageOps.exif_transpose(image))
     except (OSError, ValueError, SyntaxError, EOFError, IndexError) as failure:  # what Pillow's decoders raise
-        raise DataError(f"the image is damaged: {failure}", key=where, got=_shown(value)) from failure
+        raise DataError(f"the image is damaged: {failure}", key=where, got=shown(value)) from failure
     width, height = fitted_size(image.size, *pixel_range(value, where, limits))
     return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BICUBIC)
 
@@ -174,25 +186,30 @@ def describe_image(image: Image.Image) -> str:
     return f"image {image.width}x{image.height} sha256:{digest[:8]}"
 
 
-def _source(value: Any, where: str, limits: ImageLimits) -> Image.Image | io.BytesIO | Path:
-    """What is to be opened: a picture that is open, bytes, or a file."""
-    if isinstance(value, Mapping):
-        value = _inside(value, where)
-    if isinstance(value, Image.Image):
-        return value
+def open_source(value: Any, where: str, limits: ImageLimits, kind: str = "image") -> io.BytesIO | Path:
+    """Bytes, a path or an address as what is to be opened.
+
+    Args:
+        kind: of the file, for messages.
+
+    Raises:
+        DataError: none of these, no such file, or an address where none may be fetched.
+    """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return io.BytesIO(bytes(value))
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise DataError("not an image", key=where, got=_shown(value), allowed=FORMS)
+        raise DataError(
+            f"not {'a' if kind == 'video' else 'an'} {kind}", key=where, got=shown(value), allowed=FORMS[kind]
+        )
     if value.startswith("data:"):
         return io.BytesIO(_of_data_url(value, where))
     if value.startswith(("http://", "https://")):
-        return io.BytesIO(_fetched(value, where, limits))
+        return io.BytesIO(_fetched(value, where, limits, kind))
     path = Path(expand(value.removeprefix("file://")))
     if not path.is_file():
-        raise DataError("no such image", key=where, got=str(path), fix="A path is relative to where the run starts.")
+        raise DataError(f"no such {kind}", key=where, got=str(path), fix="A path is relative to where the run starts.")
     return path
 
 
@@ -203,7 +220,7 @@ def _inside(value: Mapping[str, Any], where: str) -> Any:
         if inner is None or (isinstance(inner, (bytes, str)) and not inner):
             continue
         return _inside(inner, where) if isinstance(inner, Mapping) else inner
-    raise DataError("an image without bytes and without a path", key=where, got=sorted(value), allowed=FORMS)
+    raise DataError("an image without bytes and without a path", key=where, got=sorted(value), allowed=FORMS["image"])
 
 
 def _of_data_url(text: str, where: str) -> bytes:
@@ -217,10 +234,10 @@ def _of_data_url(text: str, where: str) -> bytes:
         raise DataError(f"a data URL that is damaged: {failure}", key=where, got=head[:60]) from failure
 
 
-def _fetched(url: str, where: str, limits: ImageLimits) -> bytes:
+def _fetched(url: str, where: str, limits: ImageLimits, kind: str) -> bytes:
     if not limits.remote:
         raise DataError(
-            "images are not fetched from the network",
+            f"{kind}s are not fetched from the network",
             key=where,
             got=url,
             fix="Save them next to the data, or set data.allow_remote_images=true.",
@@ -231,9 +248,9 @@ def _fetched(url: str, where: str, limits: ImageLimits) -> bytes:
         with urlopen(Request(url, headers={"User-Agent": "verl"}), timeout=FETCH_SECONDS) as answer:
             body = answer.read(MAX_BYTES + 1)
     except (OSError, ValueError) as failure:
-        raise DataError(f"the image could not be fetched: {failure}", key=where, got=url) from failure
+        raise DataError(f"the {kind} could not be fetched: {failure}", key=where, got=url) from failure
     if len(body) > MAX_BYTES:
-        raise DataError(f"the image has more than {MAX_BYTES} bytes", key=where, got=url)
+        raise DataError(f"the {kind} has more than {MAX_BYTES} bytes", key=where, got=url)
     return body
 
 
@@ -260,11 +277,11 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """What was given, short enough for a message."""
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_shown(inner)}" for name, inner in value.items() if inner is not None) + "}"
+        return "{" + ", ".join(f"{name}: {shown(inner)}" for name, inner in value.items() if inner is not None) + "}"
     text = value if isinstance(value, str) else type(value).__name__
     return text if len(text) <= 120 else text[:100] + "..."

@@ -1,10 +1,11 @@
-"""A model's processor: pixels to tensors, and one placeholder of the prompt to the image's number of tokens.
+"""A model's processor: pixels to tensors, and one placeholder of the prompt to the tokens of an image or a video.
 
 transformers builds processors of vision models with their video processor, which needs torchvision; without it
-`AutoProcessor` returns only the tokenizer, without an error. The image processor is therefore built here.
+`AutoProcessor` returns only the tokenizer, without an error. Without torchvision the processor is therefore built here,
+with `FrameProcessor` for videos.
 
-Prompts are tokenised with one placeholder per image, by the code that keeps special tokens of the data text, and
-expanded as ids: what `AutoProcessor` would do in text, with the same tokens.
+Prompts are tokenised with one placeholder per image or video, by the code that keeps special tokens of the data text,
+and expanded as ids: what `AutoProcessor` would do in text, with the same tokens.
 """
 
 from __future__ import annotations
@@ -15,35 +16,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from verl.config.machine.models import SEEN, TEXT_TOO
 from verl.config.schema.node import full_keys
 from verl.data.tokenizer import PROCESSOR_FILES, brief, source_of
-from verl.data.vision.parts import VIDEOS
+from verl.data.vision.frames import FrameProcessor
+from verl.data.vision.videos import ClipShape, VideoClip, clip_shape, describe_clip
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError, suggest
 from verl.json_text import read_json
 
 Inputs = dict[str, torch.Tensor]
-"""What a processor makes of the images of one row, by the names of the model's arguments."""
-TEXT_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor makes of the images and videos of one row, by the names of the model's arguments."""
+Pieces = dict[str, list[list[int]]]
+"""Kind -> of each image or video in order, the ids that stand for it in the prompt."""
+TEXT_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata")
 """What a processor makes of the text."""
 OF_IMAGES = ("image_processor_type", "image_processor", "processor_class", "image_mean", "patch_size", "auto_map")
 """What a processor's files have if it takes images; those for sounds alone have none of it."""
-OWN_SIZES = ("min_pixels", "max_pixels")
-"""Arguments that are applied before the processor, so that samplers get the same pictures (`ImageLimits`)."""
+OWN_SIZES = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
+"""Arguments that are applied before the processor, so that samplers get the same pictures (`VideoLimits`)."""
 
 
 class VisionProcessor:
-    """A processor of transformers, and what rows of images need of it.
+    """A processor of transformers, and what rows of images and videos need of it.
 
     Everything else (``processor(text=..., images=...)``, ``image_processor``, ``apply_chat_template``) is that of the
     processor of transformers, ``wrapped``.
 
     Attributes:
-        placeholder_id: the id that a chat template writes once for each image.
-        image_token_ids: ids that stand for parts of images in expanded prompts; nothing samples them.
+        placeholder, placeholder_id: what a chat template writes once for each image.
+        placeholder_ids: id that a chat template writes once for each image or video -> kind.
+        image_token_ids: ids that stand for parts of images and videos in expanded prompts.
+        frames_per_token: frames of a video that the tower joins.
 
     Args:
         wrapped: a processor of transformers with an image processor and a tokenizer.
@@ -54,15 +61,22 @@ class VisionProcessor:
     def __init__(self, wrapped: Any, folder: Path | None = None, call: Mapping[str, Any] | None = None):
         self.wrapped, self.folder = wrapped, folder
         self.call = _checked_arguments(wrapped, call or {})
-        self.placeholder = str(wrapped.image_token)
+        self.placeholders = {"image": str(wrapped.image_token)}
+        videos = getattr(wrapped, "video_processor", None)
+        if videos is not None and getattr(wrapped, "video_token", None):
+            self.placeholders["video"] = str(wrapped.video_token)
+        self.frames_per_token = int(getattr(videos, "temporal_patch_size", None) or 1)
+        self.placeholder = self.placeholders["image"]
         self.placeholder_id = int(wrapped.tokenizer.convert_tokens_to_ids(self.placeholder))
-        if self.placeholder_id == wrapped.tokenizer.unk_token_id or self.placeholder_id < 0:
-            raise ModelError(
-                f"the tokenizer has no token {self.placeholder!r}, which stands for an image", got=str(folder)
-            )
-        token = getattr(wrapped.tokenizer, "image_token_id", None)
-        self.image_token_ids = frozenset({self.placeholder_id} | ({int(token)} if token is not None else set()))
-        self._pieces: dict[tuple[int, int], list[int]] = {}
+        unknown, self.placeholder_ids = wrapped.tokenizer.unk_token_id, dict[int, str]()
+        for kind, token in self.placeholders.items():
+            number = int(wrapped.tokenizer.convert_tokens_to_ids(token))
+            if number == unknown or number < 0:
+                raise ModelError(f"the tokenizer has no token {token!r}, which stands for an {kind}", got=str(folder))
+            self.placeholder_ids[number] = kind
+        of_images = getattr(wrapped.tokenizer, "image_token_id", None)
+        self.image_token_ids = frozenset({*self.placeholder_ids, *(() if of_images is None else (int(of_images),))})
+        self._pieces: dict[Any, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "wrapped":
@@ -80,21 +94,28 @@ class VisionProcessor:
         """
         return VisionProcessor(self.wrapped, self.folder, call) if dict(call) != self.call else self
 
-    def process(self, images: Sequence[Image.Image], where: str = "images") -> tuple[Inputs, list[list[int]]]:
-        """The tensors of a row's images, and for each image the ids that stand for it in the prompt.
+    def process(self, media: Sequence[Image.Image | VideoClip], where: str = "images") -> tuple[Inputs, Pieces]:
+        """The tensors of a row's images and videos, and for each the ids that stand for it in the prompt.
 
         Args:
-            images: RGB; none gives no tensors.
+            media: RGB, in the order of the prompt; none gives no tensors.
             where: names the row in messages.
 
         Returns:
             ``pixel_values`` (patches, dim) and ``image_grid_thw`` (images, 3) in the Qwen family; others have others.
 
         Raises:
-            DataError: the processor refuses an image.
+            DataError: the processor refuses an image or a video, or takes no videos.
         """
-        made = [self._one(image, f"{where}, image {number}") for number, image in enumerate(images)]
-        return join_inputs([inputs for inputs, _ in made]), [ids for _, ids in made]
+        made: list[Inputs] = []
+        pieces: Pieces = {"image": [], "video": []}
+        for one in media:
+            kind = "image" if isinstance(one, Image.Image) else "video"
+            place = f"{where}, {kind} {len(pieces[kind])}"
+            inputs, ids = self._one(one, place) if isinstance(one, Image.Image) else self._clip(one, place)
+            made.append(inputs)
+            pieces[kind].append(ids)
+        return join_inputs(made), pieces
 
     def piece(self, size: tuple[int, int], where: str = "images") -> list[int]:
         """The ids that stand for an image of this (width, height): they depend on nothing else."""
@@ -102,7 +123,26 @@ class VisionProcessor:
             self._pieces[size] = self._one(Image.new("RGB", size), where)[1]
         return self._pieces[size]
 
-    def expand(self, ids: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[int]:
+    def clip_piece(self, shape: ClipShape, where: str = "videos") -> list[int]:
+        """The ids that stand for a video of this shape: they depend on nothing else."""
+        if shape not in self._pieces:
+            size, indices, fps, total = shape
+            blank = [Image.new("RGB", size)] * len(indices)
+            self._pieces[shape] = self._clip(VideoClip(frames=blank, indices=indices, fps=fps, total=total), where)[1]
+        return self._pieces[shape]
+
+    def pieces(self, images: Sequence[Image.Image], videos: Sequence[VideoClip] = ()) -> Pieces:
+        """Of each image and video, the ids that stand for it."""
+        of_videos = [self.clip_piece(clip_shape(clip)) for clip in videos]
+        return {"image": [self.piece(image.size) for image in images], "video": of_videos}
+
+    def check_videos(self, where: str) -> None:
+        """Raise a `DataError` where the model takes no videos."""
+        if "video" not in self.placeholders:
+            fix = "Use a model whose processor takes videos, or give some of the frames as images."
+            raise DataError("the model takes images and no videos", key=where, fix=fix)
+
+    def expand(self, ids: Sequence[int], pieces: Pieces) -> list[int]:
         """The ids with each placeholder replaced by its piece, in order.
 
         Raises:
@@ -110,19 +150,20 @@ class VisionProcessor:
         """
         return self.expand_with(ids, pieces, [0] * len(ids))[0]
 
-    def expand_with(
-        self, ids: Sequence[int], pieces: Sequence[Sequence[int]], mask: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """The same, with a mask of the ids that is 0 on images."""
-        count = sum(number == self.placeholder_id for number in ids)
-        if count != len(pieces):
-            raise DataError(
-                f"the chat template writes {count} placeholders ({self.placeholder}) for {len(pieces)} images",
-                fix="Set custom_chat_template in the model's section to a template that takes image parts.",
-            )
-        waiting, expanded, masked, seams = iter(pieces), list[int](), list[int](), set[int]()
-        for number, keep in zip(ids, mask):
-            piece = next(waiting) if number == self.placeholder_id else None
+    def expand_with(self, ids: Sequence[int], pieces: Pieces, mask: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The same, with a mask of the ids that is 0 on images and videos."""
+        kinds = [self.placeholder_ids.get(int(number), "") for number in ids]
+        for kind, placeholder in self.placeholders.items():
+            written, needed = kinds.count(kind), len(pieces.get(kind, ()))
+            if written != needed:
+                raise DataError(
+                    f"the chat template writes {written} placeholders ({placeholder}) for {needed} {kind}s",
+                    fix=f"Set custom_chat_template in the model's section to a template that takes {kind} parts.",
+                )
+        waiting = {kind: iter(of_kind) for kind, of_kind in pieces.items()}
+        expanded, masked, seams = list[int](), list[int](), set[int]()
+        for number, kind, keep in zip(ids, kinds, mask):
+            piece = next(waiting[kind]) if kind else None
             expanded += [int(number)] if piece is None else list(piece)
             masked += [int(keep)] if piece is None else [0] * len(piece)
             if piece is not None:
@@ -160,23 +201,38 @@ class VisionProcessor:
                 shutil.copyfile(self.folder / name, Path(folder) / name)
 
     def _one(self, image: Image.Image, where: str) -> tuple[Inputs, list[int]]:
+        return self._call(
+            "image", f"{image.width} x {image.height}", where, images=[image], images_kwargs=dict(self.call)
+        )
+
+    def _clip(self, clip: VideoClip, where: str) -> tuple[Inputs, list[int]]:
+        self.check_videos(where)
+        from transformers.video_utils import VideoMetadata
+
+        (width, height), indices, fps, total = clip_shape(clip)
+        about = VideoMetadata(total, fps, width, height, total / fps, frames_indices=list(indices))
+        options = {"video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+        if "cap_pixels_per_frame" in _argument_names(self.wrapped.video_processor):
+            options["cap_pixels_per_frame"] = False
+        frames = np.stack([np.asarray(frame.convert("RGB")) for frame in clip["frames"]])
+        return self._call("video", describe_clip(clip), where, videos=[frames], videos_kwargs=options)
+
+    def _call(self, kind: str, size: str, where: str, **media: Any) -> tuple[Inputs, list[int]]:
         try:
             made = self.wrapped(
-                text=[self.placeholder],
-                images=[image],
+                text=[self.placeholders[kind]],
                 return_tensors="pt",
                 text_kwargs={"add_special_tokens": False},
-                images_kwargs=dict(self.call),
+                **media,
             )
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as failure:
-            size = f"{image.width} x {image.height}"
-            raise DataError(f"the processor refuses the image: {failure}", key=where, got=size) from failure
-        inputs = {name: value for name, value in made.items() if name not in TEXT_NAMES}
+            raise DataError(f"the processor refuses the {kind}: {failure}", key=where, got=size) from failure
+        inputs = {name: torch.as_tensor(value) for name, value in made.items() if name not in TEXT_NAMES}
         return inputs, made["input_ids"][0].tolist()
 
 
 def join_inputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> Inputs:
-    """The inputs of several images, or of several turns, as those of one row: joined along the first axis.
+    """The inputs of several images and videos, or of several turns, as those of one row: joined along the first axis.
 
     Raises:
         NotBuiltError: a family whose images of different sizes have tensors of different shapes.
@@ -185,8 +241,8 @@ def join_inputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> Inputs:
     if len(filled) <= 1:
         return dict(filled[0]) if filled else {}
     joined: Inputs = {}
-    for name in filled[0]:
-        tensors = [part[name] for part in filled]
+    for name in dict.fromkeys(name for part in filled for name in part):
+        tensors = [part[name] for part in filled if name in part]
         if len({tensor.shape[1:] for tensor in tensors}) > 1:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise NotBuiltError(f"several images of different sizes in one row of this family ({name})", got=shapes)
@@ -250,6 +306,9 @@ def _build(source: str, tokenizer: Any, facts: Mapping[str, Any], trust_remote_c
         if not isinstance(hf, PreTrainedTokenizerBase):
             if tokenizer is not None:
                 hf.tokenizer = tokenizer
+            kind = _read_facts(Path(source), "config.json").get("model_type")
+            if "video" not in SEEN.get(str(kind), ()):
+                hf.video_processor = None
             return hf
     config = AutoConfig.from_pretrained(source, **remote)
     cls = _processor_class(config.model_type)
@@ -260,7 +319,9 @@ def _build(source: str, tokenizer: Any, facts: Mapping[str, Any], trust_remote_c
     images = AutoImageProcessor.from_pretrained(source, **remote)
     text = AutoTokenizer.from_pretrained(source, **remote) if tokenizer is None else tokenizer
     lengths = {name: facts[name] for name in ("image_seq_length", "image_seq_len") if name in facts}
-    return _without_videos(cls)(image_processor=images, tokenizer=text, chat_template=text.chat_template, **lengths)
+    if "video" in SEEN.get(config.model_type, ()):
+        lengths["video_processor"] = FrameProcessor.of(config, source, facts, images)
+    return _with_frames(cls)(image_processor=images, tokenizer=text, chat_template=text.chat_template, **lengths)
 
 
 def _processor_class(model_type: str) -> Any:
@@ -272,16 +333,17 @@ def _processor_class(model_type: str) -> Any:
     return None if name is None else getattr(transformers, name)
 
 
-def _without_videos(cls: type[Any]) -> type[Any]:
-    """The class with a video processor that may be missing."""
+def _with_frames(cls: type[Any]) -> type[Any]:
+    """The class with a video processor that may be missing, or ours."""
 
-    class ImagesOnly(cls):  # type: ignore[valid-type, misc]
+    class WithFrames(cls):  # type: ignore[valid-type, misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            """Nothing to check of a part that is not there."""
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+            """Nothing to check of a part that is not there, or not of transformers."""
+            is_ours = argument is None or isinstance(argument, FrameProcessor)
+            return None if is_ours else super().check_argument_for_proper_class(argument_name, argument)
 
-    ImagesOnly.__name__ = cls.__name__
-    return ImagesOnly
+    WithFrames.__name__ = cls.__name__
+    return WithFrames
 
 
 def _processor_facts(folder: Path) -> dict[str, Any]:
@@ -307,8 +369,6 @@ def _checked_arguments(hf: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call without those that are applied before it; names that it does not take are refused."""
     allowed = sorted(_argument_names(hf.image_processor))
     for name in call:
-        if name in ("videos_kwargs", "fps"):
-            raise NotBuiltError(VIDEOS, key="data.mm_processor_kwargs", got=name)
         if name not in allowed and name not in OWN_SIZES:
             fix = suggest(name, allowed)
             key = "data.mm_processor_kwargs"

@@ -45,8 +45,8 @@ class Dialect(ABC):
     """Whether its raw log-probs contain the repetition penalty and the shortest response, which change them first."""
     fix_of_reload = FIX
     """What to do if new weights arrive incomplete."""
-    takes_images = False
-    """Whether a prompt may show images: only where the tokens that the server makes of it are known."""
+    takes_images = takes_videos = False
+    """Whether a prompt may show images, or videos: only where the tokens that the server makes of it are known."""
     updates_from_folder = False
     """Whether it takes new weights from a folder that it can read."""
 
@@ -73,8 +73,15 @@ class Dialect(ABC):
         """The content of the answer to a question, which ``post`` sends to its path.
 
         Raises:
-            NotBuiltError: the request shows images that this kind of server does not take.
+            NotBuiltError: the request shows images or videos that this kind of server does not take.
         """
+        if request.videos and not self.takes_videos:
+            raise NotBuiltError(
+                f"a server of kind {self.name!r} gets no videos yet",
+                key="actor_rollout_ref.rollout.server.api",
+                got=self.name,
+                fix="Set actor_rollout_ref.rollout.name=hf, or serve the model with a host of this library.",
+            )
         if request.sees and not self.takes_images:
             raise NotBuiltError(
                 f"a server of kind {self.name!r} takes text, and which tokens it makes of images is not known",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.base import PICTURE_FIELDS, Completion, Request, SamplingParams
 from verl.rollout.gated import Sampled
 from verl.rollout.server.dialect import Dialect, log_probs, token_ids
 from verl.rollout.server.pictures import PictureSender, Post
@@ -25,7 +25,7 @@ class OwnDialect(Dialect):
 
     name = "verl"
     updates_from_folder = True
-    takes_images = True
+    takes_images = takes_videos = True
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -77,12 +77,9 @@ KINDS: dict[str, tuple[type, ...]] = {
 """What the fields of a request hold. One of another kind fails inside the engine, and all requests there with it."""
 
 
-PICTURES = ("images", "videos", "multi_modal_inputs")
-
-
 def to_json(request: Request) -> dict[str, Any]:
     """A request as JSON, without its images."""
-    fields = {name: value for name, value in vars(request).items() if name not in PICTURES}
+    fields = {name: value for name, value in vars(request).items() if name not in PICTURE_FIELDS}
     return {**fields, "sampling": vars(request.sampling)}
 
 
@@ -105,7 +102,7 @@ def from_json(content: Any, pictures: Mapping[str, Any] | None = None) -> Reques
             kinds = KINDS.get(name)
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise TypeError(f"{name} is {value!r}, allowed: {' or '.join(kind.__name__ for kind in kinds)}")
-        seen = {**dict.fromkeys(PICTURES), **(pictures or {})}  # the payload itself may have none
+        seen = {**dict.fromkeys(PICTURE_FIELDS), **(pictures or {})}  # the payload itself may have none
         return Request(**rest, **seen, sampling=SamplingParams(**sampling))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RolloutError(f"not a request: {type(error).__name__}: {error}") from error

@@ -21,7 +21,8 @@ import torch
 from PIL import Image
 
 from verl.data.vision.images import MAX_PIXELS
-from verl.errors import NotBuiltError, RolloutError
+from verl.data.vision.videos import checked_clip
+from verl.errors import RolloutError
 from verl.protocol.codec import Decoder, Encoder, Refused
 from verl.rollout.base import PICTURE_FIELDS, Request
 from verl.rollout.lost import EngineLostError
@@ -77,7 +78,7 @@ class PictureSender:
         """
         if not request.sees:
             return await post(payload)
-        shown = self._shown.of(*(request.images or ()), request.multi_modal_inputs)
+        shown = self._shown.of(*(request.images or ()), *(request.videos or ()), request.multi_modal_inputs)
         for _ in range(ATTEMPTS):
             before = shown.transfer
             if before is not None:
@@ -102,11 +103,9 @@ def pack(request: Request, fields: Sequence[str]) -> dict[str, Any]:
         fields: those of `PICTURE_FIELDS` that the engine reads; all, where the request has none of these.
 
     Raises:
-        RolloutError: an image has no encoding. NotBuiltError: the request has videos.
+        RolloutError: an image has no encoding.
     """
     encoder, key = Encoder(images="raw"), f"request {request.id}"
-    if request.videos:
-        raise NotBuiltError("videos are not built yet", key=key)
     values = {name: getattr(request, name) for name in PICTURE_FIELDS if getattr(request, name)}
     values = {name: value for name, value in values.items() if name in fields} or values
     try:
@@ -125,16 +124,17 @@ def unpack(payload: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     try:
         blobs = [np.frombuffer(base64.b64decode(blob, validate=True), np.uint8) for blob in payload["blobs"]]
         fields = Decoder(blobs, MAX_PIXELS).decode(payload["content"])
-        images, inputs = fields.pop("images", None), fields.pop("multi_modal_inputs", None)
+        images, videos, inputs = (fields.pop(name, None) for name in PICTURE_FIELDS)
         tensors = list(dict(inputs or {}).values())
-        if fields or not (images or inputs) or not all(isinstance(image, Image.Image) for image in images or ()):
-            raise ValueError(f"allowed are {' and '.join(PICTURE_FIELDS)}")
+        frames = [*(images or ()), *(frame for clip in videos or () for frame in checked_clip(clip)["frames"])]
+        if fields or not (frames or inputs) or not all(isinstance(frame, Image.Image) for frame in frames):
+            raise ValueError(f"allowed are {', '.join(PICTURE_FIELDS)}")
         if not all(type(tensor) is torch.Tensor and tensor.isfinite().all() for tensor in tensors):
             raise ValueError("multi_modal_inputs are tensors of finite numbers")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise RolloutError(f"not the images of a request: {type(error).__name__}: {error}", key=NAME) from error
-    size = sum(4 * image.width * image.height for image in images or ()) + sum(tensor.nbytes for tensor in tensors)
-    return {"images": images, "multi_modal_inputs": inputs}, size
+    size = sum(4 * image.width * image.height for image in frames) + sum(tensor.nbytes for tensor in tensors)
+    return {"images": images, "videos": videos, "multi_modal_inputs": inputs}, size
 
 
 class PictureStore:

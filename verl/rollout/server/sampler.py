@@ -105,7 +105,7 @@ class ServerSampler(GatedSampler):
             seed=seed,
             name=f"the server {url}",
         )
-        self.takes_images = self.facts.image_token_id is not None
+        self.takes_images = self.takes_videos = self.facts.image_token_id is not None
         self.url, self.model, self.api, self.served_model = url, model, api, served_model
         self.timeout, self.max_start_wait = timeout, max_start_wait
         self._client, self._api_key = HttpClient(url, max_connections, _authorization(api_key)), api_key

@@ -5,14 +5,15 @@ An image of a prompt is named once, not written as its hundreds of placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl.data.vision.images import describe_image, thumbnails
+from verl.data.vision.videos import describe_clip
 from verl.protocol import DataProto
 
 IMAGES = "multi_modal_data"
@@ -35,16 +36,19 @@ class SampleTexts:
         self.tokenizer, self.processor = tokenizer, processor
 
     def of(self, batch: DataProto) -> tuple[list[str], list[str]]:
-        """(prompts, responses) of a batch without special tokens; ``[image 56x56]`` stands for an image."""
+        """(prompts, responses) of a batch without special tokens; ``[image 56x56]`` stands for an image.
+
+        Videos are ``[video 8x56x56]``: frames, width and height.
+        """
         sides = batch.tensors["prompts"], batch.tensors["responses"]
-        shown = self._images(batch)
-        if not any(shown):
+        shown = self._media(batch)
+        if not any(image or clips for image, clips in shown):
             decode = self.tokenizer.batch_decode
             prompts, responses = (decode(side, skip_special_tokens=True) for side in sides)
             return prompts, responses
         prompts, responses = [], []
-        for prompt, response, images in zip(*(side.tolist() for side in sides), shown):
-            left = iter(images)
+        for prompt, response, (images, clips) in zip(*(side.tolist() for side in sides), shown):
+            left = self._named(images, clips)
             prompts.append(self._text(prompt, left))
             responses.append(self._text(response, left))
         return prompts, responses
@@ -65,37 +69,55 @@ class SampleTexts:
         return [_question(messages, prompt) for messages, prompt in zip(rows, prompts)]
 
     def columns(self, batch: DataProto) -> dict[str, list[Any]]:
-        """``images`` of each row, as size and digest, for a dump; nothing where no row has any."""
-        shown = self._images(batch)
-        if not any(shown):
-            return {}
-        descriptions = {id(image): describe_image(image) for images in shown for image in images}
-        return {"images": [[descriptions[id(image)] for image in images] for images in shown]}
+        """``images`` and ``videos`` of each row, as sizes (and a digest), for a dump; neither where no row has any."""
+        made: dict[str, list[Any]] = {}
+        shown = self._media(batch)
+        kinds: dict[str, Callable[[Any], str]] = {"images": describe_image, "videos": describe_clip}
+        for number, (name, describe) in enumerate(kinds.items()):
+            of_rows = [media[number] for media in shown]
+            descriptions = {id(one): describe(one) for row in of_rows for one in row}
+            if descriptions:
+                made[name] = [[descriptions[id(one)] for one in row] for row in of_rows]
+        return made
 
     def pictures(self, batch: DataProto, count: int) -> list[bytes | None]:
-        """Thumbnails of the images of the first rows (`Sample.picture`); None for the others, and for text alone."""
-        shown = [thumbnails(images) if images else None for images in self._images(batch)[: max(0, count)]]
+        """Thumbnails of images and frames of the first rows (`Sample.picture`); None for the others, and for text."""
+        first = self._media(batch)[: max(0, count)]
+        rows = [[*images, *(frame for clip in clips for frame in clip["frames"])] for images, clips in first]
+        shown = [thumbnails(pictures) if pictures else None for pictures in rows]
         return [*shown, *[None] * (len(batch) - len(shown))]
 
-    def _images(self, batch: DataProto) -> list[Sequence[Any]]:
+    def _media(self, batch: DataProto) -> list[tuple[Sequence[Any], Sequence[Any]]]:
+        """Images and videos of each row."""
         if self.processor is None or IMAGES not in batch.non_tensor_batch:
-            return [()] * len(batch)
-        return [(seen or {}).get("images") or () for seen in batch.non_tensor_batch[IMAGES]]
+            return [((), ())] * len(batch)
+        rows = [seen or {} for seen in batch.non_tensor_batch[IMAGES]]
+        return [(seen.get("images") or (), seen.get("videos") or ()) for seen in rows]
 
-    def _text(self, ids: list[int], images: Iterator[Any]) -> str:
-        """The ids as text, with a name for each image whose ids they hold."""
+    def _named(self, images: Sequence[Any], clips: Sequence[Any]) -> dict[str, Iterator[tuple[str, list[int]]]]:
+        """Of each kind: what is written for one, and the ids that it has."""
+        pieces = self.processor.pieces(images, clips)
+        names = {"image": [f"image {i.width}x{i.height}" for i in images], "video": list(map(describe_clip, clips))}
+        return {kind: iter(list(zip(names[kind], pieces[kind]))) for kind in names}
+
+    def _text(self, ids: list[int], left: dict[str, Iterator[tuple[str, list[int]]]]) -> str:
+        """The ids as text, with a name for each image or video whose ids they hold."""
+        waiting: dict[str, Any] = {kind: next(them, None) for kind, them in left.items()}
         parts: list[str] = []
-        at, marks = 0, self.processor.image_token_ids
-        while True:
-            start = next((place for place in range(at, len(ids)) if ids[place] in marks), None)
-            image = None if start is None else next(images, None)
-            if start is None or image is None:
-                return "".join([*parts, self.tokenizer.decode(ids[at:], skip_special_tokens=True)])
-            piece = self.processor.piece(image.size)
-            before = next(place for place, number in enumerate(piece) if number in marks)
-            parts.append(self.tokenizer.decode(ids[at : start - before], skip_special_tokens=True))
-            parts.append(f"[image {image.width}x{image.height}]")
-            at = start - before + len(piece)
+        start = at = 0
+        while at < len(ids):
+            here = [k for k, one in waiting.items() if one and ids[at] == one[1][0]]
+            kind = next((k for k in here if ids[at : at + len(waiting[k][1])] == waiting[k][1]), None)
+            if kind is None:
+                at += 1
+                continue
+            name, piece = waiting[kind]
+            parts += [self.tokenizer.decode(ids[start:at], skip_special_tokens=True), f"[{name}]"]
+            start = at = at + len(piece)
+            waiting[kind] = next(left[kind], None)
+        for kind, one in waiting.items():
+            left[kind] = itertools.chain([one] if one else [], left[kind])
+        return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
 
 def _question(messages: Any, prompt: str) -> str | None:
@@ -151,7 +173,7 @@ def add_columns(columns: dict[str, list[Any]], new: dict[str, list[Any]], before
 
 def runs(mask: torch.Tensor) -> list[list[int]]:
     """A mask (T,) as [value, length] of each stretch of equal values."""
-    return [[int(value), len(list(same))] for value, same in groupby(mask.tolist())]
+    return [[int(value), len(list(same))] for value, same in itertools.groupby(mask.tolist())]
 
 
 def spread(name: str, values: list[Any]) -> dict[str, float]:
