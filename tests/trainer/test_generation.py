@@ -323,6 +323,21 @@ def test_the_output_of_the_server_form_stands_on_the_command_line():
 
 
 @pytest.mark.slow
+def test_the_server_form_sees_the_pictures_of_its_prompts(here):
+    folder = tiny_vision_dir(here / "sees")
+    rows = [{"prompt": [{"role": "user", "content": "<image>What?"}], "images": [{"bytes": png(image)}]}
+            for image in pictures([(56, 56), (84, 56)])]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), "seen.parquet")
+    R = "actor_rollout_ref.rollout"
+    keys = [f"actor_rollout_ref.model.path={folder}", "data.train_files=seen.parquet", "data.max_prompt_length=64",
+            "data.max_response_length=6", f"{R}.n=2", f"{R}.top_k=50", f"{R}.top_p=0.7"]  # fmt: skip
+    assert main_generation_server.main([*keys, "trainer.device=cpu", "+data.output_path=out.parquet"]) == 0
+    served = responses()
+    assert run("model.path=sees", "data.path=seen.parquet") == 0
+    assert responses() == served
+
+
+@pytest.mark.slow
 def test_the_server_form_starts_a_server_and_writes_the_same_answers(here, capsys):
     R = "actor_rollout_ref.rollout"
     keys = ["actor_rollout_ref.model.path=model", "data.train_files=prompts.parquet", "data.max_prompt_length=64",

@@ -29,7 +29,8 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
     """
     from verl import device
     from verl.agent_loop.served import served
-    from verl.data import tokenizer_of
+    from verl.config.schema.data import ImageDataConfig
+    from verl.data import processor_of, tokenizer_of
     from verl.storage import copy_to_local
     from verl.trainer import runtime
     from verl.trainer.generation import Job, generate_file, model_identity, sampling_of
@@ -40,23 +41,25 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
         policy.model.path, use_shm=policy.model.use_shm, error=ModelError, key="actor_rollout_ref.model.path"
     )
     model, rollout = replace(policy.model, path=path), replace(policy.rollout, calculate_log_probs=False)
-    tokenizer = tokenizer_of(model)
+    tokenizer, data = tokenizer_of(model), config.data
+    processor = processor_of(model, tokenizer, data.mm_processor_kwargs)
     job = Job(
-        files=config.data.train_files,
+        files=data.train_files,
         output=output,
         num_samples=rollout.n,
         in_flight=IN_FLIGHT,
-        sampling=sampling_of(rollout, tokenizer, config.data.max_response_length),
-        prompt_key=config.data.prompt_key,
-        max_prompt_length=config.data.max_prompt_length,
+        sampling=sampling_of(rollout, tokenizer, data.max_response_length),
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        images={} if processor is None else {name: data[name] for name in ImageDataConfig.__dataclass_fields__},
         files_key="data.train_files",
         length_key="data.max_prompt_length",
-        truncation=config.data.truncation,
+        truncation=data.truncation,
         identity={"model": model_identity(policy.model.path), "engine": rollout.name},
     )
     on = device.resolve_device(config.trainer.device)
     with served(rollout, model, count_of(config), on, argv) as sampler:
-        return str(generate_file(job, sampler, tokenizer))
+        return str(generate_file(job, sampler, tokenizer, processor))
 
 
 def count_of(config: PPOTrainerConfig) -> int:

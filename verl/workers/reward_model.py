@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.config import HFModelConfig
 from verl.config.rules.reward_model import headless
-from verl.data import hf_tokenizer
+from verl.data import hf_tokenizer, processor_of
 from verl.data.rewriting import Rewriter, same_encoding
 from verl.engines.seen_rows import COLUMN as PICTURES
 from verl.errors import ModelError
@@ -100,7 +100,7 @@ class RewardModelWorker(ModelWorker):
             "reward.reward_model",
             "its tokenizer or chat template is not the policy's: conversations are rendered again by its chat template",
         )
-        return Rewriter(source, target, self.max_length)
+        return Rewriter(source, target, self.max_length, processor_of(model, target))
 
 
 def _tokenizer(model: HFModelConfig, key: str) -> Any:
