@@ -10,30 +10,16 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.stream import FileStream
 from verl.errors import CheckpointError
 from verl.json_text import read_json
-from verl.protocol.codec import tensor_bytes
+from verl.protocol.codec import DTYPE_CODES, tensor_bytes
 from verl.protocol.tensor_file import SMALL, read_tensor_file
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPE_NAMES = {dtype: code for dtype, code in DTYPE_CODES.items() if not dtype.is_complex}
 
 
 def write_tensors(
