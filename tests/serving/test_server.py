@@ -273,6 +273,48 @@ def test_a_unix_socket_is_its_users_alone(tmp_path):
         unix(tmp_path / "socket")
 
 
+def test_a_client_may_be_earlier_than_the_socket_of_its_server(tmp_path):
+    tmp_path.chmod(0o700)
+
+    async def run():
+        client = Client(f"unix:{tmp_path}/socket", key=KEY)
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError):
+                await client.ask("POST", "/a", {})
+        here = server(key=KEY)
+        await here.start(unix(tmp_path / "socket"))
+        try:
+            return (await client.ask("POST", "/a", {"b": 1})).json()
+        finally:
+            await here.close()
+
+    assert asyncio.run(run()) == {"b": 1}
+
+
+def test_a_client_of_a_unix_socket_that_reads_nothing_ends_no_other(tmp_path):
+    tmp_path.chmod(0o700)
+
+    async def answer(request):
+        return HttpResponse("x" * (32 << 20) if request.json() else request.json())
+
+    async def run():
+        here = Server({("POST", "/a"): answer}, authorize=lambda token: True, limits=ServerLimits(write_seconds=0.2))
+        await here.start(unix(tmp_path / "socket"))
+        try:
+            client = Client(here.address)
+            await client.ask("POST", "/a", {})
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(str(tmp_path / "socket"))
+                line.sendall((HEAD + 'content-length: 8\r\n\r\n{"a": 1}').encode())
+                is_given_up = lambda: any(one.transport.is_closing() for one in here.connections)
+                await asyncio.to_thread(wait_until, is_given_up)
+                assert (await client.ask("POST", "/a", {})).status == 200 and len(here.connections) == 2
+        finally:
+            await here.close()
+
+    asyncio.run(run())
+
+
 def test_a_port_that_is_taken_is_an_error():
     with loopback() as holder, pytest.raises(ConfigError, match="cannot listen there"):
         loopback(holder.getsockname()[1])

@@ -164,6 +164,8 @@ class Client:
         return run
 
     async def _exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        if self._unix is not None:
+            _check_owner(self._unix)
         session = await self._session()
         try:
             async with session.request(
@@ -197,8 +199,6 @@ class Client:
 
     async def _held(self) -> AsyncGenerator[ClientSession]:
         """A session until the event loop ends, which closes what is still suspended in it."""
-        if self._unix is not None:
-            _check_owner(self._unix)
         connector: BaseConnector = (
             UnixConnector(self._unix, limit=self._size, keepalive_timeout=KEEP_SECONDS)
             if self._unix is not None

@@ -163,9 +163,9 @@ class Server:
                     connection.transport.abort()
 
     def drop(self, client: Any) -> None:
-        """End a client's connection without a word."""
+        """End a client's connection without a word. One of a unix socket has no address, and ends with its client."""
         for connection in self.connections:
-            if connection.client == client:
+            if client is not None and connection.client == client:
                 connection.transport.abort()
 
     def _door(self) -> Any:
