@@ -40,6 +40,10 @@ declared = schema_of(NAMES["ppo_trainer"][0].root).leaves.values()
 works = [leaf for leaf in declared if leaf.engines or (leaf.planned is None and leaf.no_effect is None)]
 print(len(declared), len(works))
 """
+BROAD = {"Exception", "BaseException"}
+UPSTREAM_NAMES = "verl.compat"
+"""Its public functions carry upstream's names, whatever ours are called."""
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Counts = dict[str, float]
 
 
@@ -97,6 +101,39 @@ class House:
             return any(a == b or (a, b) in ties or (b, a) in ties for a, b in pairs)
 
         return [name for name, modules in self.twin_classes().items() if are_close(modules)]
+
+    def twin_functions(self) -> dict[str, list[str]]:
+        """Public function -> the modules that define it, where it is more than one; ``main`` may be everywhere."""
+        homes: dict[str, dict[str, None]] = defaultdict(dict)
+        for module, tree in self.parsed.items():
+            for node in tree.body if not module.startswith(UPSTREAM_NAMES) else ():
+                if isinstance(node, FunctionNode) and not node.name.startswith("_") and node.name != "main":
+                    homes[node.name][module] = None
+        return {name: list(modules) for name, modules in sorted(homes.items()) if len(modules) > 1}
+
+    def any_in_signatures(self) -> list[tuple[str, bool]]:
+        """(module:line, whether it is all that a public function says of a parameter or result) per ``Any``.
+
+        ``*args`` and ``**kwargs`` are not such a parameter: they hand on what someone else declares.
+        """
+        places = []
+        for module, tree in self.parsed.items():
+            for node in ast.walk(tree):
+                if isinstance(node, FunctionNode):
+                    is_public = not node.name.startswith("_") or node.name.endswith("__")
+                    places += [(f"{module}:{line}", is_bare and is_public) for line, is_bare in _any_of(node)]
+        return places
+
+    def broad_excepts(self) -> list[tuple[str, bool]]:
+        """(module:line, whether a comment says why) of each handler of every error."""
+        places = []
+        for module, tree in self.parsed.items():
+            lines = self.texts[module].splitlines()
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ExceptHandler) and _is_broad(node):
+                    comments = lines[node.lineno - 2 : node.body[0].lineno]
+                    places.append((f"{module}:{node.lineno}", any("#" in line for line in comments)))
+        return places
 
     def recipe_paths(self) -> list[str]:
         """Texts in code that name a module of ``recipe``, docstrings aside."""
@@ -156,6 +193,23 @@ class House:
                     yield f"{module}:{node.lineno}", node.value
 
 
+def _any_of(function: FunctionNode) -> Iterator[tuple[int, bool]]:
+    """(line, whether the annotation is nothing else) of each ``Any`` in one signature."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    rest = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+    annotations = [(argument.annotation, True) for argument in named]
+    annotations += [(argument.annotation, False) for argument in rest] + [(function.returns, True)]
+    for annotation, counts in annotations:
+        for node in ast.walk(annotation) if annotation is not None else ():
+            if isinstance(node, ast.Name) and node.id == "Any":
+                yield node.lineno, counts and node is annotation
+
+
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or any(isinstance(n, ast.Name) and n.id in BROAD for n in ast.walk(handler.type))
+
+
 def circles(graph: Mapping[str, Iterable[str]]) -> set[tuple[str, ...]]:
     """The strongly connected components of more than one module (Tarjan, 1972), each sorted."""
     number: dict[str, int] = {}
@@ -191,7 +245,7 @@ def room_of(module: str, path: Path) -> str:
 
 def measure(house: House) -> Counts:
     """The counts that `tests/sanity/test_house.py` holds."""
-    rings = circles(house.graph)
+    rings, anys, broad = circles(house.graph), house.any_in_signatures(), house.broad_excepts()
     return {
         "class names that exist twice": len(house.twin_classes()),
         "of these in rooms that import each other": len(house.close_twins()),
@@ -201,6 +255,11 @@ def measure(house: House) -> Counts:
         "places that name a backend": len(house.backend_places()),
         "words outside the glossary": house.odd_words(),
         **{f"assignments to `{name}`": house.assignments_to(name) for name in PARTICIPLES},
+        "public functions of one name in several modules": len(house.twin_functions()),
+        "`Any` in signatures": len(anys),
+        "of these all that a public parameter or result says": sum(is_bare for _, is_bare in anys),
+        "broad excepts": len(broad),
+        "of these without a reason": sum(not has_reason for _, has_reason in broad),
         "cloned lines, %": house.clone_share(),
     }
 
@@ -261,6 +320,9 @@ def main(argv: list[str] | None = None) -> int:
         house = House(ROOT)
         for name, modules in house.twin_classes().items():
             print(f"class {name}{' (close)' if name in house.close_twins() else ''}: {', '.join(modules)}")
+        print("\n".join(f"def {name}: {', '.join(modules)}" for name, modules in house.twin_functions().items()))
+        print("\n".join(f"Any: {place}" for place, is_bare in house.any_in_signatures() if is_bare))
+        print("\n".join(f"except{'' if why else ' (no reason)'}: {place}" for place, why in house.broad_excepts()))
         print("\n".join([f"recipe: {place}" for place in house.recipe_paths()]))
         print("\n".join([f"backend: {place}" for place in house.backend_places()]))
         print("\n".join(f"circle: {' <-> '.join(ring)}" for ring in sorted(circles(house.graph))))
