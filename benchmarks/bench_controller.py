@@ -152,7 +152,9 @@ def main() -> None:
     options = parser.parse_args()
     sizes = (options.rows, options.prompt, options.response)
     batch = sum(column.nbytes for column in made(*sizes).values()) + 2 * 4 * options.rows * options.response
-    runtime.start([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 8 * batch + (200 << 20)})
+    runtime.start_cluster(
+        [2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 8 * batch + (200 << 20)}
+    )
     try:
         pool = RayResourcePool([2])
         lines = {}
@@ -163,7 +165,7 @@ def main() -> None:
         actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(2)]
         lines["a peer"] = measured(lambda: bare_step(actors, *sizes), options.steps)
     finally:
-        runtime.stop()
+        runtime.stop_cluster()
     print(
         f"batch of {options.rows} rows x {options.prompt} + {options.response} tokens: {batch / 1e6:.1f} MB of columns"
     )

@@ -87,7 +87,7 @@ def rank_main(rank: int, size: int, port: int, folder: Path, options: argparse.N
     from verl.algorithms.losses import SFTLoss
 
     torch.set_num_threads(1)
-    ranks = distributed.start(distributed.RankPlace(rank, size, rank, "127.0.0.1", port), timeout=7200)
+    ranks = distributed.join_group(distributed.RankPlace(rank, size, rank, "127.0.0.1", port), timeout=7200)
     engine, results = make_engine(folder, size, options), {}
     engine.train_batch(one_row(SHORT, options.vocabulary), SFTLoss())
     for length in options.lengths:
@@ -96,7 +96,7 @@ def rank_main(rank: int, size: int, port: int, folder: Path, options: argparse.N
         results[length] = peak_and_seconds(partial(engine.train_batch, batch, SFTLoss(), max_tokens=length // size))
     (folder / f"{size}-{rank}.json").write_text(json.dumps(results))
     ranks.barrier()
-    distributed.stop()
+    distributed.leave_group()
 
 
 def main() -> int:

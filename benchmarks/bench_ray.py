@@ -123,7 +123,7 @@ def bench_batch(pool: RayResourcePool, actors: list[Any], gigabytes: float, roun
         try:
             return theirs()
         finally:
-            transfer.install()
+            transfer.install_transfer()
 
     assert ours() == bare() == theirs()
     found = compare(ours, bare, rounds, 1)
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     store = int(options.gigabytes * 3e9) + (200 << 20)
-    runtime.start([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": store})
+    runtime.start_cluster([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": store})
     try:
         pool = RayResourcePool([2])
         actors = [ray.remote(num_cpus=0)(Plain).remote() for _ in range(2)]
@@ -173,7 +173,7 @@ def main() -> None:
             f"{batch['memcpy_gb_per_s']:.2f} GB/s; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after"
         )
     finally:
-        runtime.stop()
+        runtime.stop_cluster()
     if options.json:
         record = {"calls": calls, "batch": batch, "ray": ray.__version__, "torch": torch.__version__, "load": load}
         options.json.write_text(json.dumps(record, indent=2))

@@ -73,7 +73,7 @@ def build(config, tokenizer, ctx):
     mark()
     return trainer
 
-launch.run(load_config("PROGRAM", sys.argv[1:]), build)
+launch.run_checked(load_config("PROGRAM", sys.argv[1:]), build)
 tell()
 """
 )

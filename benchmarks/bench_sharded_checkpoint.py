@@ -63,7 +63,7 @@ def rank_main(rank: int, size: int, port: int, folder: Path, alone: bool) -> Non
     from verl.workers.part import ModelPart, load_part, save_part, saved_records
 
     torch.set_num_threads(1)
-    ranks = distributed.start(distributed.RankPlace(rank, size, rank, "127.0.0.1", port), timeout=600)
+    ranks = distributed.join_group(distributed.RankPlace(rank, size, rank, "127.0.0.1", port), timeout=600)
     engine = ENGINES.get("fsdp2")(HFModelConfig(path=str(folder / "model")), FSDPEngineConfig(), OptimizerConfig())
     part, target, measures = ModelPart(engine), str(folder / f"saved-{size}"), {}
     peak_and_seconds(lambda: save_part(part, str(folder / f"first-{size}"), ()))  # imports; what it takes is given back
@@ -89,7 +89,7 @@ def rank_main(rank: int, size: int, port: int, folder: Path, alone: bool) -> Non
     measures["layer"] = sum(p.nbytes for name, p in named if ".layers.0." in name)
     (folder / f"{size}-{rank}.json").write_text(json.dumps(measures))
     ranks.barrier()
-    distributed.stop()
+    distributed.leave_group()
 
 
 def table(folder: Path, size: int) -> bool:

@@ -57,7 +57,7 @@ def main() -> None:
     asked = parser.parse_args()
     figures = Figures()
     set_threads()
-    ranks = distributed.start(device="cpu")
+    ranks = distributed.join_group(device="cpu")
     folder = Path(ranks.on_first(lambda: _model(asked.layers, asked.hidden)))
     if ranks.is_first:
         print(f"{ranks.size} ranks, {asked.layers} layers of width {asked.hidden}, {ROWS} x {LENGTH} tokens")
@@ -74,7 +74,7 @@ def main() -> None:
         ranks.barrier()
     if ranks.is_first:
         figures.write(asked.json)
-    distributed.stop()
+    distributed.leave_group()
 
 
 def measure(strategy: str, settings: dict[str, Any], folder: Path, ranks: distributed.Ranks, figures: Figures) -> str:

@@ -13,7 +13,7 @@ import sys
 from verl import distributed
 from verl.errors import VerlError
 from verl.metrics import notice
-from verl.models.megatron_conversion import convert, differences
+from verl.models.megatron_conversion import convert_to_megatron, differences
 
 NO_EFFECT = {
     "pp_size": "what is written does not depend on parallel sizes; processes of torchrun share the layers",
@@ -38,16 +38,16 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     a = arguments(argv)
     try:
-        ranks = distributed.start(device="cpu")
+        ranks = distributed.join_group(device="cpu")
         for name, why in NO_EFFECT.items():
             if vars(a)[name] not in (1, False):
                 notice(f"--{name}", f"has no effect: {why}")
-        target = convert(a.hf_model_path, a.output_path, trust_remote_code=a.trust_remote_code, ranks=ranks)
+        target = convert_to_megatron(a.hf_model_path, a.output_path, trust_remote_code=a.trust_remote_code, ranks=ranks)
         found = differences(a.hf_model_path, target, ranks) if a.test else []
         if ranks.is_first:
             print(f"wrote {target}" + (", equal bit for bit" if a.test and not found else ""))
             print("\n".join(f"differs: {name}" for name in found), end="\n" if found else "")
-        distributed.stop()
+        distributed.leave_group()
     except VerlError as error:
         print(error, file=sys.stderr)
         return 1

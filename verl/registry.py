@@ -427,7 +427,7 @@ POLICY_LOSSES = Registry(
         "vanilla": "verl.algorithms.policy_losses.vanilla:vanilla",
         "gspo": "verl.algorithms.policy_losses.gspo:gspo",
         "sapo": "verl.algorithms.policy_losses.sapo:sapo",
-        "gpg": "verl.algorithms.policy_losses.gpg:gpg",
+        "gpg": "verl.algorithms.policy_losses.gpg:gpg_loss",
         "clip_cov": "verl.algorithms.policy_losses.clip_cov:clip_cov",
         "kl_cov": "verl.algorithms.policy_losses.kl_cov:kl_cov",
         "geo_mean": "verl.algorithms.policy_losses.geo_mean:geo_mean",

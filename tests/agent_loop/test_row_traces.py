@@ -10,7 +10,7 @@ import pytest
 from tests.agent_loop.test_tool_agent import ASK, ECHO, ODD, call, ids
 from tests.harness.conversations import Script, manager, rollout, rows, tool_file
 from tests.harness.models import tiny_tokenizer
-from verl.agent_loop.row_traces import TRACED, marked
+from verl.agent_loop.row_traces import TRACED, mark_traced
 from verl.metrics import notices, reset_notices
 from verl.observability import traces
 from verl.observability.traced_call import TraceBackend, TracedCall
@@ -86,7 +86,7 @@ def test_traces_change_no_batch_and_cost_none_of_its_rows_where_they_are_off(bac
     plain, recorded = play(tmp_path, table), play(tmp_path, table, trace__backend="mlflow")
     assert same(plain, recorded) and len(backend.kept) == 2
     given = [{"uid": "a"}]
-    assert marked(rollout(), given, [("a", 0)], [0], {})[0] is given[0]
+    assert mark_traced(rollout(), given, [("a", 0)], [0], {})[0] is given[0]
 
 
 @pytest.mark.parametrize("fails", ["at once", "hangs"])
@@ -116,7 +116,9 @@ def test_of_each_runner_so_many_prompts_are_recorded_with_all_their_samples():
     config = rollout(trace__backend="mlflow", trace__max_samples_per_step_per_worker=2)
 
     def chosen(step: int) -> list[str]:
-        return [row["uid"] for row in marked(config, given, streams, places, {"global_steps": step}) if TRACED in row]
+        return [
+            row["uid"] for row in mark_traced(config, given, streams, places, {"global_steps": step}) if TRACED in row
+        ]
 
     steps = [chosen(step) for step in range(8)]
     assert steps == [chosen(step) for step in range(8)] and len({tuple(one) for one in steps}) > 1

@@ -12,7 +12,7 @@ from collections import Counter as Bag
 import pytest
 
 from tests.harness import rows
-from verl.api.functions import reward_settings, source_of
+from verl.api.functions import reward_settings, source_file
 from verl.errors import RewardError
 from verl.rewards import load_reward_function
 
@@ -99,7 +99,7 @@ words = TEXT
 def test_a_local_variable_may_have_the_name_of_a_global_one(tmp_path):
     settings = reward_settings(shadowing, tmp_path / "reward.py")
     assert (settings["name"], shadowing("a b", "b")) == ("shadowing", 2.0)
-    assert "object" not in source_of(shadowing)
+    assert "object" not in source_file(shadowing)
 
 
 def shadowing(solution_str: TEXT, ground_truth):

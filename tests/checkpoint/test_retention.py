@@ -37,7 +37,7 @@ def test_a_damaged_checkpoint_is_not_counted_and_the_sound_one_before_it_stays(t
         save(writer, 2)
         shutil.move(kept, tmp_path / "global_step_1")
         (tmp_path / "global_step_2" / "actor" / "optimizer.safetensors").write_bytes(b"")
-        retention_module.prune(tmp_path, {"actor": 1})
+        retention_module.prune_checkpoints(tmp_path, {"actor": 1})
     assert steps(tmp_path) == [1, 2]
     assert_holds(find_checkpoint(tmp_path), 1)
 
@@ -70,14 +70,14 @@ def test_a_deletion_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
                 raise PermissionError("not yours")
 
             patch.setattr(retention_module.os, "rename", refuse)
-            retention_module.prune(tmp_path, {"actor": 1})
+            retention_module.prune_checkpoints(tmp_path, {"actor": 1})
             writer.keep = {}
         save(writer, 2)
         with monkeypatch.context() as patch:
             patch.setattr(retention_module, "remove_tree", refuse)
-            retention_module.prune(tmp_path, {"actor": 1})
+            retention_module.prune_checkpoints(tmp_path, {"actor": 1})
         assert any("could not be deleted: not yours" in text for text in notices().values())
-        retention_module.prune(tmp_path, {"actor": 1})
+        retention_module.prune_checkpoints(tmp_path, {"actor": 1})
     assert steps(tmp_path) == [2]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from verl.checkpoint import CheckpointWriter, EngineState, find_checkpoint, prepare_part, read_part, write_part
 from verl.checkpoint.state import WeightFiles
 from verl.checkpoint.tensors import read_metadata
-from verl.distributed.boxes import ShardTable, spread
+from verl.distributed.boxes import ShardTable, assign_ranks
 from verl.errors import CheckpointError, EngineError
 from verl.protocol import ShardSpec
 
@@ -172,7 +172,7 @@ def test_ranks_whose_parts_overlap_are_refused_before_anything_is_written():
 
 def test_complete_tensors_are_spread_evenly_and_groups_stay_together():
     table = ShardTable({name: {box(0, 8): [0]} for name in "abcd"})
-    owners = spread([["a", "b"], ["c"], ["d"]], table, 2)
+    owners = assign_ranks([["a", "b"], ["c"], ["d"]], table, 2)
     assert owners["a"] == owners["b"] and owners["c"] == owners["d"] != owners["a"]
 
 

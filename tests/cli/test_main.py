@@ -13,7 +13,7 @@ import pytest
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from verl.api.methods import BY_REWARD
-from verl.cli.completion import candidates, script
+from verl.cli.completion import complete_word, script
 from verl.cli.help import COMMANDS, SETTINGS, program_help
 from verl.cli.main import PRESETS, main
 from verl.config.loading.groups import program_of
@@ -150,10 +150,10 @@ def test_a_preset_shrunk_in_size_trains(here):
 
 
 def test_completion_offers_commands_methods_flags_and_settings():
-    assert candidates(["tr"]) == ["train"] and "grpo" in candidates(["train", "g"])
-    assert candidates(["sft", "--d"]) == ["--dry-run"]
-    assert candidates(["train", "grpo", "actor_rollout_ref.ro"]) == ["actor_rollout_ref.rollout."]
-    assert "optim.lr=" in candidates(["sft", "optim.l"]) and candidates(["nothing", "a"]) == []
+    assert complete_word(["tr"]) == ["train"] and "grpo" in complete_word(["train", "g"])
+    assert complete_word(["sft", "--d"]) == ["--dry-run"]
+    assert complete_word(["train", "grpo", "actor_rollout_ref.ro"]) == ["actor_rollout_ref.rollout."]
+    assert "optim.lr=" in complete_word(["sft", "optim.l"]) and complete_word(["nothing", "a"]) == []
     assert all("verl __complete" in script(shell) for shell in ("bash", "zsh", "fish"))
     done = subprocess.run(["bash", "-n"], input=script("bash"), text=True, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -100,7 +100,7 @@ def merged_metrics(ranks: Ranks, folder: Path) -> dict:
     own = MetricSet()
     if ranks.rank != 1:  # a rank without rows
         own = MetricSet({"tokens": Metric(2.0, "sum"), "mean": Metric(ranks.rank, "mean", 1.0 + ranks.rank)})
-    loss, found = metrics.merged(float(ranks.rank), own, ranks)
+    loss, found = metrics.merge_metrics(float(ranks.rank), own, ranks)
     return {"loss": loss, **found.values()}
 
 
@@ -199,7 +199,7 @@ class TestOneProcess:
             "    names = [(task / 'comm').read_text() for task in Path('/proc/self/task').iterdir()]\n"
             "    return sum('gloo' in name for name in names)\n"
             "atexit.register(lambda: print('at the end', threads()))\n"
-            "distributed.start()\n"
+            "distributed.join_group()\n"
             "dist.all_reduce(torch.ones(1))\n"
             "print('meanwhile', threads() > 0)\n"
         )
@@ -211,15 +211,15 @@ class TestOneProcess:
 
     def test_joins_without_a_port_and_keeps_its_place(self):
         try:
-            ranks = distributed.start(RankPlace())
-            assert (ranks.rank, ranks.size) == (0, 1) and distributed.start().size == 1
+            ranks = distributed.join_group(RankPlace())
+            assert (ranks.rank, ranks.size) == (0, 1) and distributed.join_group().size == 1
             with pytest.raises(EngineError, match="already"):
-                distributed.start(RankPlace(rank=0, world_size=2, master_port=1))
+                distributed.join_group(RankPlace(rank=0, world_size=2, master_port=1))
             tensor = zeros(3, 2, device_mesh=data_parallel_mesh(ranks, "cpu"), placements=[Shard(0)])
             shards.scatter(torch.ones(3, 2), tensor)
             assert isinstance(tensor, DTensor) and torch.equal(shards.gather(tensor), torch.ones(3, 2))
         finally:
-            distributed.stop()
+            distributed.leave_group()
 
     @pytest.mark.parametrize(
         "place, device, words",
@@ -231,8 +231,8 @@ class TestOneProcess:
     )
     def test_a_place_that_cannot_be_is_refused(self, place, device, words):
         with pytest.raises(EngineError, match=words):
-            distributed.start(place, device)
+            distributed.join_group(place, device)
 
     def test_peers_that_do_not_come_are_an_error_with_the_address(self):
         with pytest.raises(EngineError, match=r"127\.0\.0\.1:1\b"):
-            distributed.start(RankPlace(rank=1, world_size=2, master_port=1), timeout=0.5)
+            distributed.join_group(RankPlace(rank=1, world_size=2, master_port=1), timeout=0.5)

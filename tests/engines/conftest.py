@@ -12,6 +12,6 @@ from verl import distributed
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     """A group of one rank; the next module starts another one."""
-    distributed.start()
+    distributed.join_group()
     yield
-    distributed.stop()
+    distributed.leave_group()

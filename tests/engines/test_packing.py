@@ -19,7 +19,7 @@ from tests.harness.engines import (
 )
 from verl.algorithms.losses import PPOValueLoss
 from verl.config import CriticConfig
-from verl.engines.packing import computed_tokens, families, pack, plan_packed
+from verl.engines.packing import computed_tokens, families, pack_rows, plan_packed
 from verl.engines.rows import AlignedRows
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError
@@ -153,7 +153,7 @@ def test_a_plan_holds_every_row_once_and_obeys_its_limit(lengths, budget, rows, 
     plan = plan_packed(aligned, **limits, share=share)
     assert sorted(row for part in plan for row in part) == list(range(len(lengths)))
     for part in plan:
-        tokens = pack(aligned, part, "cpu", share).input_ids.numel()
+        tokens = pack_rows(aligned, part, "cpu", share).input_ids.numel()
         assert tokens == computed_tokens(aligned, [part], share)
         assert len(part) <= rows if rows else tokens <= budget
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from verl.distributed import Ranks
-from verl.engines.rng import rng_state, set_rng_state
+from verl.engines.rng import gather_rng_state, restore_rng_state
 
 
 def state_of(seed: int) -> torch.Tensor:
@@ -18,7 +18,7 @@ def state_of(seed: int) -> torch.Tensor:
 
 def drawn_on(rank: int, size: int, first: dict[str, torch.Tensor]) -> float:
     torch.manual_seed(99)
-    set_rng_state(first, "cpu", Ranks(rank, size))
+    restore_rng_state(first, "cpu", Ranks(rank, size))
     return torch.rand(1).item()
 
 
@@ -31,11 +31,11 @@ def test_one_process_goes_on_where_it_was():
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(4)
     draw_one_of_a_pair()
-    state = {name: tensor.clone() for name, tensor in rng_state("cpu", Ranks()).items()}
+    state = {name: tensor.clone() for name, tensor in gather_rng_state("cpu", Ranks()).items()}
     expected = draw_one_of_a_pair()
     assert list(state) == ["rng/cpu", "rng/python", "rng/numpy"]
     draw_one_of_a_pair()
-    set_rng_state(state, "cpu", Ranks())
+    restore_rng_state(state, "cpu", Ranks())
     assert draw_one_of_a_pair() == expected
 
 
@@ -62,5 +62,5 @@ def test_states_of_ranks_that_are_gone_are_left_out():
 
 def test_a_state_is_restored_from_a_view_into_the_memory_of_a_file():
     file = torch.cat([torch.zeros(64, dtype=torch.uint8), state_of(3)])
-    set_rng_state({"rng/cpu": file[64:]}, "cpu", Ranks())
+    restore_rng_state({"rng/cpu": file[64:]}, "cpu", Ranks())
     assert torch.rand(1).item() == first_number(3)

@@ -11,9 +11,9 @@ from transformers import AutoModelForImageTextToText
 from tests.harness.engines import ragged_batch
 from tests.harness.vision import seen_batch, tiny_vision_dir
 from verl.distributed import Ranks
-from verl.engines.packing import pack
+from verl.engines.packing import pack_rows
 from verl.engines.rows import AlignedRows, MicroBatch
-from verl.engines.sequence_parallel import check_heads, part_of, pooled, sequence_peers
+from verl.engines.sequence_parallel import check_heads, local_tokens, pooled, sequence_peers
 from verl.errors import ConfigError
 from verl.models import load_model_config
 from verl.models.vision import VisionInputs, family_of, placing
@@ -22,8 +22,8 @@ from verl.models.vision import VisionInputs, family_of, placing
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_are_equally_long_and_together_the_whole_row(size):
     rows = AlignedRows.of(ragged_batch(rows=5))
-    whole = pack(rows, [0, 1, 3], "cpu")
-    parts = [part_of(whole, Ranks(rank, size)) for rank in range(size)]
+    whole = pack_rows(rows, [0, 1, 3], "cpu")
+    parts = [local_tokens(whole, Ranks(rank, size)) for rank in range(size)]
     length = parts[0].input_ids.shape[1]
     total = whole.input_ids.shape[1]
     assert {tuple(part.input_ids.shape) for part in parts} == {(1, length)} and total <= size * length < total + size
@@ -42,7 +42,7 @@ def test_parts_are_equally_long_and_together_the_whole_row(size):
 
 def test_the_filler_of_ranks_without_rows_is_not_cut():
     filler = MicroBatch.filler("cpu")
-    assert part_of(filler, Ranks(1, 2)) is filler
+    assert local_tokens(filler, Ranks(1, 2)) is filler
 
 
 def test_alone_there_is_nothing_to_share(caplog):

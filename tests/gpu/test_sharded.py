@@ -21,7 +21,7 @@ OPTIM = {"lr": 1e-2, "override_optimizer_config": {"eps": 1e-4}}
 
 
 def engine_of(path: Path, model: dict[str, Any] | None = None, **settings: Any) -> ShardedEngine:
-    distributed.start(device="cuda")
+    distributed.join_group(device="cuda")
     return ENGINES.get("fsdp2")(
         HFModelConfig(path=str(path), **(model or {})),
         FSDPEngineConfig(**{"dtype": "float32", **settings}),

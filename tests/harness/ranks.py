@@ -182,7 +182,7 @@ def _main(rank: int, size: int, port: int, end: Connection, folder: Path, keep_g
         except EOFError:
             break
         try:
-            ranks = ranks or distributed.start(
+            ranks = ranks or distributed.join_group(
                 distributed.RankPlace(rank, size, rank, "127.0.0.1", port), timeout=TIMEOUT
             )
             torch.manual_seed(rank)
@@ -194,7 +194,7 @@ def _main(rank: int, size: int, port: int, end: Connection, folder: Path, keep_g
             raise SystemExit(1) from None
         end.send((answer, None))
     if ranks is not None:
-        distributed.stop()
+        distributed.leave_group()
 
 
 def _end_groups() -> None:

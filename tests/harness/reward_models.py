@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification, PreTrained
 
 from tests.harness.models import tiny_model_dir
 from verl.config import PPOTrainerConfig, replace
-from verl.trainer.models import reward_model
+from verl.trainer.models import frozen_reward_model
 from verl.workers import RewardModelWorker
 
 OTHER_TEMPLATE = (
@@ -87,6 +87,6 @@ def judge(answer: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def reward_worker(folder) -> RewardModelWorker:
     """A worker of its own that holds the reward model in ``folder``."""
     config = replace(PPOTrainerConfig(), **{"reward.reward_model.model_path": str(folder)})
-    worker = RewardModelWorker(reward_model(config))
+    worker = RewardModelWorker(frozen_reward_model(config))
     worker.init_model()
     return worker

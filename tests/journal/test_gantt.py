@@ -42,7 +42,7 @@ def test_idle_seconds_are_those_that_no_span_of_the_role_covers():
 
 
 def test_a_picture_shows_the_sampling_of_the_next_step_beside_the_training_of_this_one():
-    picture = ElementTree.fromstring(gantt.draw(OVERLAPPING, "one step & off"))
+    picture = ElementTree.fromstring(gantt.draw_gantt(OVERLAPPING, "one step & off"))
     bars = {}
     for bar in picture.iter("{http://www.w3.org/2000/svg}rect"):
         title = bar.find("{http://www.w3.org/2000/svg}title")

@@ -11,7 +11,7 @@ from tests.harness.programs import python
 from verl.errors import DataError
 from verl.journal import ledger_reader
 from verl.journal.account import ranges
-from verl.journal.file import Journal, Position, entries_in, entry_of, line_of
+from verl.journal.file import Journal, Position, entries_in, entry_line, parse_entry
 from verl.journal.ledger import Ledger
 
 A0, A1, B0, B1 = ("a", 0), ("a", 1), ("b", 0), ("b", 1)
@@ -156,8 +156,8 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_left_as_it_is_and_the_a
     changed = {
         "cut short": lines[:4],
         "flipped": [lines[0], lines[1].replace(b'"each":2', b'"each":3'), *lines[2:]],
-        "of another run": [*lines[: position.entries - 1], line_of({"event": "end", "step": 1}), *lines[8:]],
-        "contradicts itself": [*lines[:3], line_of({"event": "scored", "step": 1, "ids": [[99, 1]]}), *lines[4:]],
+        "of another run": [*lines[: position.entries - 1], entry_line({"event": "end", "step": 1}), *lines[8:]],
+        "contradicts itself": [*lines[:3], entry_line({"event": "scored", "step": 1, "ids": [[99, 1]]}), *lines[4:]],
     }.get(fault, lines)
     journal.path.write_bytes(b"".join(changed))
     if fault == "gone":
@@ -174,15 +174,15 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_left_as_it_is_and_the_a
 
 
 def test_a_journal_of_a_later_release_is_refused(tmp_path):
-    (tmp_path / "journal.jsonl").write_bytes(line_of({"event": "run", "format": 4, "step": 0, "after": 0}))
+    (tmp_path / "journal.jsonl").write_bytes(entry_line({"event": "run", "format": 4, "step": 0, "after": 0}))
     assert ledger_reader.main([str(tmp_path)]) == 2
     with pytest.raises(DataError, match=r"a later release wrote .*journal.jsonl, in the format 4\. Allowed: up to 3"):
         ledger_reader.History.of(tmp_path / "journal.jsonl")
 
 
 def test_the_files_of_earlier_releases_are_read(tmp_path):
-    lines = [b'{"event":"run","format":1,"step":0}\n', line_of({"event": "asked", "step": 1, "first": 0, "uid": ["a"],
-             "each": 1}), b'{"event":"run","format":1,"step":1}\n']  # fmt: skip
+    lines = [b'{"event":"run","format":1,"step":0}\n', entry_line({"event": "asked", "step": 1, "first": 0,
+             "uid": ["a"], "each": 1}), b'{"event":"run","format":1,"step":1}\n']  # fmt: skip
     (tmp_path / "ledger.jsonl").write_bytes(b"".join(lines))
     assert ledger_reader.History.of(ledger_reader.ledger_in(tmp_path)).sampled == 1
 
@@ -237,16 +237,16 @@ def test_a_line_that_asks_for_more_than_a_run_does_is_refused(tmp_path, each):
 
 def test_a_line_of_which_a_byte_changed_is_refused(tmp_path):
     """Each byte of the entry and of its checksum in turn; 2 answers to a prompt would balance as well as 1."""
-    line = line_of({"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1})
-    assert entry_of(line) == {"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1}
+    line = entry_line({"event": "asked", "step": 1, "first": 0, "each": 1})
+    assert parse_entry(line) == {"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1}
     marker = line.index(b',"crc":"')
     places = [at for at in range(len(line) - 3) if not marker <= at < marker + 8]
     changed = [line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :] for at in places]
-    assert [entry_of(other) for other in changed] == [None] * len(changed)
+    assert [parse_entry(other) for other in changed] == [None] * len(changed)
     (tmp_path / "journal.jsonl").write_bytes(line + line.replace(b'each":1', b'each":2'))
     with pytest.raises(DataError, match=r"line 2 is not an entry of a journal.*journal\.jsonl"):
         ledger_reader.History.of(tmp_path / "journal.jsonl")
 
 
 def test_a_line_of_an_earlier_release_has_no_checksum():
-    assert entry_of(b'{"event":"end","step":3}\n') == {"event": "end", "step": 3}
+    assert parse_entry(b'{"event":"end","step":3}\n') == {"event": "end", "step": 3}

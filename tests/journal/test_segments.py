@@ -13,7 +13,7 @@ import pytest
 from tests.harness.programs import python
 from verl.errors import DataError, ReplayError
 from verl.journal import file, gantt, ledger_reader
-from verl.journal.file import NAME, Journal, Position, entries_in, line_of, segments_of
+from verl.journal.file import NAME, Journal, Position, entries_in, entry_line, segments_of
 from verl.journal.ledger import Ledger
 from verl.journal.schedule import ScheduleRecord, Script
 from verl.journal.spans import read_spans
@@ -108,7 +108,7 @@ def test_a_journal_in_many_segments_reads_as_one(tmp_path, capsys, small):
     ):  # fmt: skip
         texts = {shown(main, capsys, str(tmp_path / name), *words) for name in ("many", "one")}
         assert len(texts) == 1, words
-    pictures = [gantt.draw(read_spans(tmp_path / name), "one title") for name in ("many", "one")]
+    pictures = [gantt.draw_gantt(read_spans(tmp_path / name), "one title") for name in ("many", "one")]
     assert pictures[0] == pictures[1] and notices() == {}
     of_segment = shown(ledger_reader.main, capsys, str(segments[3]))
     assert of_segment == shown(ledger_reader.main, capsys, str(tmp_path / "one")), "a segment names its journal"
@@ -277,7 +277,7 @@ def test_a_segment_of_a_later_release_is_refused(tmp_path, small, capsys):
     positions = many(tmp_path, 2)
     second = tmp_path / SECOND
     first, *lines = second.read_bytes().splitlines(keepends=True)
-    second.write_bytes(b"".join([line_of({**file.entry_of(first), "format": 4}), *lines]))
+    second.write_bytes(b"".join([entry_line({**file.parse_entry(first), "format": 4}), *lines]))
     assert ledger_reader.main([str(tmp_path)]) == 2
     assert f"a later release wrote {second}, in the format 4" in capsys.readouterr().err
     with pytest.raises(DataError, match="a later release wrote"):
@@ -406,7 +406,7 @@ def test_a_journal_of_a_release_with_one_file_goes_on_in_segments(tmp_path, smal
     run = Steps(tmp_path)
     position = run.write(1)
     first, *lines = run.journal.path.read_bytes().splitlines(keepends=True)
-    run.journal.path.write_bytes(b"".join([line_of({**file.entry_of(first), "format": 2}), *lines]))
+    run.journal.path.write_bytes(b"".join([entry_line({**file.parse_entry(first), "format": 2}), *lines]))
     again = Steps(tmp_path, 1, position)
     assert notices() == {}
     again.journal.rotate(1)

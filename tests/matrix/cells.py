@@ -62,7 +62,7 @@ def start(program: str, words: list[str], ranks: Any) -> None:
 
     config: Any = load_config(program, words)
     if program == "sft_trainer":
-        launch.run(config, sft_trainer.build, ranks)
+        launch.run_checked(config, sft_trainer.build_sft, ranks)
     else:
         main_ppo.run_ppo(config)
 

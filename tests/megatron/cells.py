@@ -18,7 +18,7 @@ from verl.config.schema.role import MegatronEngineConfig, MegatronEngineOverride
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notices
 from verl.models.hf_folder import read_weights
-from verl.models.megatron_conversion import convert, differences
+from verl.models.megatron_conversion import convert_to_megatron, differences
 from verl.models.merging import merge
 from verl.workers.part import ModelPart, save_part
 
@@ -206,7 +206,7 @@ def low_precision(ranks, folder, **sizes):
 def folders_go_in_and_out(ranks, folder):
     """Both processes convert a folder, train on it, save; the merger makes a Hugging Face folder of the checkpoint."""
     path = shared_model(ranks, folder, "qwen3_moe", **MIXTURE)
-    converted = convert(path, folder / "converted", ranks=ranks)
+    converted = convert_to_megatron(path, folder / "converted", ranks=ranks)
     engine = megatron(converted, **{EXPERT: 2})
     found = {
         "differs": differences(path, converted, ranks),

@@ -13,7 +13,11 @@ from verl.distributed import Ranks
 from verl.trainer import dpo_trainer, launch, rm_trainer, sft_trainer
 
 SFT = PROGRAMS["sft"]
-BUILDERS = {"sft_trainer": sft_trainer.build, "dpo_trainer": dpo_trainer.build, "rm_trainer": rm_trainer.build}
+BUILDERS = {
+    "sft_trainer": sft_trainer.build_sft,
+    "dpo_trainer": dpo_trainer.build_dpo,
+    "rm_trainer": rm_trainer.build_rm,
+}
 
 
 def trained(ranks, program, root, words):
@@ -24,7 +28,7 @@ def trained(ranks, program, root, words):
     leave()
     env.set_value("VERL_FILE_LOGGER_PATH", str(root / "metrics.jsonl"))
     env.set_value("WORLD_SIZE", str(ranks.size))  # as torchrun sets it
-    launch.run(load_config(program, words), BUILDERS[program], ranks)
+    launch.run_checked(load_config(program, words), BUILDERS[program], ranks)
     ranks.barrier()
     return SFT.metrics(root)
 

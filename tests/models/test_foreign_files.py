@@ -31,7 +31,9 @@ def cut(folder):
     """The same model in shards with an index; the number of shards."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    hf_folder.save(folder, config=load_model_config(str(folder)), weights=iter(weights.items()), max_shard_bytes=20_000)
+    hf_folder.save_hf_folder(
+        folder, config=load_model_config(str(folder)), weights=iter(weights.items()), max_shard_bytes=20_000
+    )
     return len(list(folder.glob("model-*.safetensors")))
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.harness.models import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, tiny_model_dir, tiny_tokenizer
 from verl.errors import MissingDependencyError, ModelError
 from verl.models import gguf as gguf_files
-from verl.models.folder import resolve
+from verl.models.folder import resolve_model
 from verl.trainer.export import main
 
 NAMES = {
@@ -111,7 +111,7 @@ def test_a_gguf_file_as_the_path_of_a_model_names_the_command_that_converts_it(t
     with pytest.raises(
         ModelError, match=r"python -m verl.model_merger merge --local_dir '.*small model.gguf' --target"
     ):
-        resolve(tmp_path / "small model.gguf")
+        resolve_model(tmp_path / "small model.gguf")
 
 
 @pytest.mark.parametrize(

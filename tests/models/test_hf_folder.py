@@ -16,7 +16,7 @@ def model(qwen2):
 
 
 def save(target, model, **settings):
-    return hf_folder.save(target, config=model.config, weights=export_weights(model), **settings)
+    return hf_folder.save_hf_folder(target, config=model.config, weights=export_weights(model), **settings)
 
 
 def assert_same_weights(folder, model):
@@ -51,13 +51,13 @@ def test_saving_again_with_fewer_shards_leaves_no_stale_one(model, tmp_path):
 
 def test_the_configuration_says_in_which_dtype_the_weights_are(model, tmp_path):
     pairs = [(name, tensor.to(torch.bfloat16)) for name, tensor in export_weights(model)]
-    hf_folder.save(tmp_path / "out", config=model.config, weights=pairs)
+    hf_folder.save_hf_folder(tmp_path / "out", config=model.config, weights=pairs)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert model.config.dtype == torch.float32
 
 
 def test_a_folder_without_weights_holds_the_rest(model, tmp_path):
-    hf_folder.save(tmp_path / "out", config=model.config, weights=None)
+    hf_folder.save_hf_folder(tmp_path / "out", config=model.config, weights=None)
     assert (tmp_path / "out" / "config.json").is_file()
     with pytest.raises(ModelError, match=r"no safetensors"):
         hf_folder.read_weights(tmp_path / "out")

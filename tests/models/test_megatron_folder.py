@@ -16,7 +16,7 @@ from verl.metrics import notices, reset_notices
 from verl.models import load_causal_lm, load_value_model
 from verl.models.hf_folder import read_weights
 from verl.models.megatron import FAMILIES as TABLE
-from verl.models.megatron_conversion import convert, differences
+from verl.models.megatron_conversion import convert_to_megatron, differences
 from verl.models.merging import merge
 from verl.models.slices import SlicedFolder
 from verl.trainer.export import main as merger
@@ -27,7 +27,7 @@ def folders(request, tmp_path_factory):
     name, family, config = request.param
     folder = tmp_path_factory.mktemp(name)
     model = tiny_model_dir(folder / "model", family, **config)
-    return model, convert(model, folder / "converted")
+    return model, convert_to_megatron(model, folder / "converted")
 
 
 def test_every_family_of_the_table_is_tried():
@@ -63,7 +63,7 @@ def test_it_is_loaded_by_every_loader_and_merged_back_bit_for_bit(folders, tmp_p
 def test_heads_of_a_group_lie_together_and_gate_above_up(tmp_path):
     """2 groups of 2 queries, each head 8 rows: rows 0-15 are queries 0 and 1, 16-23 key 0, 24-31 value 0."""
     model = tiny_model_dir(tmp_path / "model", "llama")
-    converted = load_file(convert(model, tmp_path / "converted") / "megatron-00000-00000.safetensors")
+    converted = load_file(convert_to_megatron(model, tmp_path / "converted") / "megatron-00000-00000.safetensors")
     weights = read_weights(model)
     fused = converted["decoder.layers.1.self_attention.linear_qkv.weight"]
     start = "model.layers.1."
@@ -92,17 +92,17 @@ def test_weights_of_further_predictions_are_left_out_and_said(tmp_path):
     weights = load_file(model / "model.safetensors")
     save_file({**weights, "model.layers.2.eh_proj.weight": torch.ones(2)}, model / "model.safetensors")
     reset_notices()
-    converted = convert(model, tmp_path / "converted")
+    converted = convert_to_megatron(model, tmp_path / "converted")
     assert any("model.layers.2.eh_proj.weight" in notice for notice in notices().values())
     assert len(differences(model, converted)) == 1
     save_file({**weights, "model.odd": torch.ones(2)}, model / "model.safetensors")
     with pytest.raises(ModelError, match=r"does not know model\.odd"):
-        convert(model, tmp_path / "other")
+        convert_to_megatron(model, tmp_path / "other")
 
 
 def test_a_folder_that_lacks_a_file_or_has_a_broken_manifest_is_told(tmp_path):
     model = tiny_model_dir(tmp_path / "model")
-    converted = convert(model, tmp_path / "converted")
+    converted = convert_to_megatron(model, tmp_path / "converted")
     manifest = json.loads((converted / "megatron.json").read_text())
     (converted / "megatron.json").write_text(json.dumps({**manifest, "format": 9}))
     with pytest.raises(ModelError, match=r"another format.*9"):

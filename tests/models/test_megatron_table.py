@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from tests.megatron.families import LATENT, LLAMA3, YARN
 from verl.errors import ConfigError, ModelError
-from verl.models.megatron import family_of, local_rope_base, rope_settings, slots_of
+from verl.models.megatron import local_rope_base, megatron_family, rope_settings, slots_of
 
 
 def config(family, **fields):
@@ -16,7 +16,7 @@ def config(family, **fields):
 
 def settings(family, **fields):
     found = config(family, **fields)
-    return family_of(found).settings(found)
+    return megatron_family(found).settings(found)
 
 
 def test_deepseek_is_dense_first_and_limits_experts_to_the_best_groups():
@@ -25,7 +25,7 @@ def test_deepseek_is_dense_first_and_limits_experts_to_the_best_groups():
     assert (found["moe_router_num_groups"], found["moe_router_group_topk"]) == (4, 2)
     assert found["moe_shared_expert_intermediate_size"] == 32, "two experts of 16 are one of 32"
     assert (found["rope_type"], found["rotary_base"]) == ("rope", 10000.0)
-    slots = {slot.ours: layers for slot, layers in slots_of(family_of(config("deepseek_v3", **LATENT)), found)}
+    slots = {slot.ours: layers for slot, layers in slots_of(megatron_family(config("deepseek_v3", **LATENT)), found)}
     assert slots["decoder.layers.{layer}.mlp.linear_fc1.weight"] == (0,)
     assert slots["decoder.layers.{layer}.mlp.router.expert_bias"] == (1, 2, 3)
 
@@ -85,7 +85,7 @@ def test_other_scalings_and_families_are_refused():
     with pytest.raises(ConfigError, match="llama3 with"):
         rope_settings(config("llama", rope_parameters={**LLAMA3, "high_freq_factor": 2.0}))
     with pytest.raises(ModelError, match="no table of weights"):
-        family_of(config("olmo2"))
+        megatron_family(config("olmo2"))
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_other_scalings_and_families_are_refused():
 )
 def test_families_that_local_layers_cannot_be_are_refused_with_the_reason(family, why):
     with pytest.raises(ModelError, match=f"no table of weights.*{why}"):
-        family_of(config(family))
+        megatron_family(config(family))

@@ -24,7 +24,7 @@ from verl.checkpoint.part import write_part
 from verl.errors import ModelError
 from verl.metrics import notices, reset_notices
 from verl.models.hf_folder import read_weights
-from verl.models.merging import compare, merge
+from verl.models.merging import compare_folders, merge
 from verl.trainer.export import main as merger
 
 
@@ -36,7 +36,7 @@ def logits(folder) -> torch.Tensor:
 
 def write_shards(folder: Path, weights: dict[str, torch.Tensor], size: int, copies: int = 1) -> None:
     """What each rank of an FSDP run saves: its piece of dimension 0 of every weight, as a distributed tensor."""
-    distributed.stop()  # one that other tests of this process have left
+    distributed.leave_group()  # one that other tests of this process have left
     for rank in range(size * copies):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size * copies)
         shape = (size,) if copies == 1 else (copies, size)
@@ -67,7 +67,7 @@ def upstream_checkpoint(tmp_path: Path, size: int, copies: int = 1) -> tuple[Pat
 def test_shards_of_upstream_become_the_model_that_was_cut(tmp_path, size, copies):
     original, folder = upstream_checkpoint(tmp_path, size, copies)
     merge(folder, tmp_path / "merged")
-    assert compare(tmp_path / "merged", original) == []
+    assert compare_folders(tmp_path / "merged", original) == []
     assert torch.equal(logits(tmp_path / "merged"), logits(original))
 
 
@@ -159,7 +159,7 @@ def test_our_checkpoint_becomes_the_trained_model(tmp_path, adapter):
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
     engine.save_hf(tmp_path / "expected")
     merge(tmp_path / "actor", tmp_path / "merged")
-    assert compare(tmp_path / "merged", tmp_path / "expected") == []
+    assert compare_folders(tmp_path / "merged", tmp_path / "expected") == []
     torch.testing.assert_close(logits(tmp_path / "merged"), logits(tmp_path / "expected"))
 
 
@@ -175,7 +175,7 @@ def test_the_command_merges_and_tells_a_difference(tmp_path):
     same = command("verl.model_merger", "test", *common, "--test_hf_dir", str(original))
     assert "the same model" in same.stdout
     other = tiny_model_dir(tmp_path / "other", seed=1, tie_word_embeddings=True)
-    assert any("differs by up to" in line for line in compare(tmp_path / "merged", other))
+    assert any("differs by up to" in line for line in compare_folders(tmp_path / "merged", other))
 
 
 def test_the_command_pushes_what_it_merged_to_the_repository_that_is_named(tmp_path):
@@ -189,7 +189,7 @@ def test_the_command_pushes_what_it_merged_to_the_repository_that_is_named(tmp_p
         for name, content in hub.files.items():
             (tmp_path / "received").mkdir(exist_ok=True)
             (tmp_path / "received" / name).write_bytes(content)
-    assert compare(tmp_path / "received", original) == []
+    assert compare_folders(tmp_path / "received", original) == []
     assert torch.equal(logits(tmp_path / "received"), logits(original))
 
 

@@ -76,7 +76,7 @@ def test_a_layer_and_its_gradient_are_those_of_a_linear_layer_with_the_rounded_w
 
 def test_a_base_takes_four_and_a_half_bits_a_weight_and_the_head_stays(qwen2):
     engine = make_engine(qwen2, model=QLORA)
-    layers = dict(nf4.quantized_layers(engine.model))
+    layers = dict(nf4.nf4_layers(engine.model))
     assert len(layers) == 2 * 7 and not any("lm_head" in name or "lora_" in name for name in layers)
     for layer in layers.values():
         numbers = layer.in_features * layer.out_features
@@ -87,7 +87,7 @@ def test_a_base_takes_four_and_a_half_bits_a_weight_and_the_head_stays(qwen2):
 
 def test_weights_are_rounded_alike_whether_read_one_by_one_or_loaded_as_a_whole(qwen2, tmp_path):
     model = load_causal_lm(str(qwen2))
-    nf4.quantize(model)
+    nf4.quantize_frozen(model)
     expected = dict(export_weights(model))
     original = dict(export_weights(load_causal_lm(str(qwen2))))
     reset_notices()
@@ -115,7 +115,7 @@ def test_what_the_sampler_is_sent_is_the_policy_that_is_trained(qwen2, tmp_path)
 
 def test_only_the_adapter_is_trained_and_its_gradient_is_that_of_an_adapter_on_the_rounded_weights(qwen2, tmp_path):
     base = load_causal_lm(str(qwen2))
-    nf4.quantize(base)
+    nf4.quantize_frozen(base)
     other = make_engine(qwen2, trains=False)
     other.load_weights(export_weights(base))
     other.save_hf(tmp_path / "rounded")

@@ -12,7 +12,7 @@ import torch
 from tests.agent_loop.test_row_traces import Kept, backend  # noqa: F401
 from verl.errors import ConfigError, MissingDependencyError
 from verl.observability import traces
-from verl.observability.traced_call import plain, plain_dict
+from verl.observability.traced_call import plain_copy, plain_dict
 from verl.tools.runner import in_thread
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 
@@ -82,25 +82,25 @@ def test_what_a_call_is_given_becomes_plain_data_without_secrets_whatever_it_is(
     loop: list = []
     loop.append(loop)
     given = {"array": np.arange(3), "scalar": np.float32(0.5), "tensor": torch.ones(2), "odd": Odd(), 3: (None, {1})}
-    shown = plain(given)
+    shown = plain_copy(given)
     assert shown == {
         "array": [0, 1, 2], "scalar": 0.5, "tensor": [1.0, 1.0], "odd": "<Odd: RuntimeError>", "3": [None, [1]]
     }  # fmt: skip
     call = {"api_key": "abc", "url": "http://me:word@host", "token_ids": [1]}
     assert plain_dict(call) == {"api_key": "<hidden>", "url": "http://<hidden>@host", "token_ids": [1]}
-    assert "tensor" in plain(torch.zeros(1000, 1000)) and "..." in str(plain(loop))
+    assert "tensor" in plain_copy(torch.zeros(1000, 1000)) and "..." in str(plain_copy(loop))
 
 
 def test_an_unknown_backend_is_named_with_the_nearest():
     with pytest.raises(ConfigError, match="weave"):
-        traces.start("weve", None, None)
+        traces.start_traces("weve", None, None)
 
 
 @pytest.mark.parametrize("name", traces.BACKENDS)
 def test_without_its_package_a_backend_says_what_to_do(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=f"the package {name} is not installed.*pip install"):
-        traces.start(name, None, None)
+        traces.start_traces(name, None, None)
 
 
 def test_a_later_run_of_the_process_records_again_after_a_tracker_has_failed(backend):  # noqa: F811
@@ -110,7 +110,7 @@ def test_a_later_run_of_the_process_records_again_after_a_tracker_has_failed(bac
     traces._active.flush()
     assert traces.active() is None
     backend.fails = ""
-    traces.start("mlflow", "sums", "first")
+    traces.start_traces("mlflow", "sums", "first")
     asyncio.run(Agent().run("kept", times=0))
-    traces.stop()
+    traces.stop_traces()
     assert [trace.inputs["question"] for trace in backend.kept] == ["kept"]

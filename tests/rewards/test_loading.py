@@ -212,7 +212,7 @@ def test_a_file_that_starts_a_run_while_the_run_loads_it_is_refused_with_the_gua
     file = tmp_path / "train.py"
     code = (
         "import sys\nfrom verl.trainer import runtime\ndef compute_score(solution_str):\n    return 1.0\n"
-        "def start():\n    runtime.start(1)\n"
+        "def start():\n    runtime.prepare_process(1)\n"
     )
     file.write_text(code + end)
     for _ in range(2):  # the file is not taken for loaded the next time

@@ -20,11 +20,11 @@ from verl.weight_sync.transport import PeerFailedError
 
 TRAINER = """
 import sys, time
-from verl.config.loading.configuration import read_config
-from verl.rollout.place import make_sampler
+from verl.config.loading import read_config
+from verl.rollout.place import place_sampler
 
 policy = read_config("ppo_trainer", sys.argv[1:]).actor_rollout_ref
-sampler = make_sampler(policy.rollout, policy.model, "cpu")
+sampler = place_sampler(policy.rollout, policy.model, "cpu")
 print(sampler._handle.process.process.pid, flush=True)
 time.sleep(600)
 """

@@ -111,7 +111,7 @@ def test_shared_memory_has_no_name_any_more_once_both_ends_have_it(model, monkey
 
 @pytest.mark.slow
 def test_a_sampler_in_a_process_of_its_own_that_is_killed_is_an_error_and_no_hang(model):
-    sampler = place.make_sampler(rollout("shared_memory"), model, "cpu")
+    sampler = place.place_sampler(rollout("shared_memory"), model, "cpu")
     weights = dict(export_weights(load_causal_lm(model.path, torch.float32)))
     asyncio.run(sampler.update_weights(chunk_weights(weights.items(), 9000, 1), 1))
     child = sampler._handle.process.process

@@ -18,7 +18,7 @@ from verl.rollout.base import Sampler
 from verl.rollout.gated import Sampled
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, RemoteSampler, WeightIntake
-from verl.rollout.resume import continued, joined
+from verl.rollout.resume import continued, join_attempts
 from verl.rollout.service import SamplerService
 from verl.single_controller.local.handle import LocalHandle
 from verl.weight_sync import chunk_weights
@@ -216,7 +216,7 @@ async def test_a_request_that_comes_back_while_weights_are_loaded_waits_for_thei
     await turns(8)
     assert part.is_interrupted and not update.done()
     rest = await sampler.generate(continued(ASKED, part))
-    done = joined([part, rest])
+    done = join_attempts([part, rest])
     assert done.token_ids == tuple(range(9)) and set(done.token_versions) == {0, 1}
 
 
@@ -285,6 +285,8 @@ def test_a_request_goes_on_elsewhere_from_its_prefix_when_the_replica_that_got_i
 def test_attempts_join_in_order_and_log_probs_stay_only_if_all_have_them():
     first = Completion("a", (4, 5), (-0.1, -0.2), "abort", (0, 0), num_preempted=1)
     second = Completion("a", (6,), (-0.3,), "stop", (1,), num_preempted=-1)
-    assert joined([first, second]) == Completion("a", (4, 5, 6), (-0.1, -0.2, -0.3), "stop", (0, 0, 1), num_preempted=1)
-    assert joined([first, Completion("a", (6,), (), "stop", (1,))]).log_probs == ()
+    assert join_attempts([first, second]) == Completion(
+        "a", (4, 5, 6), (-0.1, -0.2, -0.3), "stop", (0, 0, 1), num_preempted=1
+    )
+    assert join_attempts([first, Completion("a", (6,), (), "stop", (1,))]).log_probs == ()
     assert continued(continued(ASKED, first), second).generated_prefix == (4, 5, 6)

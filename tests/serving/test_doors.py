@@ -16,7 +16,7 @@ from verl.agent_loop.server.endpoint import Endpoint
 from verl.config import PPOTrainerConfig
 from verl.config.loading.configuration import read_config
 from verl.rollout.base import Request, SamplingParams
-from verl.rollout.place import make_sampler
+from verl.rollout.place import place_sampler
 from verl.weight_sync import BroadcastTransport, DiskTransport, SharedMemoryTransport, shared_memory
 
 SHARED = Path("/dev/shm")
@@ -67,7 +67,7 @@ def opened(tmp_path_factory, temporary):
     keys += ["actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory"]
     config: PPOTrainerConfig = read_config("ppo_trainer", keys)
     policy = config.actor_rollout_ref
-    sampler = make_sampler(policy.rollout, policy.model, "cpu")
+    sampler = place_sampler(policy.rollout, policy.model, "cpu")
     pairs = [BroadcastTransport.begin(0), SharedMemoryTransport(bucket_bytes=1 << 12), DiskTransport.begin(0)]
     seen = {}
 

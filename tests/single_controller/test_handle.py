@@ -11,7 +11,7 @@ import torch
 
 from verl.errors import WorkerError
 from verl.single_controller.base import ClassWithInitArgs, Dispatch, Worker, register, worker_seed
-from verl.single_controller.base.handle import method_of
+from verl.single_controller.base.handle import called_method
 from verl.single_controller.local import LocalHandle, LocalWorkerGroup
 
 
@@ -161,7 +161,7 @@ async def test_cancel_ends_the_calls_in_flight_of_one_method_from_any_thread():
 async def test_an_unknown_or_private_method_is_refused_with_the_nearest_name():
     handle = LocalHandle(Server())
     with pytest.raises(WorkerError, match="'thread'"):
-        method_of(Server(), "Server.threat", "server")  # the other process has another release
+        called_method(Server(), "Server.threat", "server")  # the other process has another release
     with pytest.raises(WorkerError, match="no method '_private'"):
         await handle.call(Server._private)
     with pytest.raises(WorkerError, match=r"no object of the class Drawer.*Server"):

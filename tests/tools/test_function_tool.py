@@ -11,7 +11,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.tools.base import BaseTool
-from verl.tools.function_tool import FunctionTool, function_tool, read_docstring, schema_of
+from verl.tools.function_tool import FunctionTool, function_schema, function_tool, read_docstring
 from verl.tools.runner import TimeLimit, ToolRunner, in_thread
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -66,7 +66,7 @@ def test_the_schema_is_read_off_the_function():
 def test_types_become_json_types():
     def f(a: float, b: bool, c: dict[str, int], d: int | str, e: Any, g: Unit, h: list): ...
 
-    found = schema_of(f, "f").for_template()["function"]["parameters"]["properties"]
+    found = function_schema(f, "f").for_template()["function"]["parameters"]["properties"]
     assert found["a"] == {"type": "number"} and found["b"] == {"type": "boolean"} and found["c"] == {"type": "object"}
     assert found["d"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]} and found["e"] == {}
     assert found["g"] == {"type": "string", "enum": ["celsius", "fahrenheit"]} and found["h"] == {"type": "array"}

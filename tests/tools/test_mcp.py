@@ -18,7 +18,7 @@ from verl.errors import ConfigError, DataError
 from verl.metrics import notices
 from verl.ports import free_port
 from verl.tools.loading import load_tools
-from verl.tools.mcp_base_tool import MCPBaseTool, schema_of, text_of
+from verl.tools.mcp_base_tool import MCPBaseTool, mcp_schema, result_text
 from verl.tools.mcp_server import LAST_WORDS, McpFailure, McpServer, ServerSpec
 
 SERVER = str(Path(__file__).with_name("mcp_example_server.py"))
@@ -164,8 +164,8 @@ def test_a_misspelt_setting_and_a_missing_file_are_errors(tmp_path):
 def test_parts_that_are_no_text_are_named():
     parts = [{"type": "text", "text": "a"}, {"type": "image", "mimeType": "image/png", "data": "xx"},
              {"type": "resource", "resource": {"uri": "u", "text": "b"}}]  # fmt: skip
-    assert text_of({"content": parts}) == "a\n[image: image/png]\nb"
-    assert text_of({"content": [], "structuredContent": {"x": 1}}) == '{"x": 1}'
+    assert result_text({"content": parts}) == "a\n[image: image/png]\nb"
+    assert result_text({"content": [], "structuredContent": {"x": 1}}) == '{"x": 1}'
 
 
 def test_images_of_a_server_are_shown_to_a_model_that_sees():
@@ -178,7 +178,7 @@ def test_images_of_a_server_are_shown_to_a_model_that_sees():
         return {"content": parts}
 
     answering = SimpleNamespace(call=answer_of, restarts=0)
-    tool = MCPBaseTool({}, schema_of({"name": "look"}), answering)
+    tool = MCPBaseTool({}, mcp_schema({"name": "look"}), answering)
     answers = []
 
     def load(images, where):

@@ -207,7 +207,9 @@ def test_the_options_of_nsight_reach_the_options_of_rays_actors(here, monkeypatc
     }  # fmt: skip
     assert nsight_options({"trace": "cuda", "capture-range": None}, [2]) == {"trace": "cuda"}
     plans = []
-    monkeypatch.setattr(cluster, "start", lambda *_, **__: SimpleNamespace(device="cpu", nodes=[], is_owned=True))
+    monkeypatch.setattr(
+        cluster, "start_cluster", lambda *_, **__: SimpleNamespace(device="cpu", nodes=[], is_owned=True)
+    )
     monkeypatch.setattr(f"{devices_per_node.__module__}.devices_per_node", lambda device: 1)
     monkeypatch.setattr(worker_group, "launch", lambda plan, slots: plans.append(plan) or 1 / 0)
     worker = RayClassWithInitArgs(SimpleNamespace)

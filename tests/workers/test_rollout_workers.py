@@ -58,7 +58,7 @@ def apart(config, own_ray_folder):
     """A sampling worker with two processes for its loops, all on Ray."""
     from verl.single_controller import ray as cluster
 
-    cluster.start([1], "cpu", {"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
+    cluster.start_cluster([1], "cpu", {"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
     try:
         group = cluster.RayWorkerGroup(cluster.RayResourcePool([1], use_gpu=False), sampling(config))
         group.init_model()
@@ -67,7 +67,7 @@ def apart(config, own_ray_folder):
         group.connect({}, group.loops)
         yield group
     finally:
-        cluster.stop()
+        cluster.stop_cluster()
 
 
 def sampling(config) -> ClassWithInitArgs:

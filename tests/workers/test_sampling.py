@@ -12,9 +12,9 @@ from verl.config import ActorRolloutRefConfig, HFModelConfig
 from verl.errors import WorkerError
 from verl.rollout import Request, SamplingParams
 from verl.rollout.service import SamplerService
-from verl.single_controller.base.handle import method_of
+from verl.single_controller.base.handle import called_method
 from verl.single_controller.local.handle import LocalHandle
-from verl.workers.sampling import SamplingWorker, balance
+from verl.workers.sampling import SamplingWorker, balance_metrics
 
 
 def answers(service) -> set[int]:
@@ -42,9 +42,9 @@ def test_handles_reach_the_service_once_it_is_there_and_never_for_a_replica():
     assert worker.endpoints() == {}, "before the model is loaded"
     service = worker.service = SamplerService({"0": Fake(0)})
     worker.agent_loops = SimpleNamespace()
-    assert method_of(worker, "SamplerService.discard", "rollout[0]") == service.discard
+    assert called_method(worker, "SamplerService.discard", "rollout[0]") == service.discard
     with pytest.raises(WorkerError, match="no object of the class Sampler"):
-        method_of(worker, "Sampler.abort", "rollout[0]")
+        called_method(worker, "Sampler.abort", "rollout[0]")
 
 
 def test_a_batch_says_how_evenly_its_replicas_worked_and_how_many_are_left():
@@ -54,11 +54,11 @@ def test_a_batch_says_how_evenly_its_replicas_worked_and_how_many_are_left():
         "b": {"completed": 5.0, "is_lost": 1.0},
         "c": {"completed": 2.0, "is_lost": 0.0},
     }
-    assert {name: metric.value for name, metric in balance(before, after, 1.0).items()} == {
+    assert {name: metric.value for name, metric in balance_metrics(before, after, 1.0).items()} == {
         "rollout/replicas/alive": 2.0,
         "rollout/replicas/resent": 1.0,
         "rollout/replicas/requests/min": 1.0,
         "rollout/replicas/requests/max": 6.0,
         "rollout/replicas/requests/mean": 3.0,
     }
-    assert balance(before, {"a": after["a"]}, 0.0) == {}, "one replica has nothing to share"
+    assert balance_metrics(before, {"a": after["a"]}, 0.0) == {}, "one replica has nothing to share"

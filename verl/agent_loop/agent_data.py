@@ -14,7 +14,7 @@ from verl.agent_loop.unfinished import metrics_of, plain_metrics
 from verl.data.special_tokens import SampledMessage
 from verl.metrics import MetricSet
 from verl.rollout.base import Completion
-from verl.rollout.resume import extended
+from verl.rollout.resume import append_experts
 
 
 @dataclass
@@ -69,7 +69,7 @@ class AgentData:
             self.response_logprobs = None
         if answer.routed_experts is not None:
             length = len(self.prompt_ids) + len(self.response_ids)  # the answer may have been cut behind a stop text
-            self.routed_experts = extended(self.routed_experts, answer.routed_experts[:length])
+            self.routed_experts = append_experts(self.routed_experts, answer.routed_experts[:length])
         self.assistant_turns += 1
         self.finish_reason = answer.finish_reason
         if answer.num_preempted >= 0:

@@ -97,7 +97,7 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
         if all(o.reward_score is not None for o in outputs):
             scores = on_last_sampled_token([o.reward_score or 0.0 for o in outputs], tensors["response_mask"])
             tensors["rm_scores"] = with_step_rewards(scores, [o.step_rewards for o in outputs])
-    arrays = {name: object_array(values) for name, values in columns.items()}
+    arrays = {name: array_of_objects(values) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"pad_token_id": pad_token_id})
 
 
@@ -108,7 +108,7 @@ def later_images(outputs: Sequence[AgentLoopOutput], rows: Sequence[Mapping[str,
     columns: dict[str, np.ndarray] = {}
     for name in ("multi_modal_data", "multi_modal_inputs"):
         values = [getattr(output, name) for output in outputs]
-        columns[name] = object_array([row.get(name) if own is None else own for own, row in zip(values, rows)])
+        columns[name] = array_of_objects([row.get(name) if own is None else own for own, row in zip(values, rows)])
     return columns
 
 
@@ -147,7 +147,7 @@ def with_step_rewards(scores: Tensor, steps: Sequence[Sequence[tuple[int, float]
     return scores
 
 
-def object_array(values: Sequence[object]) -> np.ndarray:
+def array_of_objects(values: Sequence[object]) -> np.ndarray:
     """An object array of these values as they are, lists included."""
     array = np.empty(len(values), dtype=object)
     array[:] = list(values)

@@ -10,11 +10,11 @@ from typing import Any
 from verl import stacks
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.seen import SeenImages
-from verl.agent_loop.unfinished import part_of, plain_part
+from verl.agent_loop.unfinished import from_plain_part, plain_part
 from verl.errors import NotBuiltError, RolloutError, suggest
 from verl.observability.traces import traced
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
-from verl.rollout.resume import continued, joined
+from verl.rollout.resume import continued, join_attempts
 
 PARAMETERS = tuple(f.name for f in fields(SamplingParams))
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "response_length": "max_tokens"}
@@ -62,7 +62,7 @@ class SamplerClient:
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Begin where an earlier batch left this trajectory: what `state` gave there."""
-        self.num_requests, self.part = int(state["turn"]), part_of(state["part"])
+        self.num_requests, self.part = int(state["turn"]), from_plain_part(state["part"])
 
     def restart(self) -> None:
         """Begin with the first request after all."""
@@ -130,7 +130,7 @@ class SamplerClient:
             finally:
                 self.seconds += time.perf_counter() - start
             stacks.mark()
-            done = joined(parts)
+            done = join_attempts(parts)
             if call is not None:
                 call.returns({"token_ids": done.token_ids, "finish_reason": done.finish_reason})
         if self.stop.keeps and done.finish_reason == "abort":

@@ -252,7 +252,7 @@ def assistant_message(text: str, said: str, calls: Sequence[Mapping[str, Any]] =
     return SampledMessage(message, tool_calls=list(calls), said=said) if calls else message
 
 
-def plain(message: Message) -> Message:
+def plain_message(message: Message) -> Message:
     """The message without what only the extender needs."""
     return {name: value for name, value in message.items() if name != "said"}
 

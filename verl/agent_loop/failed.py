@@ -50,7 +50,7 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
     Raises:
         RunStops: ``on_error`` is ``raise``.
     """
-    text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}{place_of(error)}"
+    text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}{error_place(error)}"
     text = shortened(f"{where}: {text}" if where else text, MOST_CHARACTERS, "left")
     if on_error == "raise":
         raise RunStops(f"{who} failed: {text}", fix="on_error: mask leaves such rows out.") from error
@@ -67,7 +67,7 @@ def failed(output: AgentLoopOutput, who: str, error: Exception, on_error: OnErro
     )
 
 
-def place_of(error: BaseException) -> str:
+def error_place(error: BaseException) -> str:
     """Where an exception of a user's code comes from: `` (file.py, line 3)``, the last line in the file that we called.
 
     Nothing for errors of our own, unless one of the user's is their cause.

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import later_images, loop_metrics, object_array, to_batch
+from verl.agent_loop.batch import array_of_objects, later_images, loop_metrics, to_batch
 from verl.agent_loop.early_stop import Stop, gather_most, gather_prompts
 from verl.agent_loop.failed import check_some_worked
 from verl.agent_loop.overlapped_scoring import OverlappedScoring, ScoreRow
-from verl.agent_loop.row_traces import marked
+from verl.agent_loop.row_traces import mark_traced
 from verl.agent_loop.runner import RowRunner, RunnerLostError, RunsRows, Score
 from verl.agent_loop.unfinished import (
     EARLIER,
@@ -127,7 +127,7 @@ class AgentLoopManager:
         streams, uids = sample_streams(rows, prompts.meta_info), list(prompts.non_tensor_batch.get("uid", ()))
         tasks = []
         places = self._places(rows)
-        marked_rows = marked(self.config, rows, streams, places, prompts.meta_info)
+        marked_rows = mark_traced(self.config, rows, streams, places, prompts.meta_info)
         for number, (row, stream) in enumerate(zip(marked_rows, streams)):
             ended = (row.get(EARLIER) or {}).get("ended")
             work = self._run(places[number], number, row, stream, parameters, stop) if ended is None else _again(ended)
@@ -152,7 +152,7 @@ class AgentLoopManager:
             batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}
             return batch
         states = states_of(outputs, uids, places)
-        batch.non_tensor_batch[LEFT] = object_array(states)
+        batch.non_tensor_batch[LEFT] = array_of_objects(states)
         measured = loop_metrics([output for output, state in zip(outputs, states) if state is None])
         batch.meta_info["metrics"] = {**measured, **scoring, **partial_metrics(rows, outputs, states)}
         return batch

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import object_array, to_batch
+from verl.agent_loop.batch import array_of_objects, to_batch
 from verl.errors import RolloutError
 from verl.metrics import Metric
 from verl.protocol import DataProto
@@ -50,7 +50,7 @@ class OverlappedScoring:
             self.cancel()
         waited = time.perf_counter() - sampled_at
         results = [self._tasks[i].result() if i in self._tasks else None for i in range(len(outputs))]
-        batch.non_tensor_batch[EARLY] = object_array(results)
+        batch.non_tensor_batch[EARLY] = array_of_objects(results)
         if not self._tasks:
             return {}
         early = sum(at <= sampled_at for at in self._ended.values()) / len(self._tasks)
@@ -66,7 +66,7 @@ class OverlappedScoring:
 
     async def _one(self, number: int, output: AgentLoopOutput) -> Any:
         batch = to_batch([output], self._pad, with_log_probs=False)
-        columns = {name: object_array([value]) for name, value in self._rows[number].items()}
+        columns = {name: array_of_objects([value]) for name, value in self._rows[number].items()}
         batch.non_tensor_batch = {**columns, **batch.non_tensor_batch}
         start = time.perf_counter()
         try:

@@ -18,7 +18,7 @@ TRACED = "__trace__"
 Run = Callable[[dict[str, Any]], Awaitable[AgentLoopOutput]]
 
 
-def marked(
+def mark_traced(
     config: Any,
     rows: Sequence[dict[str, Any]],
     streams: Sequence[tuple[str, int]],
@@ -79,7 +79,7 @@ class RowTraces:
             return None
         most = section.max_samples_per_step_per_worker
         names = (section.backend, section.project_name, section.experiment_name)
-        return cls(traces.start(*names, token2text=section.token2text, most=most), tokenizer)
+        return cls(traces.start_traces(*names, token2text=section.token2text, most=most), tokenizer)
 
     async def run(self, row: Mapping[str, Any], parameters: Mapping[str, Any], run: Run) -> AgentLoopOutput:
         """The trajectory of a row; it is recorded if the row has the mark."""

@@ -15,8 +15,8 @@ from typing import Any
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.client import within_response
-from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain
-from verl.agent_loop.failed import place_of
+from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain_message
+from verl.agent_loop.failed import error_place
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, CallLimits, ToolCalls, ToolReply, openai_call, shortened
 from verl.agent_loop.unfinished import PROCESS
@@ -101,7 +101,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         parts = self.shared
-        names = selected(kwargs, list(parts.calls.tools))
+        names = tools_of_row(kwargs, list(parts.calls.tools))
         schemas = [parts.calls.tools[name].get_openai_tool_schema().for_template() for name in names]
         known = self._from_earlier()
         data = (
@@ -115,7 +115,7 @@ class ToolAgentLoop(AgentLoopBase):
         try:
             simulated = await self._simulated_user(data, None if known is None else known["user"])
             turns = self._turns(data, sampling_params, names, schemas, simulated)
-            if not await within(turns, parts.limits.seconds):
+            if not await ends_in_time(turns, parts.limits.seconds):
                 # An answer that asks for something slow must not get its row out of the loss.
                 _ended(data, "time_limit", "length" if data.assistant_turns else "abort")
         except UserFailed as error:
@@ -185,7 +185,9 @@ class ToolAgentLoop(AgentLoopBase):
             parsed = await self._parse(data, answer, schemas) if names else Parsed("")
             history, message = list(data.messages), self._message(answer, parsed)
             data.messages.append(message)
-            data.record.append(entry_of("assistant", parts.extender.text(answer.token_ids), answer.token_ids, 1))
+            data.record.append(
+                transcript_entry("assistant", parts.extender.text(answer.token_ids), answer.token_ids, 1)
+            )
             if self._is_over(data, answer):
                 return
             images: list[Any] = []
@@ -234,7 +236,7 @@ class ToolAgentLoop(AgentLoopBase):
             return await parser.parse(answer.token_ids, schemas)
         except Exception as error:  # boundary: a user's parser
             name = type(parser).__name__
-            notice(f"the tool-call parser {name}", f"failed: {type(error).__name__}: {error}{place_of(error)}")
+            notice(f"the tool-call parser {name}", f"failed: {type(error).__name__}: {error}{error_place(error)}")
             data.metrics.add("tool_calls/parser_failed", 1, "sum")
             return Parsed("", [Malformed("it is in no form that is known")])
 
@@ -272,7 +274,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _ask(self, data: AgentData, simulated: SimulatedUser) -> tuple[list[Any], dict[str, Any]]:
         """What the simulated user says; nothing where the conversation is over."""
-        messages = [plain(message) for message in data.messages]
+        messages = [plain_message(message) for message in data.messages]
         user = simulated.user
         with traced(f"user {user.name}", "user", {"messages": messages}) as call:
             answer = await self._with_user(
@@ -350,7 +352,7 @@ class UserFailed(RolloutError):
         self.name = name
 
 
-def selected(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def tools_of_row(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The tools that a row has.
 
     Raises:
@@ -375,7 +377,7 @@ def selected(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in names if name in selected_names]
 
 
-async def within(work: Coroutine[Any, Any, None], seconds: float | None) -> bool:
+async def ends_in_time(work: Coroutine[Any, Any, None], seconds: float | None) -> bool:
     """Whether the work ended in time; what is not done then is cancelled."""
     task = asyncio.ensure_future(work)
     try:
@@ -390,7 +392,7 @@ async def within(work: Coroutine[Any, Any, None], seconds: float | None) -> bool
             await asyncio.gather(task, return_exceptions=True)
 
 
-def entry_of(role: str, text: str, ids: Sequence[int], mask: int) -> dict[str, Any]:
+def transcript_entry(role: str, text: str, ids: Sequence[int], mask: int) -> dict[str, Any]:
     """A piece of the conversation for people."""
     return {"role": role, "text": text, "tokens": len(ids), "mask": mask}
 

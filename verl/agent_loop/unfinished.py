@@ -59,7 +59,7 @@ def plain_part(part: Completion) -> dict[str, Any]:
     return {**vars(part), "routed_experts": part.routed_experts}
 
 
-def part_of(plain: Mapping[str, Any]) -> Completion:
+def from_plain_part(plain: Mapping[str, Any]) -> Completion:
     """The reverse of `plain_part`."""
     names = ("token_ids", "log_probs", "token_versions")
     return Completion(**{**plain, **{name: tuple(plain[name]) for name in names}})

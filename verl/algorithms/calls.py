@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 
-def accepted(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_inputs(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The part of ``inputs`` that the function's signature takes by keyword; all of it with ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -23,7 +23,7 @@ def names_parameter(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def function_place(function: Callable[..., Any]) -> str:
     """How messages call a user's function: its name and where it stands."""
     named = inspect.unwrap(function)
     return f"{named.__module__}.{named.__qualname__}" if inspect.isroutine(named) else repr(function)

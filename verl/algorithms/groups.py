@@ -119,7 +119,7 @@ def settle_singletons(advantage: Tensor, raw: Tensor, groups: Groups, singleton:
     return torch.where(groups.counted, settled, 0.0)
 
 
-def spread(advantage: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
+def spread_over_tokens(advantage: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B,) -> (B, T): one finite advantage per row on each of its valid tokens, 0 elsewhere, in at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
     return zero_outside(advantage[:, None].to(wide), response_mask)

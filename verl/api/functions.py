@@ -55,7 +55,7 @@ def reward_settings(reward: Reward, file: Path) -> dict[str, Any]:
     if module is not None and is_importable(module) and getattr(module, name, None) is fn:
         return {"path": module.__file__, "name": name, **further}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(source_of(fn), encoding="utf-8")
+    file.write_text(source_file(fn), encoding="utf-8")
     return {"path": str(file), "name": name, **further}
 
 
@@ -64,7 +64,7 @@ def is_importable(module: ModuleType) -> bool:
     return module.__name__ != "__main__" and bool(getattr(module, "__file__", None))
 
 
-def source_of(fn: FunctionType) -> str:
+def source_file(fn: FunctionType) -> str:
     """A file that defines the function and everything that it names.
 
     Raises:

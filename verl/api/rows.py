@@ -34,17 +34,17 @@ def files_of(data: Any, file: Path, key: str, is_prompts: bool, source: str | No
     """
     if isinstance(data, str | Path):
         return str(data)
-    rows = rows_of(data, key)
+    rows = data_rows(data, key)
     if rows is None:
         return [str(path) for path in data]
     if is_prompts:
         named = {} if source is None else {"data_source": source}
         rows = [named | prompt_row(row, number, key) for number, row in enumerate(rows)]
-    write(rows, file, key)
+    write_rows(rows, file, key)
     return str(file)
 
 
-def rows_of(data: Any, key: str) -> list[dict[str, Any]] | None:
+def data_rows(data: Any, key: str) -> list[dict[str, Any]] | None:
     """Data of any kind as dicts; None where it is a list of paths."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
         data = data.to_dict("records")
@@ -101,7 +101,7 @@ def prompt_row(row: dict[str, Any], number: int, key: str) -> dict[str, Any]:
     return made
 
 
-def write(rows: list[dict[str, Any]], file: Path, key: str) -> None:
+def write_rows(rows: list[dict[str, Any]], file: Path, key: str) -> None:
     """A parquet file of rows.
 
     Raises:

@@ -144,7 +144,7 @@ def _subcommand(method: str) -> str:
     return f"train {method}" if method in BY_REWARD else {"reward_model": "rm"}.get(method, method)
 
 
-def write_record(run: Run) -> None:
+def write_run_record(run: Run) -> None:
     """Note in the run's folder what it is, for `open_run`; private, since settings may hold secrets."""
     run.folder.mkdir(parents=True, exist_ok=True)
     write_private(run.folder / RECORD, json.dumps({"method": run.method, "words": list(run.words)}, indent=1) + "\n")

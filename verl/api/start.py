@@ -20,7 +20,7 @@ from verl import env
 from verl.api.functions import Reward, reward_settings
 from verl.api.methods import METHODS, Method, method_of
 from verl.api.rows import files_of
-from verl.api.run import METRICS, RECORD, Run, open_run, write_record
+from verl.api.run import METRICS, RECORD, Run, open_run, write_run_record
 from verl.api.settings import word_of, words_of
 from verl.config.loading.configuration import writable, write_private
 from verl.errors import ConfigError, VerlError
@@ -159,7 +159,7 @@ def begin(name: str, words: Sequence[str], stops: bool = True) -> Run:
     record, steps = place / RECORD, run.steps
     former = record.read_text(encoding="utf-8") if record.is_file() else None
     with writable(place):
-        write_record(run)
+        write_run_record(run)
     with in_process(place):
         try:
             _program(method)(config)
@@ -276,11 +276,11 @@ def _program(method: Method) -> Callable[[Any], None]:
     if method.configuration == "ppo_trainer":
         return main_ppo.run_ppo
     builds: dict[str, launch.Build] = {
-        "sft_trainer": sft_trainer.build,
-        "dpo_trainer": dpo_trainer.build,
-        "rm_trainer": rm_trainer.build,
+        "sft_trainer": sft_trainer.build_sft,
+        "dpo_trainer": dpo_trainer.build_dpo,
+        "rm_trainer": rm_trainer.build_rm,
     }
-    return lambda config: launch.run(config, builds[method.configuration])
+    return lambda config: launch.run_checked(config, builds[method.configuration])
 
 
 @contextmanager

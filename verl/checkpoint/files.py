@@ -97,7 +97,7 @@ def remove_tree(path: Path) -> None:
         return
 
 
-def to_json(value: Mapping[str, Any], where: str) -> str:
+def checked_json_text(value: Mapping[str, Any], where: str) -> str:
     """JSON text that reads back as the same value.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from verl.checkpoint.files import FileRecord, records_of, to_json, write_synced
+from verl.checkpoint.files import FileRecord, checked_json_text, records_of, write_synced
 from verl.checkpoint.shard_files import StoredTensors, shard_files, shard_metadata, shard_name
 from verl.checkpoint.state import SECTIONS, EngineState
 from verl.checkpoint.tensors import read_tensors, write_tensors
@@ -86,7 +86,7 @@ def write_part(
     if state.rank:
         return records
     scalars = {section: state.scalars[section] for section in sections if section in state.scalars}
-    write_synced(folder / SCALARS, to_json(scalars, f"{folder.name}/{SCALARS}"))
+    write_synced(folder / SCALARS, checked_json_text(scalars, f"{folder.name}/{SCALARS}"))
     return records_of(folder, records, besides=_files_of_others(state))
 
 

@@ -23,7 +23,7 @@ def check_keep(keep: Mapping[str, int | None]) -> None:
             )
 
 
-def prune(
+def prune_checkpoints(
     root: Path,
     keep: Mapping[str, int | None],
     point: Callable[[str], None] = lambda name: None,

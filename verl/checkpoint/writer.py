@@ -20,11 +20,11 @@ from verl import env
 from verl.checkpoint.background import BackgroundPart, PartInWork
 from verl.checkpoint.files import (
     FileRecord,
+    checked_json_text,
     remove_tree,
     replace_text,
     sync_folder,
     sync_tree_folders,
-    to_json,
     write_synced,
 )
 from verl.checkpoint.find import REPLACED, TRACKER, list_checkpoints, step_folder
@@ -32,7 +32,7 @@ from verl.checkpoint.lock import RunLock
 from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.part import DEFAULT_CONTENTS, HFWriter, check_contents, write_part
 from verl.checkpoint.reader import TRAINER
-from verl.checkpoint.retention import check_keep, clean, prune
+from verl.checkpoint.retention import check_keep, clean, prune_checkpoints
 from verl.checkpoint.state import EngineState
 from verl.errors import CheckpointError, WorkerError
 from verl.metrics import notice
@@ -186,7 +186,7 @@ class CheckpointWriter:
             remove_tree(staging)
             staging.mkdir(parents=True)
             self.point("begin")
-            write_synced(staging / TRAINER, to_json(trainer_state or {}, TRAINER))
+            write_synced(staging / TRAINER, checked_json_text(trainer_state or {}, TRAINER))
             for name, text in (texts or {}).items():
                 write_synced(staging / name, text, 0o600)
         return staging
@@ -253,7 +253,7 @@ class CheckpointWriter:
             self.wait()
             if self.copies is not None:
                 self.copies.close()
-            prune(self.root, self.keep, needed=self._needed)
+            prune_checkpoints(self.root, self.keep, needed=self._needed)
         finally:
             self.lock.release()
 
@@ -348,7 +348,7 @@ class CheckpointWriter:
         try:
             replace_text(self.root / TRACKER, f"{step}\n")
             self.point("tracker")
-            prune(self.root, self.keep, self.point, self._needed)
+            prune_checkpoints(self.root, self.keep, self.point, self._needed)
         except OSError as error:
             notice(f"checkpoint {step}", f"it was saved, but the work after it failed: {error}")
         self.point("end")

@@ -36,7 +36,7 @@ def script(shell: str) -> str:
     return SCRIPTS[shell]
 
 
-def candidates(words: Sequence[str]) -> list[str]:
+def complete_word(words: Sequence[str]) -> list[str]:
     """What the last word may become."""
     from verl.api.methods import BY_REWARD, METHODS
     from verl.cli.help import COMMANDS, FLAGS

@@ -20,20 +20,20 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 SHOWN_ALSO = ("RAY_ADDRESS", "PYTHONPATH", "LD_LIBRARY_PATH", "TENSORBOARD_DIR")
 
 
-def section(title: str, rows: list[tuple[str, str]]) -> None:
+def print_section(title: str, rows: list[tuple[str, str]]) -> None:
     print(f"\n{title}")
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         print(f"  {name:<{width}}  {value}")
 
 
-def names() -> list[str]:
+def required_packages() -> list[str]:
     """Packages that the library or one of its extras requires, in the order of their names."""
     required = importlib.metadata.requires("verl") or []
     return sorted({re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required} | {"flash-attn"})
 
 
-def version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -78,8 +78,8 @@ def pins() -> dict[str, str]:
 def packages() -> list[tuple[str, str]]:
     tested = pins()
     rows = []
-    for name in names():
-        have, want = version(name), tested.get(name)
+    for name in required_packages():
+        have, want = package_version(name), tested.get(name)
         if have is None:
             rows.append((name, "-"))
         else:
@@ -113,9 +113,9 @@ def main(argv: Sequence[str] = ()) -> int:
     if argv:
         raise ConfigError("the report takes no words", key="verl doctor", got=" ".join(argv))
     print("verl environment report")
-    section("Library", library())
-    section("System", system())
-    section("Devices", devices())
-    section("Packages", packages())
-    section("Shell variables that reach the workers", shell())
+    print_section("Library", library())
+    print_section("System", system())
+    print_section("Devices", devices())
+    print_section("Packages", packages())
+    print_section("Shell variables that reach the workers", shell())
     return 0

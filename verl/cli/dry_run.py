@@ -8,12 +8,12 @@ from typing import Any
 from verl.api.methods import Method
 from verl.api.start import look_of
 from verl.config import load_config
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 
 
-def check(method: Method, words: Sequence[str]) -> int:
+def check_run(method: Method, words: Sequence[str]) -> int:
     """Check the settings, the first rows of the data and this machine; returns the exit status."""
-    return run(lambda: print("\n".join(_lines(method, words))))
+    return run_program(lambda: print("\n".join(_lines(method, words))))
 
 
 def _lines(method: Method, words: Sequence[str]) -> list[str]:

@@ -62,7 +62,7 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def line_of(command: str) -> str:
+def command_line(command: str) -> str:
     """The line of the overview that says what a command does."""
     return next(f"verl {name}: {meaning}" for name, meaning in COMMANDS.items() if name.split()[0] == command)
 

@@ -24,7 +24,7 @@ def tell_end(run: Run) -> None:
     table = Table(show_header=False, box=None)
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows_of(run):
+    for name, value in panel_lines(run):
         table.add_row(name, value)
     console = Console()
     console.print(Panel(table, title=run.folder.name, title_align="left", expand=False))
@@ -32,7 +32,7 @@ def tell_end(run: Run) -> None:
         console.print(command, soft_wrap=True, highlight=False, markup=False)  # to be copied: no line is broken
 
 
-def rows_of(run: Run) -> list[tuple[str, str]]:
+def panel_lines(run: Run) -> list[tuple[str, str]]:
     """The lines of the panel."""
     rows = [("steps", str(run.steps)), *_best(run), ("metrics", str(run.folder / "metrics.jsonl"))]
     rows += [("curve", str(curve))] if (curve := _curve(run)) else []

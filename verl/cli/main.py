@@ -79,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, *rest = words
     if command in ONE_LINE and not {*HELP}.isdisjoint(rest):
-        from verl.cli.help import line_of
+        from verl.cli.help import command_line
 
-        print(line_of(command))
+        print(command_line(command))
         return 0
     try:
         here = _working_directory()
@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.insert(0, here)
         return _program(command)(rest)
     except VerlError as error:
-        from verl.trainer.command import report
+        from verl.trainer.command import report_error
 
-        return report(error)
+        return report_error(error)
 
 
 def _working_directory() -> str:
@@ -158,16 +158,16 @@ def _begin(name: str, words: Words) -> int:
     if words.preset:
         words.rest += words_of_preset(words.preset, words.rest)
     if words.dry_run:
-        from verl.cli.dry_run import check
+        from verl.cli.dry_run import check_run
 
-        return check(method, words.rest)
+        return check_run(method, words.rest)
     if name in SUPERVISED and env.get_int("WORLD_SIZE", 1) > 1:  # a rank of torchrun does not choose the folder
         return method.main(words.rest)
     from verl.api.start import begin
     from verl.cli.last_words import tell_end
-    from verl.trainer.command import run
+    from verl.trainer.command import run_program
 
-    return run(lambda: tell_end(begin(name, words.rest, stops=False)))
+    return run_program(lambda: tell_end(begin(name, words.rest, stops=False)))
 
 
 def words_of_preset(name: str, rest: Sequence[str]) -> list[str]:
@@ -233,7 +233,7 @@ def _completion(rest: list[str]) -> int:
 
 
 def _complete(rest: list[str]) -> int:
-    from verl.cli.completion import candidates
+    from verl.cli.completion import complete_word
 
-    print("\n".join(candidates(rest)))
+    print("\n".join(complete_word(rest)))
     return 0

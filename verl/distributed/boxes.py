@@ -82,7 +82,7 @@ def written_once(shards: Shards, ranks: Ranks) -> dict[str, tuple[ShardSpec, Ten
     return {name: (spec, tensor) for name, (spec, tensor) in shards.items() if writers[name, spec] == ranks.rank}
 
 
-def spread(groups: Sequence[Sequence[str]], table: ShardTable, size: int) -> dict[str, int]:
+def assign_ranks(groups: Sequence[Sequence[str]], table: ShardTable, size: int) -> dict[str, int]:
     """Name -> the rank that gets the complete tensor: groups stay together, and all ranks get about as many bytes."""
     load, owners = [0] * size, {}
     sizes = [sum(table.num_bytes(name) for name in group) for group in groups]

@@ -30,7 +30,7 @@ class CopiesDifferError(EngineError):
     """Ranks that hold the same part of a tensor hold different bits."""
 
 
-def digest(tensor: Tensor) -> int:
+def tensor_digest(tensor: Tensor) -> int:
     """A number of 64 bits of what a tensor of any shape and dtype holds, computed where it is.
 
     The sum of (2 i + 1) x_i modulo 2^64, where x_i are the bits of element i as an integer. An odd factor has an
@@ -71,7 +71,7 @@ def compare_copies(shards: Shards, ranks: Ranks) -> int:
         for box, holders in boxes.items()
         if len(holders) > 1
     }
-    mine = [[name, digest(tensor)] for name, (box, tensor) in shards.items() if (name, box) in shared]
+    mine = [[name, tensor_digest(tensor)] for name, (box, tensor) in shards.items() if (name, box) in shared]
     answers = ranks.exchange([socket.gethostname(), mine])
     nodes, digests = [answer[0] for answer in answers], [dict(answer[1]) for answer in answers]
     differing = [

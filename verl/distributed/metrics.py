@@ -8,7 +8,7 @@ from verl.distributed.ranks import Ranks
 from verl.metrics import Metric, MetricSet
 
 
-def merged(
+def merge_metrics(
     loss: float, metrics: MetricSet, ranks: Ranks, num_peers: int = 1, counted: Sequence[int] | None = None
 ) -> tuple[float, MetricSet]:
     """The mean of a loss over ranks, and each metric merged by its own reduction, in rank order.

@@ -66,7 +66,7 @@ class RankPlace:
         )
 
 
-def start(place: HasRank | None = None, device: str = "cpu", timeout: float | None = None) -> Ranks:
+def join_group(place: HasRank | None = None, device: str = "cpu", timeout: float | None = None) -> Ranks:
     """Join the group of this run's processes, once per process; every later call gives the same ranks.
 
     Args:
@@ -93,12 +93,14 @@ def start(place: HasRank | None = None, device: str = "cpu", timeout: float | No
             fix="Does every process run, can it reach that address, and is the port free there?",
         ) from error
     if at.world_size == 1:
-        atexit.register(stop)  # several ranks leave by a call: after an error they would wait for ranks that are gone
+        atexit.register(
+            leave_group
+        )  # several ranks leave by a call: after an error they would wait for ranks that are gone
     log.info("rank %d of %d ranks joined the group over %s", at.rank, at.world_size, BACKENDS[device])
     return Ranks.of_world()
 
 
-def stop() -> None:
+def leave_group() -> None:
     """Leave the group; nothing to do where none was joined.
 
     The threads of a group end with its last reference. They must not outlive this call: one that drops a tensor while
@@ -106,7 +108,7 @@ def stop() -> None:
     that is alone calls this at its end by itself.
     """
     if dist.is_initialized():
-        atexit.unregister(stop)
+        atexit.unregister(leave_group)
         dist.destroy_process_group()
         release_groups()
         gc.collect()  # engines are in reference cycles, and hold groups

@@ -26,7 +26,7 @@ class Ranks:
     ``order`` says which number in ``group`` each of them has, where it is not its own.
 
     Example:
-        >>> ranks = verl.distributed.start()
+        >>> ranks = verl.distributed.join_group()
         >>> tokens = ranks.sum(torch.tensor([here]))  # over all ranks
     """
 

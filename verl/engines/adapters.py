@@ -57,8 +57,8 @@ def adapter_writer(model: Any, base: str, tokenizer: Any) -> HFWriter:
 
     def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> dict[str, FileRecord]:
         folder.mkdir(parents=True, exist_ok=True)
-        lora.write_config(model, folder, base)
-        nf4.write_record(model, folder)
+        lora.write_adapter_config(model, folder, base)
+        nf4.write_rounding_record(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if weights is None:

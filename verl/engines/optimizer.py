@@ -90,9 +90,9 @@ def load_optimizer_state(
     check_class(optimizer, scalars)
     by_name = {name: parameter for parameter, name in names.items()}
     for full_name in saved:
-        _check_shape(saved.shape(full_name), known(by_name, full_name.rpartition("/")[0]))
+        _check_shape(saved.shape(full_name), entry_named(by_name, full_name.rpartition("/")[0]))
     for name in scalars["values"]:
-        known(by_name, name)
+        entry_named(by_name, name)
     optimizer.state.clear()  # before the new one is made: the two would take memory twice
     for full_name in saved:
         name, _, key = full_name.rpartition("/")
@@ -174,7 +174,7 @@ def _class_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def known(by_name: Mapping[str, T], name: str) -> T:
+def entry_named(by_name: Mapping[str, T], name: str) -> T:
     """What belongs to a saved name; `CheckpointError` where nothing does."""
     if name not in by_name:
         raise CheckpointError(

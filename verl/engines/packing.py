@@ -132,7 +132,7 @@ def _fitting(
     return [PromptFamily(part, family.shared if len(part) > 1 else 0) for part in parts]
 
 
-def pack(rows: AlignedRows, members: Sequence[int], device: str, share: bool = False) -> MicroBatch:
+def pack_rows(rows: AlignedRows, members: Sequence[int], device: str, share: bool = False) -> MicroBatch:
     """The members as one packed row on the device: shared prompts, what follows them, then rows that share nothing."""
     if not members:
         return MicroBatch.filler(device)

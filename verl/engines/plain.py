@@ -16,7 +16,7 @@ from verl.metrics import notice
 from verl.models import export_weights, load_weights, lora
 from verl.models.compiled import wants_compiling
 from verl.models.loading import HOLLOW
-from verl.models.nf4 import is_quantized, quantize
+from verl.models.nf4 import is_quantized, quantize_frozen
 from verl.models.stored import fill_quantized, stored_weights
 
 
@@ -63,7 +63,7 @@ class PlainEngine(TorchEngine):
         except ModelError as error:
             notice(f"model {model.path}", f"it is loaded as a whole before it is rounded to 4 bits: {error}")
             built = self._load(model, engine, seed)
-            quantize(built)
+            quantize_frozen(built)
         return built
 
     def _merged_weights(self) -> WeightsToWrite:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.engines.blank_pictures import Blanks
-from verl.engines.packing import computed_tokens, pack, padded
+from verl.engines.packing import computed_tokens, pack_rows, padded
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.settings import PassSettings
 from verl.metrics import MetricSet
@@ -35,7 +35,7 @@ class RankWork:
     def micro_batches(self, device: str) -> Iterator[MicroBatch]:
         for index in self.plan:
             if self.passes.packed:
-                packed = self.blanks.added(pack(self.rows, index, device, self.passes.share_prompts))
+                packed = self.blanks.added(pack_rows(self.rows, index, device, self.passes.share_prompts))
                 yield padded(packed, self.passes.multiple)
             else:
                 yield self.blanks.added(self.rows.micro_batch(index, device))

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl.distributed import Ranks
 
 
-def rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
+def gather_rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
     """The states of all ranks, on rank 0; nothing on the others."""
     local = {"rng/cpu": torch.get_rng_state(), "rng/python": _python_state(), "rng/numpy": _numpy_state()}
     if device == "cuda":
@@ -31,8 +31,8 @@ def rng_state(device: str, ranks: Ranks) -> dict[str, Tensor]:
     return {_name(name, rank): state for name, states in gathered.items() for rank, state in enumerate(states)}
 
 
-def set_rng_state(tensors: Mapping[str, Tensor], device: str, ranks: Ranks) -> None:
-    """Continue from rank 0's `rng_state`, which every rank is given."""
+def restore_rng_state(tensors: Mapping[str, Tensor], device: str, ranks: Ranks) -> None:
+    """Continue from rank 0's `gather_rng_state`, which every rank is given."""
     if ranks.rank and "rng/cpu" in tensors and _name("rng/cpu", ranks.rank) not in tensors:
         seed = _derived(tensors["rng/cpu"], ranks.rank)
         torch.manual_seed(seed)  # seeds the generators of devices too

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.checkpoint.state import WeightFiles
 from verl.distributed import Ranks
-from verl.distributed.boxes import Shards, ShardTable, completed, spread
+from verl.distributed.boxes import Shards, ShardTable, assign_ranks, completed
 from verl.models.hf_folder import MAX_SHARD_BYTES
 from verl.protocol.sharding import ShardSpec
 
@@ -55,7 +55,7 @@ def weights_to_write(
         owners, parts = dict.fromkeys(names, 0), [names]
     else:
         parts = [[name] for name in names] if groups is None else groups(names)
-        owners = spread(parts, table, ranks.size)
+        owners = assign_ranks(parts, table, ranks.size)
     received = dict(completed(boxes, table, owners, ranks))
     weights: dict[str, Tensor] = {}
     for part in parts if groups is not None or in_one_file else ([*received],):

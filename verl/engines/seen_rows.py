@@ -45,7 +45,7 @@ class SeenRows:
         placed, positions = [], torch.empty(family.axes, *tokens.shape, dtype=torch.long)
         for row, inputs in enumerate(column):
             if id(inputs) not in pictures_of:  # the samples of a prompt share what the processor made
-                pictures_of[id(inputs)] = _in_row(row, family.pictures, tensors_of(inputs))
+                pictures_of[id(inputs)] = _in_row(row, family.pictures, entry_tensors(inputs))
             mine = _in_row(row, family.place, tokens[row, : lengths[row]], pictures_of[id(inputs)])
             positions[:, row] = family.positions(tokens.shape[1], mine)
             placed.append(mine)
@@ -105,7 +105,7 @@ def has_pictures(columns: Mapping[str, Any]) -> bool:
     return COLUMN in columns and any(bool(row) for row in columns[COLUMN])
 
 
-def tensors_of(inputs: Any) -> dict[str, Tensor]:
+def entry_tensors(inputs: Any) -> dict[str, Tensor]:
     """A row's entry as tensors; arrays are what a wire may have made of them."""
     return {
         name: value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))

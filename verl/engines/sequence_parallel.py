@@ -20,7 +20,7 @@ from verl.engines.forward import TokenForward
 from verl.engines.packing import padded
 from verl.engines.rows import MicroBatch
 from verl.engines.seen_rows import COLUMN as PICTURES
-from verl.engines.seen_rows import tensors_of
+from verl.engines.seen_rows import entry_tensors
 from verl.errors import ConfigError, NotBuiltError
 from verl.models.attention import PackedPlan
 from verl.models.attention.mixers import mixes_by_sequence
@@ -90,7 +90,7 @@ class SequenceForward(TokenForward):
     def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:
         if self.peers.size == 1:
             return super().__call__(micro, outputs, temperature)
-        parts = super().__call__(part_of(micro, self.peers), outputs, temperature)
+        parts = super().__call__(local_tokens(micro, self.peers), outputs, temperature)
         experts = parts.pop(COLUMN, None)
         # Every position is on one rank, and 0 on the others.
         ids = {name: self.peers.max(parts.pop(name)) for name in list(parts) if not parts[name].is_floating_point()}
@@ -100,7 +100,7 @@ class SequenceForward(TokenForward):
         return full
 
 
-def part_of(micro: MicroBatch, peers: Ranks) -> MicroBatch:
+def local_tokens(micro: MicroBatch, peers: Ranks) -> MicroBatch:
     """This rank's tokens of a packed micro-batch; padding at its end, a segment of its own, makes all parts equal."""
     if micro.attention is None:
         return micro  # the filler of ranks without rows: a token without attention to it
@@ -174,7 +174,7 @@ def _distinct_pictures(batch: DataProto) -> tuple[list[dict[str, Tensor]], list[
         return [], None
     distinct = {id(inputs): inputs for inputs in column}
     number = {key: at for at, key in enumerate(distinct)}
-    return [tensors_of(inputs) for inputs in distinct.values()], [number[id(inputs)] for inputs in column]
+    return [entry_tensors(inputs) for inputs in distinct.values()], [number[id(inputs)] for inputs in column]
 
 
 def _unpacked(fact: Any, raw: Tensor) -> DataProto:

@@ -38,7 +38,7 @@ from verl.protocol import DataProto
 
 
 class ShardedEngine(TorchEngine):
-    """A model over all processes of the run (`verl.distributed.start`), each with its own rows of every batch.
+    """A model over all processes of the run (`verl.distributed.join_group`), each with its own rows of every batch.
 
     Every method is collective: all ranks call it, in the same order; `infer` and `train_batch` may be handed batches of
     different size, also empty ones. A state is what this rank writes of a checkpoint, which then loads at any number of
@@ -97,7 +97,7 @@ class ShardedEngine(TorchEngine):
     # ---- building ----------------------------------------------------------------------------------------------
 
     def _join(self) -> Ranks:
-        return distributed.start(device=self.device)
+        return distributed.join_group(device=self.device)
 
     def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
         self.peers = self._peers(engine)

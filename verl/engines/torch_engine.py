@@ -33,7 +33,7 @@ from verl.device import torch_dtype
 from verl.distributed import Ranks
 from verl.distributed.boxes import written_once
 from verl.distributed.copies import compare_copies
-from verl.distributed.metrics import merged
+from verl.distributed.metrics import merge_metrics
 from verl.engines import memory
 from verl.engines.activations import host_activations
 from verl.engines.adapters import adapter_writer
@@ -48,10 +48,10 @@ from verl.engines.optimizer import copied, load_optimizer_state, optimizer_state
 from verl.engines.packing import plan_packed, plan_packed_together
 from verl.engines.rank_work import RankWork
 from verl.engines.recorded_experts import RecordedExperts, check_experts
-from verl.engines.rng import rng_state, set_rng_state
+from verl.engines.rng import gather_rng_state, restore_rng_state
 from verl.engines.rows import AlignedRows, MicroBatch
 from verl.engines.saving import WeightsToWrite, held, weights_to_write
-from verl.engines.seen_rows import tensors_of
+from verl.engines.seen_rows import entry_tensors
 from verl.engines.settings import PassSettings, check_settings, compute_dtype, recompute_activations
 from verl.engines.step import StepReport, clip_and_step, tell_broken_rows
 from verl.errors import CheckpointError, EngineError, ModelError
@@ -191,7 +191,7 @@ class TorchEngine(Engine):
 
     def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
         """Loss and metrics of all ranks, which all then have."""
-        return merged(total, metrics, self.ranks, self.num_peers)
+        return merge_metrics(total, metrics, self.ranks, self.num_peers)
 
     def _before_micro_batch(self, last: bool) -> None:
         """Called in front of each forward pass of an optimizer step."""
@@ -223,7 +223,7 @@ class TorchEngine(Engine):
         family = self.forward.family
         if family is None:
             return 0.0
-        pictures = [picture for inputs in column for picture in family.pictures(tensors_of(inputs))]
+        pictures = [picture for inputs in column for picture in family.pictures(entry_tensors(inputs))]
         trains = any(p.requires_grad for _, part in tower_modules(self.model, family) for p in part.parameters())
         return tower_flops(self.model, family, pictures) * (3 if trains else 1)
 
@@ -450,7 +450,7 @@ class TorchEngine(Engine):
     def _model_writer(self, tokenizer: Any) -> HFWriter:
         model, generates = self.model, self.model.can_generate()
         save = partial(
-            hf_folder.save,
+            hf_folder.save_hf_folder,
             config=model.config,
             tokenizer=tokenizer,
             generation_config=model.generation_config if generates else None,
@@ -518,7 +518,7 @@ class TorchEngine(Engine):
         }
         state = self._as_state(self._state_weights(), scalars)
         tensors, shards = dict(state.tensors), {}
-        tensors |= prefixed("extra", rng_state(self.device, self.ranks))
+        tensors |= prefixed("extra", gather_rng_state(self.device, self.ranks))
         if self.optimizer is not None:
             boxes, scalars["optimizer"] = self._optimizer_boxes()
             scalars["extra"] |= self.loss_scale.state()
@@ -535,7 +535,7 @@ class TorchEngine(Engine):
         if "extra" in state.scalars:
             self._set_schedule(int(state.scalars["extra"]["scheduler_step"]))
             self.loss_scale.load(state.scalars["extra"])
-            set_rng_state(state.section("extra"), self.device, self.ranks)
+            restore_rng_state(state.section("extra"), self.device, self.ranks)
 
     def load_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         self._fill(dict(weights))

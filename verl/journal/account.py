@@ -186,7 +186,7 @@ def numbers_in(made: Iterable[Sequence[int]]) -> Iterator[int]:
     return (number for first, count in made for number in range(first, first + count))
 
 
-def names_of(samples: Sequence[object]) -> str:
+def few_names(samples: Sequence[object]) -> str:
     """A few of them for a message, and how many more there are."""
     more = len(samples) - NAMED
     return ", ".join(str(record) for record in samples[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -174,7 +174,7 @@ class Journal:
             if os.fstat(self._file.fileno()).st_size < size:
                 return
             self.sync()
-            head = line_of({**self._run(step, self._entries), "check": self._last})
+            head = entry_line({**self._run(step, self._entries), "check": self._last})
             try:
                 self._begin_segment(head)
                 if limit is not None:
@@ -223,7 +223,7 @@ class Journal:
         Raises:
             DataError: the file cannot be written; it takes no further entry then, as it may end amid a line.
         """
-        lines = [line_of(entry) for entry in entries]
+        lines = [entry_line(entry) for entry in entries]
         if not lines:
             return
         with self.lock:
@@ -310,7 +310,7 @@ def entries_in(path: Path, until: int | None = None, replaced: bool = False) -> 
     """
     history, begins = _history(path, until), True
     for number, line in _lines(path, [range(1, ENDLESS)] if replaced else history):
-        entry = entry_of(line)
+        entry = parse_entry(line)
         if entry is None:
             if not line.endswith(b"\n"):
                 return
@@ -358,7 +358,7 @@ def _stream(path: Path) -> Iterator[tuple[int, bytes]]:
             if not follows:
                 yield number + 1, line
         elif line.startswith(NEXT_LINE):
-            entry = entry_of(line)
+            entry = parse_entry(line)
             if entry is None:
                 raise DamagedJournal("the line that names the next segment is damaged", got=str(place))
             follows = entry["segment"]
@@ -392,14 +392,14 @@ def _head_of(place: Path) -> Entry:
     """The first entry of a segment."""
     with _opened(place) as file:
         line = file.readline()
-    head = entry_of(line)
+    head = parse_entry(line)
     if head is None or _after(line, ENDLESS, place) is None or "after" not in head:
         raise DamagedJournal("the first line of a segment is damaged", got=str(place))
     return head
 
 
 def _next_line(segment: int, after: int, check: str) -> bytes:
-    return line_of({"event": NEXT, "segment": segment, "after": after, "check": check})
+    return entry_line({"event": NEXT, "segment": segment, "after": after, "check": check})
 
 
 def _damaged(path: Path, number: int) -> DamagedJournal:
@@ -448,7 +448,7 @@ def _after(line: bytes, number: int, path: Path) -> int | None:
     """
     if not line.endswith(b"\n"):
         return number - 1
-    entry = entry_of(line)
+    entry = parse_entry(line)
     if entry is not None and entry.get("format", FORMAT) not in range(FORMAT + 1):
         raise DataError(f"a later release wrote {path}, in the format {entry['format']}", allowed=f"up to {FORMAT}")
     after = None if entry is None else entry.get("after", number - 1)
@@ -477,18 +477,18 @@ def _new_file(place: Path, line: bytes) -> FileIO:
     return file
 
 
-def line_of(entry: Entry) -> bytes:
+def entry_line(entry: Entry) -> bytes:
     """An entry with the CRC-32 of its text as its last value: a disk or a hand may change a digit of it."""
     text = json.dumps(entry, separators=(",", ":")).encode()
     return b"%s%s%08x%s" % (text[:-1], CHECK, zlib.crc32(text), END)
 
 
 def check_of(line: bytes) -> str:
-    """The checksum of a line, as `line_of` put it there."""
+    """The checksum of a line, as `entry_line` put it there."""
     return line[-len(END) - 8 : -len(END)].decode(errors="replace")
 
 
-def entry_of(line: bytes) -> Entry | None:
+def parse_entry(line: bytes) -> Entry | None:
     """One line; None for a damaged one, and for the last one where a kill cut it off.
 
     Lines of earlier releases have no checksum.

@@ -89,7 +89,7 @@ def idle_table(spans: Sequence[Span]) -> str:
     return "\n".join([*lines, f"{'all':<12}{length:>10.3f} seconds"])
 
 
-def draw(spans: Sequence[Span], title: str) -> str:
+def draw_gantt(spans: Sequence[Span], title: str) -> str:
     """An SVG picture."""
     rows = by_role(spans)
     begin, length = min(s.begin for s in spans), max(s.end for s in spans) - min(s.begin for s in spans)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             spans = of_steps(spans, *_steps(args.steps))
         print(idle_table(spans))
         if args.out is not None:
-            args.out.write_text(draw(spans, args.title or str(args.run)), encoding="utf-8")
+            args.out.write_text(draw_gantt(spans, args.title or str(args.run)), encoding="utf-8")
             print(args.out)
     except (VerlError, OSError) as error:
         print(error, file=sys.stderr)

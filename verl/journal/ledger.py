@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import DataError
-from verl.journal.account import REASONS, Account, Key, names_of, ranges
+from verl.journal.account import REASONS, Account, Key, few_names, ranges
 from verl.journal.file import Entry, Journal
 
 KEY = "trainer.ledger"
@@ -127,13 +127,13 @@ class Ledger:
         account = self.account
         lost, faults = account.missing(waiting), list(account.faults)
         if lost:
-            faults.append(f"{len(lost)} samples were lost: {names_of(lost)}")
+            faults.append(f"{len(lost)} samples were lost: {few_names(lost)}")
         settled = account.trained + account.dropped.total() + len(account.open)
         if account.sampled != settled:
             faults.append(f"{account.sampled} samples were requested, and {settled} are accounted for")
         if faults:
             raise DataError(
-                f"the account of the samples does not balance: {names_of(faults)}",
+                f"the account of the samples does not balance: {few_names(faults)}",
                 key=KEY,
                 got=str(self._journal.path),
                 fix=f"python -m verl.journal.ledger_reader {self._journal.path} shows them. The weights are those of "

@@ -185,7 +185,7 @@ def asked_for(step: int | None, uid: str | None, dropped: str | None) -> Choice:
     return is_meant
 
 
-def answer(place: Path, step: int | None, uid: str | None, dropped: str | None, limit: int) -> str:
+def ledger_answer(place: Path, step: int | None, uid: str | None, dropped: str | None, limit: int) -> str:
     """The answer as text.
 
     Raises:
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=SHOWN, help=f"samples that are shown; {SHOWN} by default")
     args = parser.parse_args(argv)
     try:
-        print(answer(args.run, args.step, args.uid, args.dropped, args.limit))
+        print(ledger_answer(args.run, args.step, args.uid, args.dropped, args.limit))
     except VerlError as error:
         print(error, file=sys.stderr)
         return 2

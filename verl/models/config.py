@@ -55,8 +55,8 @@ def load_model_config(
         ConfigError: ``override_config`` names an attribute that this configuration does not have.
     """
     import_external(external_lib)
-    where = folder.resolve(hf_config_path or path)
-    folder.check(where, weights=False)
+    where = folder.resolve_model(hf_config_path or path)
+    folder.check_model_folder(where, weights=False)
     with quiet_transformers(), readable_errors(where):
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
     if not trust_remote_code:

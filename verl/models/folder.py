@@ -23,7 +23,7 @@ ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-def resolve(path: str | Path) -> str:
+def resolve_model(path: str | Path) -> str:
     """The path with ``~`` and variables expanded if it is a folder, else a hub id as it stands.
 
     Raises:
@@ -47,7 +47,7 @@ def resolve(path: str | Path) -> str:
     )
 
 
-def check(path: str, weights: bool = True) -> None:
+def check_model_folder(path: str, weights: bool = True) -> None:
     """Raise a `ModelError` that lists what a local model folder lacks; a hub id passes unseen.
 
     Args:

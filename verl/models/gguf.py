@@ -53,7 +53,7 @@ def write_folder(file: Path, target: Path) -> Path:
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = model.config
     config.__dict__.pop("quantization_config", None)  # its weights are floats now
-    return hf_folder.save(
+    return hf_folder.save_hf_folder(
         target,
         config=config,
         weights=export_weights(model),

@@ -34,7 +34,7 @@ def _save_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def save(
+def save_hf_folder(
     target: str | Path,
     *,
     config: Any,
@@ -101,7 +101,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     Raises:
         ModelError: the folder holds no safetensors files, or they cannot be read.
     """
-    folder = Path(model_folder.resolve(path))
+    folder = Path(model_folder.resolve_model(path))
     files = model_folder.weight_files(folder)
     if not files:
         raise ModelError("this folder holds no safetensors files", got=str(path))

@@ -149,8 +149,8 @@ def _load(
     for name, value in (settings or {}).items():
         setattr(config, name, value)
     auto = _seeing(auto, config)
-    where = folder.resolve(path)
-    folder.check(where)
+    where = folder.resolve_model(path)
+    folder.check_model_folder(where)
     converted = _converted_weights(where, device)
     with quiet_transformers(), readable_errors(where), torch.random.fork_rng(devices=_cuda_devices()):
         torch.manual_seed(seed)

@@ -142,7 +142,7 @@ def config_of(settings: LoraSettings) -> Any:
     return read_adapter(settings.adapter_path)[0] if settings.adapter_path else _peft_config(settings)
 
 
-def write_config(model: Any, folder: Path, base: str) -> None:
+def write_adapter_config(model: Any, folder: Path, base: str) -> None:
     """Write ``adapter_config.json`` beside an adapter's tensors, so that peft and transformers load the folder."""
     import copy
 
@@ -198,7 +198,7 @@ def is_adapter(names: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def merged(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapter(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights as the base model names them, the adapter's product added to those it changes.
 
     Args:

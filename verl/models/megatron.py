@@ -342,7 +342,7 @@ REFUSED: Mapping[str, str] = {
 """Families that have no table, and why."""
 
 
-def family_of(config: Any) -> Family:
+def megatron_family(config: Any) -> Family:
     """The family of a Hugging Face text configuration.
 
     Raises:

@@ -28,9 +28,9 @@ from verl.models.megatron import (
     VALUE_HEAD,
     Family,
     Slot,
-    family_of,
     filled,
     fused,
+    megatron_family,
     slots_of,
 )
 from verl.models.megatron_folder import FILES, FolderPlace, Heads, write_manifest
@@ -41,7 +41,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pth", "*.pt")
 
 
-def convert(
+def convert_to_megatron(
     source: str | Path, target: str | Path, *, trust_remote_code: bool = False, ranks: Ranks | None = None
 ) -> Path:
     """Write ``source`` with Megatron-Core's weights.
@@ -59,9 +59,9 @@ def convert(
     """
     ranks, target = ranks or Ranks(), Path(env.expand(str(target)))
     config = load_model_config(str(source), trust_remote_code=trust_remote_code).get_text_config()
-    family = family_of(config)
+    family = megatron_family(config)
     settings = family.settings(config)
-    ranks.only_first(lambda: _prepare(Path(model_folder.resolve(source)), target))
+    ranks.only_first(lambda: _prepare(Path(model_folder.resolve_model(source)), target))
     with SlicedFolder.opened(source) as weights:
         tied = bool(config.tie_word_embeddings)
         slots = list(_slots(family, settings, weights, tied))

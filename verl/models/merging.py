@@ -78,7 +78,7 @@ def merge(source: str | Path, target: str | Path, trust_remote_code: bool = Fals
     raise ModelError("this folder holds no weights of a model", got=str(source), fix=hint)
 
 
-def compare(merged: str | Path, expected: str | Path) -> list[str]:
+def compare_folders(merged: str | Path, expected: str | Path) -> list[str]:
     """What differs between two Hugging Face folders, one line each; nothing where they hold the same model."""
     ours, theirs = hf_folder.read_weights(merged), hf_folder.read_weights(expected)
     differences = [f"{name}: only in {where}" for where, names in (
@@ -166,7 +166,7 @@ def _from_converted(folder: Path, target: Path, trust_remote_code: bool) -> Path
     with quiet_transformers():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with SlicedFolder.opened(folder) as weights:
-        return hf_folder.save(
+        return hf_folder.save_hf_folder(
             target,
             config=config,
             weights=((name, weights.whole(name)) for name in weights.names()),
@@ -187,7 +187,7 @@ def _write(target: Path, source: Path, weights: Mapping[str, Tensor], trust_remo
         if not any(head.shape == other.shape and torch.equal(head, other) for other in named.values()):
             named["lm_head.weight"] = head  # an adapter trained it, and not the embeddings
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    return hf_folder.save(
+    return hf_folder.save_hf_folder(
         target,
         config=config,
         weights=iter(named.items()),
@@ -242,8 +242,8 @@ def _merge_adapter(folder: Path, target: Path, trust_remote_code: bool) -> Path:
     model: Any = load_causal_lm(base, dtype=stored or torch.float32, trust_remote_code=trust_remote_code)
     lora.add_adapter(model, lora.LoraSettings(rank=0, adapter_path=str(folder)), seed=0)
     if nf4.recorded(folder) is not None:
-        nf4.quantize(model)
-    return hf_folder.save(
+        nf4.quantize_frozen(model)
+    return hf_folder.save_hf_folder(
         target,
         config=model.config,
         weights=export_weights(model),

@@ -86,7 +86,7 @@ class _Product(torch.autograd.Function):
         return grads[0] @ ctx.layer.restored().to(grads[0].dtype), None, None
 
 
-def quantize(model: Any, weight_of: Callable[[str], Tensor] | None = None) -> None:
+def quantize_frozen(model: Any, weight_of: Callable[[str], Tensor] | None = None) -> None:
     """Put NF4 layers into the place of all frozen linear layers but the head, one after the other.
 
     Args:
@@ -117,14 +117,14 @@ def inner_linears(model: Any) -> list[tuple[str, nn.Linear]]:
     return [(name, m) for name, m in every if m is not head]
 
 
-def quantized_layers(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
+def nf4_layers(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
     """Name of the weight in memory, and its layer."""
     return ((f"{name}.weight", m) for name, m in model.named_modules() if isinstance(m, NF4Linear))
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether `quantize` was here."""
-    return any(True for _ in quantized_layers(model))
+    """Whether `quantize_frozen` was here."""
+    return any(True for _ in nf4_layers(model))
 
 
 def record_of(model: Any) -> dict[str, str]:
@@ -142,14 +142,14 @@ def check_record(saved: Mapping[str, Any], model: Any) -> None:
 
 def size_in_words(model: nn.Module) -> str:
     """How many bytes a quantized model's linear layers take, and how many they would take unquantized."""
-    layers = [layer for _, layer in quantized_layers(model)]
+    layers = [layer for _, layer in nf4_layers(model)]
     packed = sum(layer.packed.nbytes + layer.largest.nbytes for layer in layers)
     before = sum(layer.in_features * layer.out_features * layer.dtype.itemsize for layer in layers)
     rest = sum(p.nbytes for p in model.parameters())
     return f"{len(layers)} linear layers in 4 bits: {packed} bytes instead of {before}; {rest} bytes stay as they are"
 
 
-def write_record(model: nn.Module, folder: Path) -> None:
+def write_rounding_record(model: nn.Module, folder: Path) -> None:
     """Say in an adapter's folder how its base was rounded."""
     if is_quantized(model):
         (folder / RECORD).write_text(json.dumps({KEY: NAME, "block_size": BLOCK}, indent=2) + "\n", encoding="utf-8")

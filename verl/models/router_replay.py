@@ -74,7 +74,7 @@ class ExpertRecorder:
     @torch.compiler.disable  # a hook with a branch on recording would compile layers twice
     def _note(self, layer: int, module: nn.Module, inputs: Any, out: Any) -> None:
         if self._records:
-            self._seen[layer] = experts_of(module, out).to(torch.int16)
+            self._seen[layer] = routed_experts(module, out).to(torch.int16)
 
     def take(self) -> Tensor:
         """(tokens, layers, top_k) int16 of the last pass, on its device."""
@@ -170,7 +170,7 @@ class RouterReplay(ExpertRecorder):
     def _find(self, router: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> int:
         """Which of a router's top-k calls gives its experts, seen in one call."""
         with _TopK() as calls:
-            experts = experts_of(router, forward(*inputs))
+            experts = routed_experts(router, forward(*inputs))
         places = [number for number, indices in enumerate(calls.indices) if indices is experts]
         if len(places) != 1:
             message = f"{type(router).__name__} does not take its experts from one top-k call, so none can be replayed"
@@ -219,7 +219,7 @@ class _TopK(TorchFunctionMode):
         return out
 
 
-def experts_of(router: nn.Module, out: Any) -> Tensor:
+def routed_experts(router: nn.Module, out: Any) -> Tensor:
     """(tokens, top_k) the experts in what a router returned.
 
     Raises:

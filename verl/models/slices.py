@@ -29,7 +29,7 @@ class SlicedFolder:
     @contextlib.contextmanager
     def opened(cls, path: str | Path) -> Iterator[SlicedFolder]:
         """Within the block the folder's files are open; nothing of them is in memory."""
-        folder = Path(model_folder.resolve(path))
+        folder = Path(model_folder.resolve_model(path))
         converted = (folder / model_folder.CONVERTED).is_file()
         names = sorted(folder.glob(megatron_folder.FILES)) if converted else model_folder.weight_files(folder)
         if not names:

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.errors import ModelError
 from verl.models import folder as model_folder
 from verl.models.hollow import new_tensors
-from verl.models.nf4 import quantize
+from verl.models.nf4 import quantize_frozen
 from verl.models.slices import SlicedFolder
 from verl.models.weights import WeightPlace, named_tensors, places_on_disk
 
@@ -169,7 +169,7 @@ def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
     Raises:
         ModelError: they cannot, for the reason that the message gives.
     """
-    if not Path(model_folder.resolve(path)).is_dir():
+    if not Path(model_folder.resolve_model(path)).is_dir():
         raise ModelError("the weights are not in a folder of this machine", got=path)
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError("the weights are quantized", got=path)
@@ -195,7 +195,7 @@ def fill_quantized(model: Any, stored: StoredWeights) -> None:
         return stored.box(name, [(0, length) for length in stored.shape(name)])
 
     fresh = set(new_tensors(model))
-    quantize(model, read)
+    quantize_frozen(model, read)
     for name, tensor in named_tensors(model).items():
         if name not in fresh:
             tensor.data = read(name).to(tensor.dtype)

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl.errors import ModelError, suggest
 from verl.models import lora
 from verl.models.config import quiet_transformers
-from verl.models.nf4 import is_quantized, quantized_layers
+from verl.models.nf4 import is_quantized, nf4_layers
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer in a name."""
@@ -59,7 +59,7 @@ def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _restored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """As `export_weights`, of a model with weights in 4 bits."""
-    layers = dict(quantized_layers(model))
+    layers = dict(nf4_layers(model))
     units: dict[str, dict[str, torch.Tensor | None]] = {}
     for name, tensor in [*named_tensors(model).items(), *dict.fromkeys(layers).items()]:
         number = _LAYER.search(name)
@@ -80,7 +80,9 @@ def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         model: only its class and configuration count, and where it has an adapter.
         tensors: name in memory -> full tensor; all of them or a part, such as one layer.
     """
-    return revert_weight_conversion(model, lora.merged(model, tensors) if lora.has_adapter(model) else dict(tensors))
+    return revert_weight_conversion(
+        model, lora.merge_adapter(model, tensors) if lora.has_adapter(model) else dict(tensors)
+    )
 
 
 def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
@@ -213,7 +215,7 @@ def names_in_memory(
 
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters; tied ones count once, those in 4 bits as the numbers that they stand for."""
-    in_4_bits = sum(layer.in_features * layer.out_features for _, layer in quantized_layers(model))
+    in_4_bits = sum(layer.in_features * layer.out_features for _, layer in nf4_layers(model))
     return in_4_bits + sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -42,7 +42,7 @@ class TracedCall:
 
     def returns(self, value: Any) -> None:
         """What the call gave."""
-        shown = plain(value)
+        shown = plain_copy(value)
         self.outputs = hide(shown) if isinstance(shown, dict) else shown
 
 
@@ -88,7 +88,7 @@ def _text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> str:
         return f"<no text: {type(error).__name__}: {error}>"
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain_copy(value: Any, depth: int = 0) -> Any:
     """A copy as plain data: numbers, text, lists, dicts; anything else, and what is large or deep, by its ``repr``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -98,9 +98,9 @@ def plain(value: Any, depth: int = 0) -> Any:
         except Exception as error:  # boundary: code of any object; a trace that lacks it is better than no sample
             return f"<{type(value).__name__}: {type(error).__name__}>"
         if isinstance(inside, dict):
-            return {str(name): plain(item, depth + 1) for name, item in inside.items()}
+            return {str(name): plain_copy(item, depth + 1) for name, item in inside.items()}
         if isinstance(inside, list):
-            return [plain(item, depth + 1) for item in inside]
+            return [plain_copy(item, depth + 1) for item in inside]
         if isinstance(inside, int | float | str):
             return inside
     try:
@@ -127,5 +127,5 @@ def _inside_of(value: Any) -> Any:
 
 def plain_dict(values: Mapping[Any, Any]) -> dict[str, Any]:
     """The values of a mapping, or of arguments by name, as plain data without secrets."""
-    shown: dict[str, Any] = hide({str(name): plain(value) for name, value in values.items()})
+    shown: dict[str, Any] = hide({str(name): plain_copy(value) for name, value in values.items()})
     return shown

@@ -110,7 +110,7 @@ def active() -> Traces | None:
     return None if _active is None or _active.is_off else _active
 
 
-def start(
+def start_traces(
     backend: str, project: str | None, experiment: str | None, token2text: bool = False, most: int | None = None
 ) -> Traces:
     """Record traces in this process from now on; the same settings again reuse what is running, unless it failed.
@@ -131,7 +131,7 @@ def start(
     return _active
 
 
-def stop() -> None:
+def stop_traces() -> None:
     """Write what there is, and record nothing from now on."""
     global _active
     if _active is not None:

@@ -66,14 +66,14 @@ class Tracker(ABC):
         """Flush and close; called once."""
 
 
-def opened(picture: bytes) -> Any:
+def open_picture(picture: bytes) -> Any:
     """The PIL image in `Sample.picture`."""
     from PIL import Image
 
     return Image.open(io.BytesIO(picture))
 
 
-def numbers(data: Mapping[str, Any]) -> dict[str, float | int]:
+def scalar_metrics(data: Mapping[str, Any]) -> dict[str, float | int]:
     """The scalar metrics of a step as Python numbers; text and lists are left out, booleans become 0 and 1."""
     values: dict[str, float | int] = {}
     for key, value in data.items():

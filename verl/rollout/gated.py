@@ -18,7 +18,7 @@ from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
 from verl.rollout.change import ChangeEvent
 from verl.rollout.readiness import Readiness, check_level
-from verl.rollout.resume import continued, joined
+from verl.rollout.resume import continued, join_attempts
 from verl.rollout.uniforms import stream_key
 from verl.weight_sync import WeightChunk
 
@@ -134,7 +134,7 @@ class GatedSampler(Sampler):
             if not (parts and parts[-1].is_interrupted):
                 self._spared.discard(request.id)
         self._counts["requests"] += not parts[-1].is_interrupted
-        return joined(parts)
+        return join_attempts(parts)
 
     async def _attempt(self, request: Request) -> Completion:
         """What is sampled until the end, or until new weights interrupt it."""

@@ -44,7 +44,7 @@ def server_sampler(url: str, rollout: Any, model: Any, is_alone: bool) -> Server
     return ServerSampler.one_of(rollout, model, url, api=api, max_attempts=None if is_alone else 1)
 
 
-def make_sampler(
+def place_sampler(
     rollout: Any, model: Any, device: str, is_colocated: bool = True, devices: Sequence[str] = ()
 ) -> Sampler:
     """The sampler of one worker: in its process, or with any other transport than ``naive`` in a child of it.

@@ -14,7 +14,7 @@ from verl.errors import VerlError
 from verl.metrics import notice
 from verl.rollout.base import Completion, Moved, Request, Sampler
 from verl.rollout.lost import LOSSES
-from verl.rollout.resume import joined
+from verl.rollout.resume import join_attempts
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AttemptReport:
 
     def drawn(self) -> Completion | None:
         """Everything that was reported."""
-        return joined(self._parts) if self._parts else None
+        return join_attempts(self._parts) if self._parts else None
 
 
 class DrawnReports:

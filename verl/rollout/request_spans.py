@@ -17,7 +17,7 @@ from verl.errors import ReplayError
 from verl.journal.schedule import Draws, Notes, Span
 from verl.rollout.base import Completion, Request
 from verl.rollout.change import ChangeEvent
-from verl.rollout.resume import continued, joined
+from verl.rollout.resume import continued, join_attempts
 
 Serve = Callable[[Request], Awaitable[Completion]]
 
@@ -110,7 +110,7 @@ class RequestSpans:
             parts.append(part)
             request = continued(request, part)
             self._drew(request)
-        return joined(parts)
+        return join_attempts(parts)
 
     async def _has(self, version: int, request: Request) -> None:
         """Return once the service has these weights."""

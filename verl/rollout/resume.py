@@ -34,7 +34,7 @@ def after(done: Completion, count: int) -> Completion:
     )
 
 
-def joined(parts: Sequence[Completion]) -> Completion:
+def join_attempts(parts: Sequence[Completion]) -> Completion:
     """The attempts at one response, in order, as one completion.
 
     Log-probs are there where every attempt has them, experts as far as any attempt has them;
@@ -64,11 +64,11 @@ def _experts(parts: Sequence[Completion]) -> Any:
     joined = None
     for part in parts:
         if part.token_ids and part.routed_experts is not None:
-            joined = extended(joined, part.routed_experts)
+            joined = append_experts(joined, part.routed_experts)
     return joined
 
 
-def extended(known: np.ndarray | None, later: np.ndarray) -> np.ndarray:
+def append_experts(known: np.ndarray | None, later: np.ndarray) -> np.ndarray:
     """The experts of a resumed sequence: those of its prefix, then those that a later request adds.
 
     Args:

@@ -21,7 +21,7 @@ from verl.rollout.gated import Gate
 from verl.rollout.lost import LOSSES, EngineLostError
 from verl.rollout.reports import AttemptReport, DrawnReports, ReplicaState, ServiceState
 from verl.rollout.request_spans import RequestSpans
-from verl.rollout.resume import continued, joined
+from verl.rollout.resume import continued, join_attempts
 from verl.rollout.waiting import Queue
 from verl.weight_sync import WeightChunk, deliver
 
@@ -196,9 +196,9 @@ class SamplerService(Sampler):
                     self._at_gate.discard(request.id)
                     parts.append(await self._route(request))
                 if not parts[-1].is_interrupted:
-                    return joined(parts)
+                    return join_attempts(parts)
                 if request.id in self._given_up:
-                    return replace(joined(parts), is_interrupted=False)
+                    return replace(join_attempts(parts), is_interrupted=False)
                 self._counts["interrupted"] += 1
                 self._router.leave(request)
                 request = continued(request, parts[-1])
@@ -219,7 +219,7 @@ class SamplerService(Sampler):
             replica = await self._acquire(request, arrival, avoided, last)
             if replica is None or request.id in self._given_up:
                 self._queue.call_next()  # where a slot was free, others can use it
-                return joined((*parts, Completion(request.id, (), (), "abort", ())))
+                return join_attempts((*parts, Completion(request.id, (), (), "abort", ())))
             self._queue.began(request, arrival)
             done = None
             try:
@@ -239,7 +239,7 @@ class SamplerService(Sampler):
                 self._queue.call_next()
             if not replica.is_lost or not self._published:
                 replica.recovered()
-            return joined((*parts, done))
+            return join_attempts((*parts, done))
         self._counts["resent"] -= 1
         raise EngineLostError(
             f"request {request.id!r} was lost by {len(avoided)} replicas in turn, the last time: {last}"

@@ -79,7 +79,7 @@ class NotPrivateError(Exception):
         self.folder = folder
 
 
-def private_folder(place: Path) -> Path:
+def make_private_folder(place: Path) -> Path:
     """A folder of this user's alone where everybody may make one; its owner and mode are checked.
 
     Args:
@@ -152,7 +152,7 @@ def _stage_in_memory(path: Path, lock_suffix: str, again: bool) -> Path:
     files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
     need = sum(p.stat().st_size for p in files)
     newest = max((p.stat().st_mtime_ns for p in files), default=0)
-    target = private_folder(SHARED_MEMORY) / _digest(f"{path.resolve()}:{need}:{newest}") / path.name
+    target = make_private_folder(SHARED_MEMORY) / _digest(f"{path.resolve()}:{need}:{newest}") / path.name
     free = shutil.disk_usage(SHARED_MEMORY).free
     if not target.exists() and need > free:
         notice(

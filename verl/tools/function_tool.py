@@ -90,7 +90,7 @@ def function_tool(
 
     def wrap(fn: Callable[..., Any]) -> FunctionTool:
         called = name or fn.__name__
-        shown = schema if schema is not None else schema_of(fn, called)
+        shown = schema if schema is not None else function_schema(fn, called)
         tool = FUNCTION_TOOL_REGISTRY[called] = FunctionTool(called, fn, shown, inspect.iscoroutinefunction(fn))
         return tool
 
@@ -102,7 +102,7 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     return [thing for thing in vars(load_module(path)).values() if isinstance(thing, FunctionTool)]
 
 
-def schema_of(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
+def function_schema(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
     """The schema of a typed function with a Google-style docstring."""
     summary, texts = read_docstring(inspect.getdoc(fn) or "")
     hints = typing.get_type_hints(fn)

@@ -77,7 +77,7 @@ class MCPBaseTool(BaseTool):
         offered = {server: _offered(server) for server in servers}
         names = _selected(section.get("tool_selected_list"), [t["name"] for tools in offered.values() for t in tools])
         return [
-            cls(config, schema_of(tool), server)
+            cls(config, mcp_schema(tool), server)
             for server, tools in offered.items()
             for tool in tools
             if names is None or tool["name"] in names
@@ -106,7 +106,7 @@ class MCPBaseTool(BaseTool):
                     parts.append(part)
             except (VerlError, ValueError):  # a kind that is not read, or damaged: the model gets its type
                 parts.append(part)
-        text = text_of({**reply, "content": parts}) if parts or not images else ""
+        text = result_text({**reply, "content": parts}) if parts or not images else ""
         answer = ToolResponse(text=f"Error: {text}" if refused else text, image=images or None)
         return answer, None, {"mcp_failed": float(refused), "mcp_restarts": self.server.restarts}
 
@@ -142,7 +142,7 @@ def read_servers(path: str, limits: Mapping[str, Any]) -> list[McpServer]:
     return [McpServer(spec) for spec in specs]
 
 
-def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+def mcp_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as an MCP server describes it, in OpenAI's form."""
     parameters = {"type": "object", "properties": {}, **(tool.get("inputSchema") or {})}
     described = str(tool.get("description") or tool.get("title") or tool["name"])
@@ -165,7 +165,7 @@ def image_of(part: Mapping[str, Any]) -> dict[str, bytes]:
     return {"bytes": base64.b64decode(data, validate=True)}
 
 
-def text_of(result: Mapping[str, Any]) -> str:
+def result_text(result: Mapping[str, Any]) -> str:
     """What a model is shown of a result: its texts; of other parts their kind."""
     parts = []
     for part in result.get("content") or ():

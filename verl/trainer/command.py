@@ -11,12 +11,12 @@ from verl.errors import NotBuiltError, VerlError, hide_in_text, printable
 from verl.terminal import tell
 
 
-def run(work: Callable[[], Any]) -> int:
+def run_program(work: Callable[[], Any]) -> int:
     """Do the work of a program; returns the exit status."""
     try:
         work()
     except VerlError as error:
-        return report(error)
+        return report_error(error)
     except KeyboardInterrupt:
         return interrupted()
     return 0
@@ -28,7 +28,7 @@ def interrupted() -> int:
     return 128 + signal.SIGINT
 
 
-def report(error: VerlError) -> int:
+def report_error(error: VerlError) -> int:
     """Print the message, the worker that it comes from, and its causes; returns the exit status."""
     print(f"error: {error}", file=sys.stderr)
     for note in getattr(error, "__notes__", ()):
@@ -41,4 +41,4 @@ def report(error: VerlError) -> int:
 
 def not_built(program: str, feature: str, fix: str = "Start verl.trainer.main_ppo.") -> int:
     """What a program of upstream says that does not exist here, whatever its words; returns the exit status."""
-    return report(NotBuiltError(f"not built yet: {feature}", key=f"python -m {program}", fix=fix))
+    return report_error(NotBuiltError(f"not built yet: {feature}", key=f"python -m {program}", fix=fix))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from verl.trainer.pairs import DPOTrainer
 
 
-def build(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
+def build_dpo(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.preference import DPOLoss
     from verl.data import create_preference_datasets, processor_of
@@ -39,7 +39,7 @@ def build(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    return launch.main("dpo_trainer", build, look_at_pairs, argv)
+    return launch.main("dpo_trainer", build_dpo, look_at_pairs, argv)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ class SourceReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def report(answers: Answers, results: Sequence[RewardResult], right_from: float, seed: int) -> dict[str, SourceReport]:
+def report_sources(
+    answers: Answers, results: Sequence[RewardResult], right_from: float, seed: int
+) -> dict[str, SourceReport]:
     """The results of every data source, in the order of their names."""
     sources = [str(sample.data_source) for sample in answers.samples]
     scores = [result.score for result in results]
@@ -185,7 +187,7 @@ class Difference:
     better: float
 
 
-def compare(
+def compare_runs(
     answers: Answers, results: Sequence[RewardResult], other: Answers, theirs: Sequence[RewardResult], seed: int
 ) -> dict[str, Difference]:
     """The difference of two runs by data source; prompts are matched by their text, and drawn in pairs.

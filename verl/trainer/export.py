@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from verl.errors import NotBuiltError, VerlError
 from verl.metrics import notice
-from verl.models.merging import compare, merge
+from verl.models.merging import compare_folders, merge
 from verl.registry import ENGINES
 from verl.storage import check_push, default_hub, push_to_hub
 
@@ -83,7 +83,7 @@ def _run(a: argparse.Namespace) -> int:
         print(f"pushed it to {push_to_hub(target, repository, a.hub, a.private)}")
     if a.command == "merge":
         return 0
-    differences = compare(target, a.test_hf_dir)
+    differences = compare_folders(target, a.test_hf_dir)
     print("\n".join(differences) or "the two hold the same model")
     return int(bool(differences))
 

@@ -13,7 +13,7 @@ from verl import env
 from verl.config import load_config
 from verl.config.loading.configuration import FirstLook
 from verl.errors import VerlError, WorkerError
-from verl.trainer.command import interrupted, report
+from verl.trainer.command import interrupted, report_error
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
@@ -25,7 +25,7 @@ Build = Callable[..., "SupervisedTrainer"]
 """``build(config, tokenizer, ctx)`` makes the trainer of a checked configuration."""
 
 
-def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
+def run_checked(config: Any, build: Build, ranks: Ranks | None = None) -> None:
     """Run a checked configuration.
 
     Args:
@@ -37,17 +37,17 @@ def run(config: Any, build: Build, ranks: Ranks | None = None) -> None:
     from verl.trainer import runtime
 
     trainer = config.trainer
-    runtime.start(trainer.seed, trainer.default_local_dir)
+    runtime.prepare_process(trainer.seed, trainer.default_local_dir)
     on = device.resolve_device(trainer.device)
     refuse_without_cuda([role_of_supervised(config)], on, config.model.external_lib)
     if ranks is not None:
         _fit(config, build, Spmd(ranks, trainer.seed))
         return
     several = env.get_int("WORLD_SIZE", 1) > 1
-    ranks = distributed.start(device=on) if several else distributed.Ranks()
+    ranks = distributed.join_group(device=on) if several else distributed.Ranks()
     _fit(config, build, Spmd(ranks, trainer.seed))
     if several:
-        distributed.stop()  # not after an error: leaving would wait for dead ranks
+        distributed.leave_group()  # not after an error: leaving would wait for dead ranks
 
 
 def _fit(config: Any, build: Build, ctx: Any) -> None:
@@ -55,7 +55,7 @@ def _fit(config: Any, build: Build, ctx: Any) -> None:
     from verl.trainer import runtime
 
     model = config.model
-    ctx.only_main(lambda: runtime.check_folder(config))
+    ctx.only_main(lambda: runtime.check_run_folders(config))
     tokenizer = tokenizer_of(model)
     build(config, tokenizer, ctx).fit()
 
@@ -70,7 +70,7 @@ def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | No
     except VerlError as error:
         return _failed(error, tell=rank == 0)  # the same on every rank
     try:
-        run(config, build)
+        run_checked(config, build)
     except WorkerError as error:
         return _failed(error, tell=rank == 0)  # of another rank
     except VerlError as error:
@@ -82,7 +82,7 @@ def main(program: str, build: Build, first_look: FirstLook, argv: list[str] | No
 
 def _failed(error: VerlError, tell: bool) -> int:
     if tell:
-        return report(error)
+        return report_error(error)
     if env.get("TORCHELASTIC_RUN_ID"):
         time.sleep(UNTIL_TOLD)  # torchrun ends all ranks as soon as one has left: rank 0 has to say why first
     return 2

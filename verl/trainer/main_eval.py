@@ -23,7 +23,7 @@ from verl.rewards.samples import RewardFailure, RewardResult, RewardSample
 from verl.rewards.scoring import Scorer, ScoringLimits
 from verl.rewards.truths import check_setting, check_truths
 from verl.trainer import evaluation
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 from verl.trainer.evaluation import Answers
 
 
@@ -40,11 +40,11 @@ def run_eval(config: EvaluationConfig) -> str:
     scorer = Scorer(function, ScoringLimits(timeout=config.report.timeout, num_workers=config.report.num_workers))
     answers, results = _scored(config, scorer, config.data.path, "data.path")
     settings = config.report
-    reports = evaluation.report(answers, results, settings.right_from, settings.seed)
+    reports = evaluation.report_sources(answers, results, settings.right_from, settings.seed)
     differences = None
     if settings.compare:
         other, theirs = _scored(config, scorer, settings.compare, "report.compare")
-        differences = evaluation.compare(answers, results, other, theirs, settings.seed)
+        differences = evaluation.compare_runs(answers, results, other, theirs, settings.seed)
     scorer.close()
     text = evaluation.markdown(reports, differences)
     if settings.markdown:
@@ -121,7 +121,7 @@ def with_compare(argv: Sequence[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Command line; a user's error is one message and exit status 2."""
     words = sys.argv[1:] if argv is None else argv
-    return run(lambda: print(run_eval(cast(EvaluationConfig, load_config("evaluation", with_compare(words))))))
+    return run_program(lambda: print(run_eval(cast(EvaluationConfig, load_config("evaluation", with_compare(words))))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from verl.config.schema.generation import GenerationConfig
 from verl.data.look import look_at_questions
 from verl.errors import ModelError
 from verl.metrics import notice
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 
 
 def run_generation(config: GenerationConfig) -> str:
@@ -24,7 +24,7 @@ def run_generation(config: GenerationConfig) -> str:
     from verl.trainer import runtime
     from verl.trainer.generation import Job, generate_file, model_identity, sampling_of
 
-    runtime.start(config.trainer.seed)
+    runtime.prepare_process(config.trainer.seed)
     path = copy_to_local(config.model.path, use_shm=config.model.use_shm, error=ModelError, key="model.path")
     model = replace(config.model, path=path)
     tokenizer = tokenizer_of(model)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         for key in unread(config, read_config("generation", []), reads):
             notice(key, "changed nothing: batch generation with this engine has no use for it")
 
-    return run(work)
+    return run_program(work)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from verl.config import PPOTrainerConfig, load_config, replace
 from verl.config.machine.pools import spec_of
 from verl.config.rules.checks import missing_folder
 from verl.errors import ConfigError, ModelError
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 
 OUTPUT = "data.output_path"
 IN_FLIGHT = 128
@@ -35,7 +35,7 @@ def run_generation_server(config: PPOTrainerConfig, output: str, argv: list[str]
     from verl.trainer import runtime
     from verl.trainer.generation import Job, generate_file, model_identity, sampling_of
 
-    runtime.start(config.trainer.seed)
+    runtime.prepare_process(config.trainer.seed)
     policy = config.actor_rollout_ref
     path = copy_to_local(
         policy.model.path, use_shm=policy.model.use_shm, error=ModelError, key="actor_rollout_ref.model.path"
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", rest, served=True))
         print(run_generation_server(config, output, rest))
 
-    return run(work)
+    return run_program(work)
 
 
 if __name__ == "__main__":

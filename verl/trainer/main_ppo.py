@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
 from verl.data.look import look_at_prompts
-from verl.trainer.command import run
+from verl.trainer.command import run_program
 
 if TYPE_CHECKING:
     from verl.trainer.placement import Place
@@ -61,8 +61,8 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
     """Run a checked configuration; the resolved one is written next to the run's results when it begins."""
     from verl.trainer import runtime
 
-    with runtime.enter(config) as place:
-        runtime.check_folder(config)
+    with runtime.run_place(config) as place:
+        runtime.check_run_folders(config)
         runner = (task_runner_class or TaskRunner)()
         runner.place = place
         runner.run(config)
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None, defaults: Iterable[str] = ()) -> int:
     def start() -> None:
         run_ppo(cast(PPOTrainerConfig, load_config("ppo_trainer", words, look_at_prompts, defaults=defaults)))
 
-    return run(start)
+    return run_program(start)
 
 
 if __name__ == "__main__":

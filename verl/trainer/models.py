@@ -22,9 +22,8 @@ RM = str(Role.RewardModel)
 
 def model_roles(config: PPOTrainerConfig) -> dict[str, ModelRole]:
     """The models that a run may hold, by their roles: the library's own, and those that its schedule adds."""
-    roles = [make(config) for make in (actor, reference, critic, reward_model)]
-    added = [teacher(config, role) if isinstance(role, Teacher) else role for role in added_roles(config)]
-    return {role.name: role for role in [*roles, *added]}
+    roles = [make(config) for make in (actor, reference, critic, frozen_reward_model)]
+    return {role.name: role for role in [*roles, *added_roles(config)]}
 
 
 def actor(config: PPOTrainerConfig) -> ModelRole:
@@ -130,7 +129,7 @@ def critic(config: PPOTrainerConfig) -> ModelRole:
     )
 
 
-def reward_model(config: PPOTrainerConfig) -> ModelRole:
+def frozen_reward_model(config: PPOTrainerConfig) -> ModelRole:
     """The frozen model whose scalar head scores responses."""
     c = config.reward.reward_model
     return ModelRole(

@@ -22,7 +22,7 @@ from verl.workers import ActorRolloutRefWorker, ModelWorker, RewardModelWorker, 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the workers of a run live; `runtime.enter` makes it.
+    """Where the workers of a run live; `runtime.run_place` makes it.
 
     Args:
         kind: ``local`` (this process) or ``ray``.

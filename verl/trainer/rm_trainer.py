@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl.trainer.pairs import RMTrainer
 
 
-def build(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
+def build_rm(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.preference import RewardModelLoss
     from verl.data import create_preference_datasets, processor_of
@@ -30,7 +30,7 @@ def build(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    return launch.main("rm_trainer", build, look_at_pairs, argv)
+    return launch.main("rm_trainer", build_rm, look_at_pairs, argv)
 
 
 if __name__ == "__main__":

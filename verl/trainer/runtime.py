@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from verl.single_controller.ray.runtime import RayCluster
 
 
-def start(seed: int, folder: str | None = None) -> None:
+def prepare_process(seed: int, folder: str | None = None) -> None:
     """Streams, logging, threads, memory and random numbers of this process.
 
     Args:
@@ -50,7 +50,7 @@ def start(seed: int, folder: str | None = None) -> None:
 
 
 @contextmanager
-def enter(config: PPOTrainerConfig) -> Iterator[Place]:
+def run_place(config: PPOTrainerConfig) -> Iterator[Place]:
     """The place of a run; its end stops the workers and the cluster that this run started.
 
     Raises:
@@ -81,7 +81,7 @@ def outside_of_loop() -> Iterator[None]:
 
 
 def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
-    start(config.trainer.seed, config.trainer.default_local_dir)
+    prepare_process(config.trainer.seed, config.trainer.default_local_dir)
     external_lib = config.actor_rollout_ref.model.external_lib
     topology = topology_of(config)
     notice("topology", str(topology))
@@ -100,10 +100,10 @@ def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
         random.seed(config.trainer.seed)  # Ray draws from python's generator while it starts
         yield place
     finally:
-        cluster.stop(config.ray_kwargs.timeline_json_file)
+        cluster.stop_cluster(config.ray_kwargs.timeline_json_file)
 
 
-def check_folder(config: Any) -> None:
+def check_run_folders(config: Any) -> None:
     """Check that this run can write into its folders, before anything is loaded; changes nothing in them.
 
     Raises:
@@ -139,7 +139,7 @@ def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
         kind = device.resolve_device(kind)
     largest = max(topology.pools, key=lambda pool: (len(pool.processes), max(pool.processes)))
     others = topology.processes - largest.size
-    started = cluster.start(list(largest.processes), kind, settings, further_processes=others)
+    started = cluster.start_cluster(list(largest.processes), kind, settings, further_processes=others)
     _tell(started)
     on_device = started.device != "cpu"
     return Place(
@@ -165,4 +165,4 @@ def _tell(started: RayCluster) -> None:
     notice("trainer.runtime", f"the run uses {where} with {len(nodes)} node(s): {', '.join(map(str, nodes))}")
 
 
-__all__ = ["Place", "enter", "start"]
+__all__ = ["Place", "prepare_process", "run_place"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verl.trainer.supervised import SupervisedTrainer
 
 
-def build(config: SFTTrainerConfig, tokenizer: Any, ctx: Any) -> SupervisedTrainer:
+def build_sft(config: SFTTrainerConfig, tokenizer: Any, ctx: Any) -> SupervisedTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.losses import SFTLoss
     from verl.data import create_sft_dataset, processor_of, sft_collate
@@ -35,13 +35,13 @@ def build(config: SFTTrainerConfig, tokenizer: Any, ctx: Any) -> SupervisedTrain
 
 
 def run_sft(config: SFTTrainerConfig, ranks: Ranks | None = None) -> None:
-    """Run a checked configuration; see `launch.run`."""
-    launch.run(config, build, ranks)
+    """Run a checked configuration; see `launch.run_checked`."""
+    launch.run_checked(config, build_sft, ranks)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    return launch.main("sft_trainer", build, look_at_conversations, argv)
+    return launch.main("sft_trainer", build_sft, look_at_conversations, argv)
 
 
 if __name__ == "__main__":

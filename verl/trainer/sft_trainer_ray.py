@@ -12,7 +12,7 @@ from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, VerlError
 from verl.metrics import reset_notices
 from verl.trainer import sft_trainer
-from verl.trainer.command import report
+from verl.trainer.command import report_error
 
 SIZES = ("trainer.nnodes=", "trainer.n_gpus_per_node=")
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             message = "this program starts processes on one machine"
             raise ConfigError(message, key="trainer.nnodes", got=trainer.nnodes, fix=fix)
     except VerlError as error:
-        return report(error)
+        return report_error(error)
     count = trainer.n_gpus_per_node or 1
     words = [word for word in words if not word.lstrip("+").startswith(SIZES)]  # they have had their effect
     if count == 1:

@@ -320,4 +320,4 @@ def _join(strategy: str, place: WorkerInfo, timeout: float | None, device: str, 
             f"strategy={strategy} needs one process per worker, and these {place.world_size} workers share one",
             fix="Use trainer.runtime=ray, or one worker.",
         )
-    distributed.start(place, device, timeout)
+    distributed.join_group(place, device, timeout)

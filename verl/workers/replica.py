@@ -10,7 +10,7 @@ from verl.config.machine.topology import processes_of
 from verl.rollout.base import Sampler
 from verl.rollout.devices import of_replica
 from verl.rollout.hosted import WeightIntake
-from verl.rollout.place import make_sampler, server_sampler, servers_of
+from verl.rollout.place import place_sampler, server_sampler, servers_of
 from verl.single_controller.base import Dispatch, register
 from verl.workers.part import WorkerContext, local_model
 from verl.workers.profiling import ProfiledWorker
@@ -66,13 +66,13 @@ class ReplicaWorker(ProfiledWorker):
         each = processes_of(rollout, self.world_size)
         devices: list[str] = []
         if each > 1:
-            ranks = distributed.start(self.info, device, self.context.timeout)
+            ranks = distributed.join_group(self.info, device, self.context.timeout)
             devices = of_replica(ranks, self.info.local_rank, each)
         if self.rank % each:
             self.replicas = {}
             return []
         name = self.replica_name(self.rank)
-        self.replicas = {name: make_sampler(rollout, self.model, device, self.is_colocated, devices)}
+        self.replicas = {name: place_sampler(rollout, self.model, device, self.is_colocated, devices)}
         self.intake = WeightIntake(self.replicas[name], device)
         return [name]
 

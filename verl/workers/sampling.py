@@ -32,7 +32,7 @@ REPORT_SECONDS = 0.25
 ReplicaStats = Mapping[str, Mapping[str, float]]
 
 
-def balance(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[str, Metric]:
+def balance_metrics(before: ReplicaStats, after: ReplicaStats, resent: float) -> dict[str, Metric]:
     """How several replicas shared a batch: requests that each answered, resent requests, and replicas left.
 
     Args:
@@ -166,7 +166,7 @@ class SamplingWorker(ReplicaWorker):
         with memory_of("generate", self.context.device) as memory:
             batch = self._run(self._awake(self.agent_loops.generate(prompts)))
         sent = {"perf/weights_sent_mb": Metric(self.bytes_sent / 1e6, "max")}
-        shared = balance(before, self.service.replica_stats(), self.service.stats()["resent"] - resent)
+        shared = balance_metrics(before, self.service.replica_stats(), self.service.stats()["resent"] - resent)
         batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **memory, **sent, **shared}
         return batch
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.algorithms.policy_losses import oracles
 from tests.harness.algorithms import actor_config, poison, policy_loss_config, ragged_mask
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
-from verl.algorithms.calls import name_of
+from verl.algorithms.calls import function_place
 from verl.algorithms.policy_losses import call_policy_loss
 from verl.metrics import MetricSet
 from verl.registry import POLICY_LOSSES
@@ -168,7 +168,7 @@ def test_a_loss_stays_itself_in_copies_and_is_called_by_its_name(name):
     loss = POLICY_LOSSES.get(name)
     assert copy.deepcopy(loss) is loss
     module = POLICY_LOSSES.builtin_targets()[name].replace(":", ".")
-    assert name_of(loss) == module and loss.__doc__
+    assert function_place(loss) == module and loss.__doc__
 
 
 def test_a_wrong_shape_is_an_error_that_says_both_shapes():

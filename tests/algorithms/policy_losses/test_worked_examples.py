@@ -13,7 +13,7 @@ from verl.algorithms.policy_losses.dppo_kl import dppo_kl
 from verl.algorithms.policy_losses.dppo_tv import dppo_tv
 from verl.algorithms.policy_losses.dro import dro
 from verl.algorithms.policy_losses.geo_mean import geo_mean
-from verl.algorithms.policy_losses.gpg import gpg
+from verl.algorithms.policy_losses.gpg import gpg_loss
 from verl.algorithms.policy_losses.gspo import gspo
 from verl.algorithms.policy_losses.kl_cov import kl_cov
 from verl.algorithms.policy_losses.reinforce import reinforce
@@ -66,7 +66,7 @@ def test_sapo_has_the_slope_of_the_policy_gradient_where_the_policy_has_not_move
 
 
 def test_gpg():
-    check(run(gpg), 0.108089, [[-0.2] * 3, [0.2, 0.2, 0]])
+    check(run(gpg_loss), 0.108089, [[-0.2] * 3, [0.2, 0.2, 0]])
 
 
 def test_clip_cov():

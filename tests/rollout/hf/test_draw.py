@@ -9,7 +9,7 @@ import torch
 
 from verl.rollout import SamplingParams
 from verl.rollout.hf import draw as draw_module
-from verl.rollout.hf.draw import BLOCK, DrawColumns, draw, keep_top_k, keep_top_p
+from verl.rollout.hf.draw import BLOCK, DrawColumns, draw_tokens, keep_top_k, keep_top_p
 
 PROBS = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3])
 LOGITS = PROBS.log()
@@ -19,7 +19,7 @@ BELOW_ONE = 1 - 2**-53
 def drawn(logits: torch.Tensor, numbers: list[float], **sampling) -> tuple[list[int], list[float]]:
     rows = logits.expand(len(numbers), -1)
     columns = DrawColumns.of([SamplingParams(**sampling)] * len(numbers), logits.device)
-    tokens, log_probs = draw(rows, torch.tensor(numbers, dtype=torch.float64), columns)
+    tokens, log_probs = draw_tokens(rows, torch.tensor(numbers, dtype=torch.float64), columns)
     return tokens.tolist(), log_probs.tolist()
 
 
@@ -42,7 +42,7 @@ def test_both_levels_of_the_sum_agree_with_a_plain_cumulative_sum():
     for vocab in (3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 17):
         logits = 3 * torch.randn(64, vocab, generator=generator)
         numbers = torch.rand(64, generator=generator, dtype=torch.float64)
-        tokens, log_probs = draw(logits, numbers, DrawColumns(None, None, None, None))
+        tokens, log_probs = draw_tokens(logits, numbers, DrawColumns(None, None, None, None))
         exact = logits.double().softmax(-1)
         cumulative = exact.cumsum(-1).gather(-1, tokens[:, None])[:, 0]
         chosen = exact.gather(-1, tokens[:, None])[:, 0]
@@ -105,7 +105,7 @@ def test_rows_of_one_batch_have_their_own_settings():
         SamplingParams(temperature=2.0),
     ]
     columns = DrawColumns.of(kinds, LOGITS.device)
-    tokens, log_probs = draw(LOGITS.expand(5, -1), torch.zeros(5, dtype=torch.float64), columns)
+    tokens, log_probs = draw_tokens(LOGITS.expand(5, -1), torch.zeros(5, dtype=torch.float64), columns)
     assert tokens.tolist() == [0, 2, 2, 2, 0]
     root = PROBS.sqrt() / PROBS.sqrt().sum()
     expected = torch.tensor([0.1, 0.4, 1.0, 1.0, root[0].item()]).log()
@@ -139,9 +139,9 @@ def test_many_rows_are_drawn_in_slices_with_the_same_result(monkeypatch):
     logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
     numbers = torch.rand(20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     columns = DrawColumns.of([SamplingParams(temperature=1 + i / 10, top_k=i) for i in range(20)], logits.device)
-    whole = draw(logits, numbers, columns)
+    whole = draw_tokens(logits, numbers, columns)
     monkeypatch.setattr("verl.rollout.hf.draw.MAX_ELEMENTS", 150)
-    sliced = draw(logits, numbers, columns)
+    sliced = draw_tokens(logits, numbers, columns)
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
 
 
@@ -154,9 +154,11 @@ def test_the_quick_inversion_finds_what_the_careful_one_finds(vocab, monkeypatch
     uniforms = torch.rand(4000, dtype=torch.float64)
     uniforms[:8], uniforms[8:16] = 0.0, 1 - 2.0**-53
     columns = DrawColumns.of([SamplingParams()] * 4000, torch.device("cpu"))
-    quick = draw(logits, uniforms, columns)
-    one_by_one = [draw(logits[i : i + 1], uniforms[i : i + 1], columns.slice(slice(i, i + 1))) for i in range(100)]
+    quick = draw_tokens(logits, uniforms, columns)
+    one_by_one = [
+        draw_tokens(logits[i : i + 1], uniforms[i : i + 1], columns.slice(slice(i, i + 1))) for i in range(100)
+    ]
     monkeypatch.setattr(draw_module, "_invert_without_rounding", lambda *arguments: (None, 0.0))
-    careful = draw(logits, uniforms, columns)
+    careful = draw_tokens(logits, uniforms, columns)
     assert torch.equal(quick[0], careful[0]) and torch.equal(quick[1], careful[1])
     assert torch.equal(torch.cat([tokens for tokens, _ in one_by_one]), careful[0][:100])

@@ -19,7 +19,7 @@ from verl.rollout import Request, SamplingParams
 from verl.rollout.base import Completion
 from verl.rollout.hf.padded_runner import PaddedRunner
 from verl.rollout.hf.sampler import HFSampler
-from verl.rollout.resume import continued, joined
+from verl.rollout.resume import continued, join_attempts
 
 MIXTURES = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -90,14 +90,14 @@ def test_what_an_interrupted_response_chose_before_stays():
     one = asyncio.run(attempt(first, request, 5))
     rest = continued(request, one)
     two = sample(HFSampler(second, record_experts=True), [rest])[0]
-    done = joined([one, two])
+    done = join_attempts([one, two])
     ids, before = [*request.token_ids, *done.token_ids][:-1], 6 + len(one.token_ids) - 1
     assert one.finish_reason == "abort" and 5 <= len(one.token_ids) < 12 and len(done.token_ids) == 12
     expected = np.concatenate([chosen(first, ids)[:before], chosen(second, ids)[before:]])
     np.testing.assert_array_equal(done.routed_experts, expected)
     assert (two.routed_experts[:before] != one.routed_experts).any()
     unknown = Completion("a", (7,), (-0.1,), "abort", (0,))
-    assert len(joined([unknown, two]).routed_experts) == len(two.routed_experts)
+    assert len(join_attempts([unknown, two]).routed_experts) == len(two.routed_experts)
 
 
 def test_a_conversation_keeps_the_experts_of_the_turn_that_drew_a_token():

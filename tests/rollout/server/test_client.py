@@ -10,7 +10,7 @@ import pytest
 from tests.harness.servers import Hangup, completion, raw, serving
 from verl.errors import RolloutError
 from verl.rollout.lost import EngineBusyError, EngineLostError
-from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
+from verl.rollout.server.client import Breaker, HttpClient, Retrying, checked_json
 from verl.serving.client import Client, Reply, WireError
 
 
@@ -113,12 +113,12 @@ def test_who_makes_one_attempt_only_does_not_wait_for_an_open_breaker(pauses):
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_these_answers_are_asked_again(status):
     with pytest.raises(EngineLostError, match=f"there answered {status}: ill"):
-        accepted(Reply(status, {}, b'{"error": {"message": "ill"}}'), "there")
+        checked_json(Reply(status, {}, b'{"error": {"message": "ill"}}'), "there")
 
 
 def test_the_seconds_that_a_busy_server_asks_for_are_read():
     with pytest.raises(EngineBusyError) as caught:
-        accepted(Reply(503, {"retry-after": "12"}), "there")
+        checked_json(Reply(503, {"retry-after": "12"}), "there")
     assert caught.value.got == 12.0
 
 

@@ -17,7 +17,7 @@ from verl.serving import loopback
 from verl.serving.client import Client, Reply
 
 KEY = "the key of this test"
-GOOD = own.to_json(Request("good", (5, 6), SamplingParams(max_tokens=4)))
+GOOD = own.request_json(Request("good", (5, 6), SamplingParams(max_tokens=4)))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.harness.servers import completion, serving
 from tests.rollout.server.test_sampler import PATH, ask, over
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
-from verl.rollout.server.sampler import place_of
+from verl.rollout.server.sampler import server_folder
 from verl.weight_sync import chunk_weights
 
 ASKED = Request("a", (40, 41, 42), SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=5))
@@ -158,8 +158,8 @@ def test_servers_that_share_a_folder_never_share_a_name_in_it(monkeypatch):
     names = []
     for machine in ("node-a", "node-b"):
         monkeypatch.setattr("socket.gethostname", lambda name=machine: name)
-        names += [place_of("http://127.0.0.1:30000"), place_of("http://127.0.0.1:30001")]
-        assert place_of("http://node-c:30000") == "node-c-30000", "whoever feeds a server that runs already"
+        names += [server_folder("http://127.0.0.1:30000"), server_folder("http://127.0.0.1:30001")]
+        assert server_folder("http://node-c:30000") == "node-c-30000", "whoever feeds a server that runs already"
     assert len({*names}) == 4 and names[0] == "node-a-127-0-0-1-30000"
 
 

@@ -23,7 +23,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.rollout import place
-from verl.rollout.base import PICTURE_FIELDS, Completion, Request, SamplingParams
+from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.gated import NEVER
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.lost import EngineLostError
@@ -160,7 +160,7 @@ def test_a_video_arrives_at_a_host_as_it_was_sent(seeing_model, jobs):
 def test_a_sampler_in_a_child_process_gives_the_bits_of_one_in_this_process(seeing_model, jobs, expected):
     folder, plain = str(seeing_model()), RolloutConfig(name="hf", full_determinism=True)
     rollout = replace(plain, checkpoint_engine=replace(plain.checkpoint_engine, backend="shared_memory"))
-    sampler = place.make_sampler(rollout, HFModelConfig(path=folder), "cpu")
+    sampler = place.place_sampler(rollout, HFModelConfig(path=folder), "cpu")
     weights = list(export_weights(load_causal_lm(folder, torch.float32)))
     asyncio.run(sampler.update_weights(chunk_weights(weights, 1 << 16, 1), 1))
     answers = sample(sampler, jobs)
@@ -251,8 +251,8 @@ def test_inputs_that_would_fail_in_the_tower_harm_no_other_request(seeing_model,
 
 
 def test_a_request_cannot_bring_images_in_another_way_than_under_a_name():
-    plain = own.to_json(Request("a", (5,), SamplingParams()))
-    for name in PICTURE_FIELDS:
+    plain = own.request_json(Request("a", (5,), SamplingParams()))
+    for name in own.PICTURES:
         with pytest.raises(RolloutError, match=f"multiple values for keyword argument '{name}'"):
             own.from_json({**plain, name: ["x"]})
 

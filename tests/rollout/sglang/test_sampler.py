@@ -20,7 +20,7 @@ from verl.ports import free_port
 from verl.rollout import Request, SamplingParams
 from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
-from verl.rollout.place import make_sampler
+from verl.rollout.place import place_sampler
 from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler
 from verl.rollout.service import SamplerService
@@ -116,7 +116,7 @@ def test_a_server_of_several_devices_sees_those_of_its_replica(model, monkeypatc
     monkeypatch.setattr(
         module, "command", lambda r, m, d, port: [sys.executable, str(tmp_path / "stand_in.py"), str(port)]
     )
-    sampler = make_sampler(section(name="sglang", tensor_model_parallel_size=2), model, "cuda", devices=["6", "2"])
+    sampler = place_sampler(section(name="sglang", tensor_model_parallel_size=2), model, "cuda", devices=["6", "2"])
     started = psutil.Process(sampler.process.process.pid)
     assert {one.environ()["CUDA_VISIBLE_DEVICES"] for one in [started, *started.children()]} == {"6,2"}
     assert started.environ()["SGLANG_VLM_CACHE_SIZE_MB"] == "0", "no features of images outlive the weights"

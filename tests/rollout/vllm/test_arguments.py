@@ -90,11 +90,11 @@ def test_weights_start_from_the_folder_where_a_reload_can_be_compared_with_them(
 
 
 def test_engine_kwargs_are_passed_on_but_not_the_samplers_own():
-    assert arguments.merged({"seed": 1}, {"swap_space": 2, "seed": 3}) == {"swap_space": 2, "seed": 3}
+    assert arguments.merge_arguments({"seed": 1}, {"swap_space": 2, "seed": 3}) == {"swap_space": 2, "seed": 3}
     with pytest.raises(
         ConfigError, match=r"logprobs_mode: this argument of vLLM is set by the sampler.*rollout\.logpro"
     ):
-        arguments.merged({}, {"logprobs_mode": "raw_logprobs"})
+        arguments.merge_arguments({}, {"logprobs_mode": "raw_logprobs"})
     assert made(logprobs_mode="raw_logprobs")["logprobs_mode"] == "raw_logprobs"
 
 
@@ -104,7 +104,7 @@ def test_the_sizes_of_an_engine_come_from_keys_of_their_own_and_make_it_start_it
     assert {name: two[name] for name in sizes} == sizes and arguments.num_workers(two) == 6
     assert "distributed_executor_backend" not in made()
     with pytest.raises(ConfigError, match=r"vllm\.tensor_parallel_size: .*Set .*rollout\.tensor_model_parallel_size"):
-        arguments.merged({}, {"tensor_parallel_size": 2})
+        arguments.merge_arguments({}, {"tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -123,26 +123,26 @@ def test_a_layout_of_workers_that_an_engine_does_not_have_is_refused_before_it_s
 
 
 def test_what_a_version_lacks_is_left_out_if_it_is_ours_and_an_error_if_it_is_the_users():
-    found = arguments.known({"model": "m", "logprobs_mode": "x"}, FakeEngineArgs, {"logprobs_mode": None})
+    found = arguments.supported_arguments({"model": "m", "logprobs_mode": "x"}, FakeEngineArgs, {"logprobs_mode": None})
     assert found == {"model": "m"} and any("logprobs_mode" in text for text in notices().values())
     with pytest.raises(ConfigError, match=r"swap_spac: vLLM has no such argument.*swap_space"):
-        arguments.known({"swap_spac": 2}, FakeEngineArgs, {})
+        arguments.supported_arguments({"swap_spac": 2}, FakeEngineArgs, {})
 
 
 @pytest.mark.parametrize("version", ["0.7.3", "0.8.4", "0.6.0.post1"])
 def test_a_version_before_the_range_is_refused_by_name(version):
     with pytest.raises(ConfigError, match=f"vLLM {version} is not supported"):
-        versions.check_version(version)
+        versions.check_vllm_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.8.5", "0.9.0.1", "0.10.1.1.post2", "0.11.2", "0.12.0", "0.32.0", "0.8.5+cu121"])
 def test_a_version_of_the_range_is_taken(version):
-    versions.check_version(version)
+    versions.check_vllm_version(version)
     assert not notices()
 
 
 def test_a_newer_version_is_taken_with_a_notice():
-    versions.check_version("0.33.1")
+    versions.check_vllm_version("0.33.1")
     assert "newer than 0.32" in next(iter(notices().values()))
 
 

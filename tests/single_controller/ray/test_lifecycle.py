@@ -39,9 +39,9 @@ def cluster() -> Iterator[runtime.RayCluster]:
     try:
         # Ray believes what it is told: with two GPUs that are not there, placement on devices can be followed.
         settings = {"address": "local", "num_cpus": 2, "num_gpus": 2, "object_store_memory": 200 << 20}
-        yield runtime.start([2], "cuda", settings)
+        yield runtime.start_cluster([2], "cuda", settings)
     finally:
-        runtime.stop()
+        runtime.stop_cluster()
         signal.signal(signal.SIGTERM, before)
 
 

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def ray():
-    runtime.start([2], "cpu", {"address": "local", "num_cpus": 4, "object_store_memory": 200 << 20})
+    runtime.start_cluster([2], "cpu", {"address": "local", "num_cpus": 4, "object_store_memory": 200 << 20})
     yield
-    runtime.stop()
+    runtime.stop_cluster()
 
 
 def test_a_killed_actor_costs_no_answer_and_changes_none(ray, tmp_path):

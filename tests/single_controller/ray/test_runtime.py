@@ -27,15 +27,15 @@ from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePoo
 if __name__ == "__main__":
     me = psutil.Process()
     small = {"num_cpus": 1, "object_store_memory": 100 << 20, "runtime_env": {"py_executable": None}}
-    started = runtime.start([1], ray_init=small)
-    again = runtime.start([1])  # a running connection is kept
+    started = runtime.start_cluster([1], ray_init=small)
+    again = runtime.start_cluster([1])  # a running connection is kept
     group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Dice))
     group.add(1)
-    runtime.stop(timeline_json_file=sys.argv[1])
-    runtime.stop()
+    runtime.stop_cluster(timeline_json_file=sys.argv[1])
+    runtime.stop_cluster()
     print(json.dumps({"own": started.is_owned, "kept": not again.is_owned, "mode": os.environ["RAY_AUTH_MODE"],
                       "left": [child.name() for child in me.children(recursive=True)]}), flush=True)
-    runtime.start([1], ray_init=small)
+    runtime.start_cluster([1], ray_init=small)
     group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Dice))
     big = ray.put(b"x" * (20 << 20))
     dashboards = [
@@ -119,7 +119,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(a
 
     before = set(psutil.Process().children())  # pools of other tests may wait for work
     with pytest.raises(ConfigError, match=message):
-        runtime.start(asked, ray_init={"address": "local", "num_cpus": 2})
+        runtime.start_cluster(asked, ray_init={"address": "local", "num_cpus": 2})
     assert set(psutil.Process().children()) <= before
 
 
@@ -164,7 +164,7 @@ def test_a_cluster_that_was_started_here_and_is_gone_is_named_and_not_waited_for
 def test_an_address_that_does_not_answer_is_refused_in_seconds():
     start = time.monotonic()
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS: no Ray cluster answers within 0.5 s.*127.0.0.1:1"):
-        addresses.require("127.0.0.1:1", 0.5)
+        addresses.wait_for_cluster("127.0.0.1:1", 0.5)
     assert time.monotonic() - start < 30
 
 
@@ -175,18 +175,18 @@ def test_a_listener_that_is_no_cluster_is_refused_too():
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with pytest.raises(ConfigError, match="no Ray cluster answers"):
-            addresses.require(f"127.0.0.1:{silent.getsockname()[1]}", 0.3)
+            addresses.wait_for_cluster(f"127.0.0.1:{silent.getsockname()[1]}", 0.3)
 
 
 @pytest.mark.parametrize("wrong", ["somewhere", "host:", ":6379", "host:port"])
 def test_what_is_not_an_address_is_refused(wrong):
     with pytest.raises(ConfigError, match="not an address"):
-        addresses.require(wrong, 0.1)
+        addresses.wait_for_cluster(wrong, 0.1)
 
 
 def test_a_ray_client_address_is_refused_with_the_one_to_use():
     with pytest.raises(ConfigError, match="host:6379"):
-        addresses.require("ray://head:10001", 0.1)
+        addresses.wait_for_cluster("ray://head:10001", 0.1)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -237,12 +237,12 @@ def test_the_token_is_only_sent_to_a_cluster_that_asks_for_it(home, monkeypatch)
     asked = []
     monkeypatch.setattr(addresses, "_accepted", lambda address: not asked.append(env.get(security.MODE)))
     monkeypatch.setenv(security.TOKEN, "0" * 64)
-    addresses.require("10.0.0.1:6379", 1)
+    addresses.wait_for_cluster("10.0.0.1:6379", 1)
     assert asked == [None]
     assert "RAY_AUTH_MODE=token" in metrics.notices()[security.MODE]
 
     monkeypatch.setattr(addresses, "_accepted", lambda address: env.get(security.MODE) == "token")
-    addresses.require("10.0.0.1:6379", 1)
+    addresses.wait_for_cluster("10.0.0.1:6379", 1)
     assert env.get(security.MODE) == "token"
 
 
@@ -250,10 +250,10 @@ def test_a_cluster_that_asks_for_a_token_that_we_have_not_says_where_to_get_it(h
     monkeypatch.setattr(addresses, "answers", lambda *_: True)
     monkeypatch.setattr(addresses, "_accepted", lambda address: False)
     with pytest.raises(ConfigError, match=r"asks for a token and this machine has none.*head node"):
-        addresses.require("10.0.0.1:6379", 1)
+        addresses.wait_for_cluster("10.0.0.1:6379", 1)
     monkeypatch.setenv(security.TOKEN, "0" * 64)
     with pytest.raises(ConfigError, match="refuses this machine's token"):
-        addresses.require("10.0.0.1:6379", 1)
+        addresses.wait_for_cluster("10.0.0.1:6379", 1)
 
 
 LATE = """
@@ -261,8 +261,8 @@ import ray
 from verl.single_controller.ray import runtime
 
 if __name__ == "__main__":
-    runtime.start([1], ray_init={"num_cpus": 1, "object_store_memory": 100 << 20})
-    runtime.stop()
+    runtime.start_cluster([1], ray_init={"num_cpus": 1, "object_store_memory": 100 << 20})
+    runtime.stop_cluster()
     try:
         ray.put(1)
     except ray.exceptions.RaySystemError as error:

@@ -46,12 +46,12 @@ def two_nodes() -> Iterator[Cluster]:
         cluster.add_node(**small)
         yield cluster
     finally:
-        runtime.stop()
+        runtime.stop_cluster()
         cluster.shutdown()
 
 
 def test_a_run_on_two_nodes_holds_ranks_of_one_process_group_on_both(two_nodes, capsys):
-    started = runtime.start([1, 1], ray_init={"address": two_nodes.address})
+    started = runtime.start_cluster([1, 1], ray_init={"address": two_nodes.address})
     assert not started.is_owned and len(started.nodes) == 2
     pool = RayResourcePool([1, 1])
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Summer), name_prefix="summer")
@@ -76,7 +76,7 @@ def test_the_cluster_is_found_and_joined_with_its_token_only(two_nodes, project_
     assert addresses.find_address() == two_nodes.address  # as `ray start` left it
     code = (
         "import sys; from verl.single_controller.ray import address, security; from verl.errors import ConfigError\n"
-        "try: address.require(sys.argv[1], 5); print('joined', security.env.get('RAY_AUTH_MODE'))\n"
+        "try: address.wait_for_cluster(sys.argv[1], 5); print('joined', security.env.get('RAY_AUTH_MODE'))\n"
         "except ConfigError as error: print(error)"
     )
 
@@ -92,7 +92,7 @@ def test_the_cluster_is_found_and_joined_with_its_token_only(two_nodes, project_
 
 
 def test_sizes_of_pools_are_checked_against_the_nodes(two_nodes):
-    runtime.start([1], ray_init={"address": two_nodes.address})
+    runtime.start_cluster([1], ray_init={"address": two_nodes.address})
     assert nodes.devices_per_node("cpu") == [1, 1]
     manager = ResourcePoolManager(
         {"both": [1, 1]},
@@ -103,12 +103,12 @@ def test_sizes_of_pools_are_checked_against_the_nodes(two_nodes):
     )
     assert isinstance(manager.get_resource_pool("actor"), RayResourcePool)
     with pytest.raises(ConfigError, match=r"needs 1 node with 2 CPUs.*has: 2 nodes \(.*: 1, .*: 1\)"):
-        runtime.start([2], ray_init={"address": two_nodes.address}, join_seconds=0.1)
+        runtime.start_cluster([2], ray_init={"address": two_nodes.address}, join_seconds=0.1)
     assert ray.is_initialized()  # a cluster that others share is not ended
 
 
 def test_the_loss_of_a_node_ends_the_group_and_says_where_the_worker_was(two_nodes):
-    runtime.start([1, 1], ray_init={"address": two_nodes.address})
+    runtime.start_cluster([1, 1], ray_init={"address": two_nodes.address})
     pool = RayResourcePool([1, 1])
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Dice), name_prefix="dice")
     head = ray.get_runtime_context().get_node_id()

@@ -49,9 +49,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[runtime.RayCluster]:
     try:
-        yield runtime.start([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
+        yield runtime.start_cluster([2], ray_init={"address": "local", "num_cpus": 2, "object_store_memory": 200 << 20})
     finally:
-        runtime.stop()
+        runtime.stop_cluster()
 
 
 @pytest.fixture(scope="module")

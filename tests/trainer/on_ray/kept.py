@@ -46,7 +46,7 @@ class KeptHost(host.AsyncWorkerHost):
 
             leave()
         gc.collect()
-        distributed.stop()
+        distributed.leave_group()
         reset_notices()
 
 
@@ -104,7 +104,7 @@ def kept_processes(largest: int) -> Iterator[Kept]:
         kept.reserved.extend(made)
         return made
 
-    runtime.start([largest], ray_init={"address": "local"})
+    runtime.start_cluster([largest], ray_init={"address": "local"})
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -112,10 +112,10 @@ def kept_processes(largest: int) -> Iterator[Kept]:
             patch.setattr(launch.LaunchPlan, "concurrent", True)
             patch.setattr(ray, "kill", kept.take)
             patch.setattr(resource_pool, "_reserve", noted)
-            patch.setattr(runtime, "stop", kept.end_of_run)
+            patch.setattr(runtime, "stop_cluster", kept.end_of_run)
             try:
                 yield kept
             finally:
                 kept.end_of_run()
     finally:
-        runtime.stop()
+        runtime.stop_cluster()

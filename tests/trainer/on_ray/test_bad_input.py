@@ -32,7 +32,7 @@ def said(task: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_an_address_that_does_not_answer_is_named_within_seconds(said, monkeypatch):
-    monkeypatch.setattr(cluster.start, "__defaults__", ((1,), "cpu", None, 1.0, 1.0, 0))
+    monkeypatch.setattr(cluster.start_cluster, "__defaults__", ((1,), "cpu", None, 1.0, 1.0, 0))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -43,7 +43,7 @@ def test_an_address_that_does_not_answer_is_named_within_seconds(said, monkeypat
 
 
 def test_a_cluster_that_is_smaller_than_the_run_is_described_with_its_sizes(said, two_nodes, monkeypatch):
-    monkeypatch.setattr(cluster.start, "__defaults__", ((1,), "cpu", None, 60.0, 0.5, 0))
+    monkeypatch.setattr(cluster.start_cluster, "__defaults__", ((1,), "cpu", None, 60.0, 0.5, 0))
     message = said(
         f"ray_kwargs.ray_init.address={two_nodes}",
         "trainer.nnodes=4",

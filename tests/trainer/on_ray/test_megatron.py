@@ -14,7 +14,7 @@ import pytest
 from tests.harness.models import tiny_model_dir
 from tests.trainer.on_ray.conftest import Run
 from tests.trainer.on_ray.test_same_numbers import agree
-from verl.models.megatron_conversion import convert
+from verl.models.megatron_conversion import convert_to_megatron
 
 pytestmark = pytest.mark.slow
 TWO = "trainer.n_gpus_per_node=2"
@@ -30,7 +30,7 @@ FSDP = ("actor_rollout_ref.actor.strategy=fsdp", "critic.strategy=fsdp", TWO)
 @pytest.fixture(scope="module")
 def megatron(train: Callable[..., Run], task: Path) -> Run:
     """Tensor parallel 2 on a folder that the converter wrote."""
-    convert(task / "model", task / "converted")
+    convert_to_megatron(task / "model", task / "converted")
     return train("megatron", 3, *MEGATRON, "actor_rollout_ref.model.path=converted", "trainer.save_freq=2")
 
 

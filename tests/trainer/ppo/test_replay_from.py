@@ -13,7 +13,7 @@ import pytest
 from tests.harness.runs import Seen, differing, records, train
 from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
 from verl.journal import file
-from verl.journal.file import NAME, entries_in, line_of, segments_of
+from verl.journal.file import NAME, entries_in, entry_line, segments_of
 from verl.journal.ledger_reader import History
 from verl.journal.schedule import Script
 from verl.metrics import notices, reset_notices
@@ -184,7 +184,7 @@ def test_another_decision_than_the_recorded_one_ends_the_run_and_names_the_first
     lines[number] = {**lines[number], "grad_norm": lines[number]["grad_norm"] + 1e-12}
     decision = lines[number]["t"]
     Path("wrong").mkdir()
-    Path("wrong", NAME).write_bytes(b"".join(map(line_of, lines)))
+    Path("wrong", NAME).write_bytes(b"".join(map(entry_line, lines)))
     with pytest.raises(
         ReplayError, match=rf"decision {decision} differs .* update grad_norm={lines[number]['grad_norm']}"
     ):

@@ -137,7 +137,7 @@ def read_argument(text: str) -> Any:
     return read_json(text, strict=True, depth=MAX_DEPTH - 1)
 
 
-def as_json(value: Any) -> str:
+def json_text_of(value: Any) -> str:
     """A value as JSON text; letters stay as they are."""
     return json.dumps(value, ensure_ascii=False)
 

@@ -12,7 +12,7 @@ from verl.agent_loop.parsers.base import (
     Malformed,
     Parsed,
     ToolParser,
-    as_json,
+    json_text_of,
 )
 from verl.json_text import MAX_DEPTH, read_json
 
@@ -48,7 +48,7 @@ class Gemma4ToolParser(ToolParser):
             reader.finish()
         except ValueError as error:
             return Malformed(f"its arguments cannot be read ({error})")
-        return FunctionCall(as_json(arguments), name[1])
+        return FunctionCall(json_text_of(arguments), name[1])
 
 
 class Notation:

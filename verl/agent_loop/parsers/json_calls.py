@@ -12,7 +12,7 @@ from verl.agent_loop.parsers.base import (
     Malformed,
     Parsed,
     ToolParser,
-    as_json,
+    json_text_of,
 )
 from verl.json_text import leading_json, read_json
 
@@ -26,7 +26,7 @@ def call_of(value: Any, arguments_key: str = "arguments", identity: str | None =
         return call_with(value["name"], arguments, identity)
     if not isinstance(arguments, dict):
         return Malformed(f'"{arguments_key}" is not an object')
-    return FunctionCall(as_json(arguments), value["name"], identity)
+    return FunctionCall(json_text_of(arguments), value["name"], identity)
 
 
 def call_with(name: str, arguments: str, identity: str | None = None) -> FunctionCall | Malformed:
@@ -37,7 +37,7 @@ def call_with(name: str, arguments: str, identity: str | None = None) -> Functio
         return Malformed(f"its arguments are not valid JSON ({error})")
     if not isinstance(value, dict):
         return Malformed("its arguments are not a JSON object")
-    return FunctionCall(as_json(value), name, identity)
+    return FunctionCall(json_text_of(value), name, identity)
 
 
 @ToolParser.register("hermes")

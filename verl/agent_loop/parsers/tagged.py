@@ -17,7 +17,7 @@ from verl.agent_loop.parsers.base import (
     Parsed,
     ToolParser,
     argument_types,
-    as_json,
+    json_text_of,
     read_argument,
     typed,
 )
@@ -72,7 +72,7 @@ class TaggedToolParser(ToolParser):
                 arguments[match["name"]] = self._value(match, value, types.get(match["name"], set()))
             except ValueError as error:
                 return Malformed(f"its argument {match['name']!r} is not valid JSON ({error})")
-        return FunctionCall(as_json(arguments), name)
+        return FunctionCall(json_text_of(arguments), name)
 
     def _parameters(self, inside: str) -> list[re.Match[str]]:
         """Where arguments begin: at the first tag, and at each one that follows the end of an argument."""
@@ -182,7 +182,7 @@ class GlmToolParser(ToolParser):
             if value is None:
                 return Malformed("a key or a value is not closed")
             arguments[key] = self._value(value, types.get(key))
-        return FunctionCall(as_json(arguments), name)
+        return FunctionCall(json_text_of(arguments), name)
 
     def _pairs(self, text: str) -> Iterator[tuple[str, str | None]]:
         """Keys and values in their order; a value of None ends them where one is not closed."""

@@ -67,7 +67,7 @@ class Endpoint:
         if ask.stream:
             answered.events = _events(reply, owner)
         else:
-            answered.payload = replies.whole(reply, owner.prompts)
+            answered.payload = replies.complete_answer(reply, owner.prompts)
         return answered
 
     async def _models(self, request: HttpRequest) -> HttpResponse:

@@ -15,13 +15,13 @@ from verl.agent_loop.server.prompts import Prompts
 DONE = b"data: [DONE]\n\n"
 
 
-def whole(reply: ModelReply, prompts: Prompts) -> dict[str, Any]:
+def complete_answer(reply: ModelReply, prompts: Prompts) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     is_chat = reply.ask.messages is not None
     make = _chat_choice if is_chat else _text_choice
     choices = [make(number, choice, reply, prompts) for number, choice in enumerate(reply.choices)]
     return {**_head(reply, "chat.completion" if is_chat else "text_completion"), "choices": choices,
-            "usage": usage(reply)}  # fmt: skip
+            "usage": token_usage(reply)}  # fmt: skip
 
 
 def chunks(reply: ModelReply, prompts: Prompts) -> Iterator[bytes]:
@@ -34,7 +34,7 @@ def chunks(reply: ModelReply, prompts: Prompts) -> Iterator[bytes]:
         ):
             yield event({**head, "choices": [piece], **({"usage": None} if reply.ask.usage_in_stream else {})})
     if reply.ask.usage_in_stream:
-        yield event({**head, "choices": [], "usage": usage(reply)})
+        yield event({**head, "choices": [], "usage": token_usage(reply)})
     yield DONE
 
 
@@ -43,7 +43,7 @@ def event(payload: Any) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def usage(reply: ModelReply) -> dict[str, int]:
+def token_usage(reply: ModelReply) -> dict[str, int]:
     num_tokens = sum(len(choice.answer.done.token_ids) for choice in reply.choices)
     return {
         "prompt_tokens": reply.prompt_tokens,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.calls import accepted, check_shapes, name_of
+from verl.algorithms.calls import accepted_inputs, check_shapes, function_place
 from verl.algorithms.masked import zero_outside
 from verl.errors import ConfigError
 from verl.metrics import notice
@@ -61,7 +61,7 @@ def call_estimator(
     available = {"token_level_rewards": token_level_rewards, "response_mask": response_mask}
     available.update({name: value for name, value in inputs.items() if value is not None})
     _check_required(estimator, available)
-    arguments = accepted(estimator, available)
+    arguments = accepted_inputs(estimator, available)
     check_shapes({name: x for name, x in arguments.items() if name in PER_TOKEN})
     result = estimator(**arguments)
     return _checked(estimator, result, response_mask)
@@ -73,7 +73,8 @@ def _check_required(estimator: AdvantageFn, available: Mapping[str, Any]) -> Non
         if optional or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         raise ConfigError(
-            f"the advantage estimator {name_of(estimator)} requires {parameter.name!r}, which this run does not have",
+            f"the advantage estimator {function_place(estimator)} requires {parameter.name!r}, "
+            "which this run does not have",
             key="algorithm.adv_estimator",
             allowed=sorted(available),
             fix=WHERE_FROM.get(parameter.name, "Give the parameter a default, or take another estimator."),
@@ -85,12 +86,12 @@ def _checked(estimator: AdvantageFn, result: Any, response_mask: Tensor) -> tupl
     if not is_pair or any(x.shape != response_mask.shape for x in result):
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in result] if is_pair else result
         raise ConfigError(
-            f"the advantage estimator {name_of(estimator)} returned something else than two tensors",
+            f"the advantage estimator {function_place(estimator)} returned something else than two tensors",
             key="algorithm.adv_estimator",
             got=shapes,
             allowed=f"(advantages, returns), both of shape {tuple(response_mask.shape)}",
         )
     advantages, returns = (zero_outside(x.detach(), response_mask) for x in result)
     if not torch.isfinite(advantages).all():
-        notice("algorithm.adv_estimator", f"{name_of(estimator)} returned NaN or infinity for a valid token")
+        notice("algorithm.adv_estimator", f"{function_place(estimator)} returned NaN or infinity for a valid token")
     return advantages, returns

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, lengths_of, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, lengths_of, settle_singletons, spread_over_tokens
 from verl.algorithms.whitening import whitened_rows
 from verl.errors import ConfigError, suggest
 
@@ -59,7 +59,7 @@ def gdpo(
         raw = rewards / (1.0 + epsilon) if norm_adv_by_std_in_grpo else rewards
         total = total + weight * settle_singletons(centred / scale, raw, groups, singleton)
     advantage = whitened_rows(total, lengths_of(response_mask) * groups.counted) * groups.counted
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 
 

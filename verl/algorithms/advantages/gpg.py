@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
 from verl.errors import ConfigError
 
 Correction = Literal["paper", "compat"]
@@ -51,5 +51,5 @@ def gpg(
     total, useful = int(groups.counted.sum()), int((carries & groups.counted).sum())
     scale = alpha * (total / useful if useful else 1.0) / f_norm
     advantage = settle_singletons(scale * centred, scale * scores, groups, singleton)
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
 
 
 @torch.no_grad()
@@ -46,5 +46,5 @@ def grpo(
     scale = groups.std(centred) + epsilon if norm_adv_by_std_in_grpo else 1.0
     raw = scores / (1.0 + epsilon) if norm_adv_by_std_in_grpo else scores
     advantage = settle_singletons(centred / scale, raw, groups, singleton)
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
 from verl.errors import ConfigError
 
 
@@ -56,5 +56,5 @@ def grpo_passk(
     if norm_adv_by_std_in_grpo:
         advantage = advantage / (groups.std(groups.centre(scores)) + epsilon)
     advantage = settle_singletons(advantage, torch.zeros_like(scores), groups, singleton)
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages

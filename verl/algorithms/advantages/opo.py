@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread_over_tokens
 
 
 @torch.no_grad()
@@ -44,5 +44,5 @@ def opo(
     centred = groups.centre(scores)  # the weights sum to one, so only rewards relative to each other matter
     baseline = groups.sum(lengths * centred) / groups.sum(lengths).clamp(min=1)
     advantage = settle_singletons(centred - baseline, scores, groups, singleton)
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread_over_tokens
 from verl.algorithms.whitening import whitened_rows
 
 
@@ -44,5 +44,5 @@ def reinforce_plus_plus_baseline(
     groups = Groups.of(index, scores.isfinite())
     advantage = settle_singletons(groups.centre(scores), scores, groups, singleton)
     advantage = whitened_rows(advantage, lengths_of(response_mask) * groups.counted) * groups.counted
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages

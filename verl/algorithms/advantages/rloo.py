@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread
+from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
 
 
 @torch.no_grad()
@@ -40,5 +40,5 @@ def rloo(
     size = groups.size()
     left_out = groups.centre(scores) * size / (size - 1).clamp(min=1)
     advantage = settle_singletons(left_out, scores, groups, singleton)
-    advantages = spread(advantage, response_mask, token_level_rewards.dtype)
+    advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages

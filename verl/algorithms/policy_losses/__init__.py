@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, normalised_by
-from verl.algorithms.calls import accepted, check_shapes, name_of, names_parameter
+from verl.algorithms.calls import accepted_inputs, check_shapes, function_place, names_parameter
 from verl.algorithms.masked import zero_outside
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float, notice
@@ -63,14 +63,15 @@ def call_policy_loss(
     if ref_log_prob is not None:
         inputs["ref_log_prob"] = zero_outside(ref_log_prob, response_mask)
     takes_norm = names_parameter(policy_loss, "norm")
-    arguments = accepted(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
+    arguments = accepted_inputs(policy_loss, inputs | {"norm": norm} if takes_norm else inputs)
     with normalised_by(norm) as running:
         loss, metrics = _unpack(policy_loss, policy_loss(**arguments))
     num_tokens = float(response_mask.bool().sum())
     if not takes_norm and not running.used:
         notice(
             "actor_rollout_ref.actor.policy_loss.loss_mode",
-            f"{name_of(policy_loss)} calls neither agg_loss nor takes a norm: its loss is weighted as a token mean",
+            f"{function_place(policy_loss)} calls neither agg_loss nor takes a norm: "
+            "its loss is weighted as a token mean",
         )
         loss = loss * (norm.dp_size * num_tokens / (norm.num_tokens or 1.0))
     return loss, {name.removeprefix("actor/"): _as_metric(value, num_tokens) for name, value in metrics.items()}
@@ -92,7 +93,7 @@ def _unpack(policy_loss: PolicyLossFn, result: Any) -> tuple[Tensor, Mapping[str
     if len(parts) == 2 and isinstance(parts[0], Tensor) and parts[0].dim() == 0 and isinstance(parts[1], Mapping):
         return parts
     raise ConfigError(
-        f"the policy loss {name_of(policy_loss)} returned something else than a loss and its metrics",
+        f"the policy loss {function_place(policy_loss)} returned something else than a loss and its metrics",
         key="actor_rollout_ref.actor.policy_loss.loss_mode",
         got=[_shape_of(part) for part in returned] or type(result).__name__,
         allowed="(scalar tensor, dict of metrics)",

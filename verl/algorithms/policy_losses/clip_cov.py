@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
-from verl.algorithms.policy_losses.covariance import covariance, marked, num_picked
+from verl.algorithms.policy_losses.covariance import covariance, mask_at, num_picked
 
 
 @policy_loss()
@@ -33,5 +33,5 @@ def clip_cov(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]
     plain, clipped = cost * ratio, cost * ratio.clamp(1 - clip.low, 1 + clip.high)
     candidates = (tokens.mask & (cov > lb) & (cov < ub) & (clipped <= plain)).flatten().nonzero()[:, 0]
     drawn = torch.randperm(len(candidates))[: num_picked(share, tokens)]
-    left_out = marked(candidates[drawn.to(candidates.device)], tokens)
+    left_out = mask_at(candidates[drawn.to(candidates.device)], tokens)
     return torch.maximum(plain, clipped).masked_fill(left_out, 0.0), {"pg_clipfrac": left_out}

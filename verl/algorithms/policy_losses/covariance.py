@@ -25,7 +25,7 @@ def num_picked(share: float, tokens: Tokens) -> int:
     return max(1, int(share * int(tokens.mask.sum())))
 
 
-def marked(where: Tensor, tokens: Tokens) -> Tensor:
+def mask_at(where: Tensor, tokens: Tokens) -> Tensor:
     """Flat positions -> (b, T) bool that is true at them."""
     flags = torch.zeros(tokens.mask.numel(), dtype=torch.bool, device=tokens.mask.device)
     flags[where] = True

@@ -11,6 +11,6 @@ from verl.algorithms.policy_losses.base import Tokens, policy_loss
 
 
 @policy_loss()
-def gpg(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def gpg_loss(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The plain policy gradient, (b, T): ``x = -A log_prob`` with A the advantage, without ratio and clip."""
     return -tokens.advantages * tokens.log_prob, {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
-from verl.algorithms.policy_losses.covariance import covariance, marked, num_picked
+from verl.algorithms.policy_losses.covariance import covariance, mask_at, num_picked
 
 
 @policy_loss()
@@ -28,5 +28,5 @@ def kl_cov(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     cov = covariance(tokens).masked_fill(~tokens.mask, -torch.inf).flatten()
     highest = cov.sort(descending=True, stable=True).indices[: num_picked(share, tokens)]
     distance = tokens.log_ratio.abs()
-    penalty = beta * distance * marked(highest, tokens)
+    penalty = beta * distance * mask_at(highest, tokens)
     return -tokens.advantages * tokens.ratio + penalty, {"ppo_kl": distance}

@@ -45,7 +45,7 @@ class RolloutTraceConfig:
             MissingDependencyError: its package is not installed.
         """
         if backend is not None and traces.active() is None:
-            traces.start(backend, project_name, experiment_name, token2text, max_samples_per_step_per_worker)
+            traces.start_traces(backend, project_name, experiment_name, token2text, max_samples_per_step_per_worker)
 
     @classmethod
     def get_instance(cls) -> RolloutTraceConfig:
@@ -71,7 +71,7 @@ class RolloutTraceConfig:
     @classmethod
     def reset(cls) -> None:
         """Write what there is, and record nothing from now on."""
-        traces.stop()
+        traces.stop_traces()
 
 
 @contextmanager

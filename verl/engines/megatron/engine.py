@@ -20,14 +20,20 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.state import StateSection
-from verl.distributed.metrics import merged
+from verl.distributed.metrics import merge_metrics
 from verl.engines.base import DataRank
 from verl.engines.megatron.adapters import Adapters
 from verl.engines.megatron.forward import Part, StageForward
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.layers import build_chunks, padded_vocabulary
 from verl.engines.megatron.optimizer import ShardedState, optimizer_section
-from verl.engines.megatron.parallel import MegatronSizes, check_version, import_megatron, join, silence_megatron
+from verl.engines.megatron.parallel import (
+    MegatronSizes,
+    check_megatron_version,
+    import_megatron,
+    join,
+    silence_megatron,
+)
 from verl.engines.megatron.replay import StageReplay
 from verl.engines.megatron.routers import RouterLoss, StageRouters
 from verl.engines.megatron.weights import Read, WeightTable, check_given, model_templates
@@ -45,7 +51,7 @@ from verl.models.config import import_external
 from verl.models.flops import ModelFlops
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
-from verl.models.megatron import family_of, soft_caps
+from verl.models.megatron import megatron_family, soft_caps
 from verl.models.router_replay import COLUMN
 from verl.models.slices import SlicedFolder
 from verl.models.weights import named_tensors, names_on_disk
@@ -108,9 +114,9 @@ class MegatronEngine(TorchEngine):
     ):
         self._introduce(model, engine, kind, grad_clip, device)
         import_external(model.external_lib)
-        check_version()
+        check_megatron_version()
         silence_megatron()
-        self.ranks = distributed.start(device=device)
+        self.ranks = distributed.join_group(device=device)
         self.sizes = MegatronSizes.of(engine, self.ranks)
         self.model = self._build(model, engine, engine.seed if seed is None else seed)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
@@ -143,7 +149,7 @@ class MegatronEngine(TorchEngine):
                 seed=seed,
                 device="meta",
             )
-            family = family_of(blueprint.config.get_text_config())
+            family = megatron_family(blueprint.config.get_text_config())
             settings = family.settings(blueprint.config.get_text_config())
             if soft_caps(blueprint.config.get_text_config())[0] is not None and not model.use_remove_padding:
                 raise ConfigError(
@@ -326,7 +332,7 @@ class MegatronEngine(TorchEngine):
 
     def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
         """The numbers of the ranks that computed a loss: one per copy of the model."""
-        return merged(total, metrics, self.ranks, counted=self.groups.heads)
+        return merge_metrics(total, metrics, self.ranks, counted=self.groups.heads)
 
     # ---- weights -----------------------------------------------------------------------------------------------
 

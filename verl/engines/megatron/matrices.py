@@ -22,7 +22,7 @@ from verl.models.megatron import EMBEDDING, HALVES, OUTPUT, fused
 from verl.weight_sync.resharding import Weight
 
 
-def build_muon(
+def build_sharded_muon(
     table: WeightTable, bound: Iterable[Bound], masters: dict[nn.Parameter, nn.Parameter], optim: Any
 ) -> Muon:
     """Of the weights that this rank steps.

@@ -17,13 +17,13 @@ from verl.checkpoint.state import EngineState, StateSection
 from verl.config.rules.optimizers import for_megatron
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
-from verl.engines.megatron.matrices import build_muon
+from verl.engines.megatron.matrices import build_sharded_muon
 from verl.engines.megatron.parallel import ParallelGroups
 from verl.engines.megatron.weights import Bound, WeightTable, part_of, part_of_halves
 from verl.engines.muon import builds_muon
 from verl.engines.optimizer import (
     check_class,
-    known,
+    entry_named,
     optimizer_state,
     state_device,
     take_group_options,
@@ -56,7 +56,7 @@ class ShardedState:
         self.parameters = [gradients.masters[b.parameter] for b in mine]
         optim = for_megatron(optim)
         if builds_muon(optim):
-            self.optimizer: Optimizer = build_muon(table, mine, gradients.masters, optim)
+            self.optimizer: Optimizer = build_sharded_muon(table, mine, gradients.masters, optim)
         else:  # a rank that owns no weight still has learning rates and a state to report
             self.optimizer = build_flat_optimizer(self.parameters or [nn.Parameter(torch.zeros(0))], optim, device)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -104,7 +104,7 @@ class ShardedState:
         keys: dict[str, list[str]] = {}
         for full_name in saved:
             name, _, key = full_name.rpartition("/")
-            keys.setdefault(known(by_saved, name), []).append(key)
+            keys.setdefault(entry_named(by_saved, name), []).append(key)
         self.optimizer.state.clear()
         for bound in self.table.trained:
             if self._is_mine(bound):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from verl.distributed import Ranks
 from verl.engines.rows import MicroBatch
-from verl.engines.sequence_parallel import part_of
+from verl.engines.sequence_parallel import local_tokens
 from verl.models.attention import AttentionPlan, AttentionVariant, PackedPlan, Segments
 from verl.models.attention.varlen import cumulative
 
@@ -95,7 +95,7 @@ def local_part(micro: MicroBatch, context: Ranks) -> tuple[MicroBatch, PackedRow
     plan = micro.attention
     assert isinstance(plan, PackedPlan), "only packed rows are shared"
     longest = max(plan.segments.lengths)
-    mine = part_of(micro, context) if context.size > 1 else micro
+    mine = local_tokens(micro, context) if context.size > 1 else micro
     tokens = mine.input_ids.shape[1]
     row = PackedRow(
         **_thd(cumulative([tokens], mine.input_ids.device), longest),

@@ -308,7 +308,7 @@ def _products(world: int) -> str:
     return ", ".join(f"{t}x{p}" for t in divisors for p in divisors if world % (t * p) == 0)
 
 
-def check_version() -> None:
+def check_megatron_version() -> None:
     """Raise `EngineError` where Megatron-Core is a version that this engine was not written for."""
     version = import_megatron().__version__
     if tuple(int(part) for part in version.split(".")[:2]) < (0, 16):

@@ -13,7 +13,7 @@ from verl.errors import NotBuiltError
 _EXPERTS = "moe.routed_experts.inner_experts"
 
 
-def family_of(config: Any) -> str:
+def titan_family(config: Any) -> str:
     """TorchTitan's package for a model, by the configuration of transformers.
 
     Raises:
@@ -47,7 +47,7 @@ def titan_config(config: Any, rotary: Any, device: str) -> Any:
     Args:
         rotary: the model's own rotary embedding, whose frequencies are taken over.
     """
-    family = family_of(config)
+    family = titan_family(config)
     package, modules = import_torchtitan(f"models.{family}", device), parts(device)
     common = import_torchtitan("models.common", device)
     helpers = import_torchtitan("models.common.config_utils", device)
@@ -171,7 +171,7 @@ def names_in_titan(config: Any, theirs: Any, device: str) -> dict[str, str]:
         config: TorchTitan's.
         theirs: the configuration of transformers.
     """
-    family = family_of(theirs)
+    family = titan_family(theirs)
     adapters = import_torchtitan(f"models.{family}.state_dict_adapter", device)
     adapter = adapters.Qwen3StateDictAdapter if family == "qwen3" else adapters.Llama3StateDictAdapter
     names = {}

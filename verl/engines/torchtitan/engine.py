@@ -24,19 +24,19 @@ from verl.checkpoint.state import StateSection
 from verl.config.schema.node import key_of
 from verl.config.schema.torchtitan import features_not_built
 from verl.distributed import Ranks
-from verl.distributed.metrics import merged
+from verl.distributed.metrics import merge_metrics
 from verl.distributed.shards import gather, local_box
 from verl.engines import memory, sharding
 from verl.engines.base import DataRank, Engine
 from verl.engines.forward import TokenForward
 from verl.engines.fsdp2 import FSDP2Engine
-from verl.engines.optimizer import known
+from verl.engines.optimizer import entry_named
 from verl.engines.rows import MicroBatch
 from verl.engines.settings import recompute_activations
 from verl.engines.torch_engine import RankWork
-from verl.engines.torchtitan.configuration import family_of
+from verl.engines.torchtitan.configuration import titan_family
 from verl.engines.torchtitan.forward import TitanForward
-from verl.engines.torchtitan.model import build
+from verl.engines.torchtitan.model import build_stage
 from verl.engines.torchtitan.parallel import TitanSizes
 from verl.engines.torchtitan.pipeline import Pipeline
 from verl.engines.torchtitan.routers import TitanRouters
@@ -98,11 +98,11 @@ class TorchTitanEngine(FSDP2Engine):
 
     def _cut(self, model: Any) -> nn.Module:
         config = model.config
-        family_of(config)
+        titan_family(config)
         self.sizes.check(config, self.engine_section)
         self.cuts = {}
         rotary = type(model.model.rotary_emb)(config)  # with values, unlike the model on meta
-        built = build(
+        built = build_stage(
             model,
             rotary,
             self.sizes,
@@ -199,7 +199,7 @@ class TorchTitanEngine(FSDP2Engine):
 
     def _merged(self, total: float, metrics: MetricSet) -> tuple[float, MetricSet]:
         """The numbers of the ranks that computed a loss: one per data-parallel rank."""
-        return merged(total, metrics, self.ranks, counted=self.sizes.speakers(self.ranks))
+        return merge_metrics(total, metrics, self.ranks, counted=self.sizes.speakers(self.ranks))
 
     # ---- weights and state -------------------------------------------------------------------------------------
 
@@ -251,9 +251,9 @@ class TorchTitanEngine(FSDP2Engine):
     def _load_optimizer_state(self, saved: StateSection, scalars: Mapping[str, Any]) -> None:
         """Each stage takes what belongs to its weights."""
         for full in saved:
-            known(self.stage_of, full.rpartition("/")[0])
+            entry_named(self.stage_of, full.rpartition("/")[0])
         local = set(self._parameter_names().values())
-        here = {name: values for name, values in scalars["values"].items() if known(self.stage_of, name) >= 0}
+        here = {name: values for name, values in scalars["values"].items() if entry_named(self.stage_of, name) >= 0}
         super()._load_optimizer_state(
             saved.only(full for full in saved if full.rpartition("/")[0] in local),
             {**scalars, "values": {name: values for name, values in here.items() if name in local}},

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from verl import device as devices
 from verl.engines.rows import MicroBatch
-from verl.engines.sequence_parallel import SequenceForward, part_of
+from verl.engines.sequence_parallel import SequenceForward, local_tokens
 from verl.engines.settings import PassSettings
-from verl.engines.torchtitan.model import selected
+from verl.engines.torchtitan.model import select_sharded
 from verl.errors import NotBuiltError
 
 
@@ -53,7 +53,7 @@ class TitanForward(SequenceForward):
 
     def _part(self, micro: MicroBatch) -> MicroBatch:
         """The tokens of a micro-batch that this rank computes."""
-        return self._even(part_of(micro, self.peers) if self.peers.size > 1 else micro)
+        return self._even(local_tokens(micro, self.peers) if self.peers.size > 1 else micro)
 
     def _even(self, micro: MicroBatch) -> MicroBatch:
         """Padded rows, and a filler, with as many tokens for each tensor-parallel rank, as packed rows have them."""
@@ -61,7 +61,7 @@ class TitanForward(SequenceForward):
 
     def _logits(self, micro: MicroBatch) -> Tensor:
         micro = self._even(micro)
-        with devices.autocast(self.device, self.dtype), selected(self.head, micro.positions):
+        with devices.autocast(self.device, self.dtype), select_sharded(self.head, micro.positions):
             logits = self._run(micro).logits
         # All tensor-parallel ranks take the same loss of the complete logits, so each has its part of the gradient.
         return (logits.full_tensor() if isinstance(logits, DTensor) else logits).squeeze(0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from verl.engines.torchtitan.configuration import family_of, names_in_titan, say_how_to_share, titan_config
+from verl.engines.torchtitan.configuration import names_in_titan, say_how_to_share, titan_config, titan_family
 from verl.engines.torchtitan.package import import_torchtitan
 from verl.engines.torchtitan.parallel import TitanSizes
 
@@ -71,7 +71,7 @@ class TitanModel(nn.Module):
         return DTensor.from_local(hidden, self.sizes.dims.get_mesh("tp"), [Shard(1)], run_check=False)
 
 
-def build(
+def build_stage(
     blueprint: Any,
     rotary: Any,
     sizes: TitanSizes,
@@ -96,13 +96,13 @@ def build(
     parallelism = dataclasses.replace(sizes.parallelism, fsdp_reshard_after_forward=choices["reshard"])
     name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
     training = settings.TrainingConfig(mixed_precision_param=name, enable_cpu_offload=choices["offload"])
-    say_how_to_share(config, family_of(blueprint.config), sizes, device)
+    say_how_to_share(config, titan_family(blueprint.config), sizes, device)
     names = names_in_titan(config, blueprint.config, device)
     with torch.device("meta"):
         decoder = config.build()
     _keep_stage(decoder, stage, sizes)
     _keep_tied(decoder)
-    package = import_torchtitan(f"models.{family_of(blueprint.config)}", device)
+    package = import_torchtitan(f"models.{titan_family(blueprint.config)}", device)
     parallelize = package.parallelize_qwen3 if hasattr(package, "parallelize_qwen3") else package.parallelize_llama
     recompute = import_torchtitan("distributed.activation_checkpoint", device).FullAC.Config()
     parallelize(
@@ -151,7 +151,7 @@ def _keep_tied(decoder: Any) -> None:
 
 
 @contextmanager
-def selected(head: nn.Module, flat_index: Tensor) -> Iterator[None]:
+def select_sharded(head: nn.Module, flat_index: Tensor) -> Iterator[None]:
     """As `verl.models.head.select_positions`, also of hidden states that tensor-parallel ranks have alike."""
 
     def keep(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

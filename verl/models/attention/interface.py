@@ -77,9 +77,14 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         how = AttentionVariant(how.scaling, None, how.softcap, how.dropout)
     plain = how.window is None and how.softcap is None and not how.dropout
     padded, width = _pad_values(value, query.shape[-1])
-    if query.is_cuda and varlen.package() is not None and varlen.fits(query, padded) and not segments.followers:
+    if (
+        query.is_cuda
+        and varlen.package() is not None
+        and varlen.takes_tensors(query, padded)
+        and not segments.followers
+    ):
         return varlen.package_attention(query, key, padded, segments, how)[..., :width]
-    if plain and varlen.fits(query, padded):
+    if plain and varlen.takes_tensors(query, padded):
         return _apply(varlen.FlashVarlen, query, key, padded, segments, how.scaling)[..., :width]
     if plain and query.device.type == "cpu":
         return _apply(FlashOnCPU, query, key, padded, segments, how.scaling)[..., :width]

@@ -136,7 +136,7 @@ class FlashVarlen(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def fits(query: Tensor, value: Tensor) -> bool:
+def takes_tensors(query: Tensor, value: Tensor) -> bool:
     """Whether the kernel inside torch takes these tensors."""
     dim = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from verl.errors import printable
 from verl.observability.samples import sample_panel
-from verl.observability.tracker import Sample, Tracker, numbers
+from verl.observability.tracker import Sample, Tracker, scalar_metrics
 
 ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -114,7 +114,7 @@ class ConsoleTracker(Tracker):
         self._progress.start()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        metrics = numbers(data)
+        metrics = scalar_metrics(data)
         left = self._left(step)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, left=left or "-")

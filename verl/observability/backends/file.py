@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from verl import env
 from verl.journal.places import file_of_run
 from verl.json_text import read_json
-from verl.observability.tracker import Tracker, numbers
+from verl.observability.tracker import Tracker, scalar_metrics
 
 
 def metrics_path(project_name: str, experiment_name: str) -> Path:
@@ -46,7 +46,7 @@ class FileTracker(Tracker):
         if self._file is None:
             self.start(0)
         assert self._file is not None, "start opens it"
-        finite = {k: v if math.isfinite(v) else None for k, v in numbers(data).items()}
+        finite = {k: v if math.isfinite(v) else None for k, v in scalar_metrics(data).items()}
         self._file.write(json.dumps({"step": int(step), "data": finite}) + "\n")
         self._file.flush()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl import env
 from verl.errors import MissingDependencyError
-from verl.observability.tracker import Sample, Tracker, numbers, opened
+from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
 
 PARAMS_PER_CALL, METRICS_PER_CALL = 100, 1000  # what MLflow's servers take in one request
 LONGEST_PARAM = 6000  # characters
@@ -57,7 +57,7 @@ class MlflowTracker(Tracker):
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(self._names.of(key), value, now, step) for key, value in numbers(data).items()]
+        metrics = [self._metric(self._names.of(key), value, now, step) for key, value in scalar_metrics(data).items()]
         for part in _parts(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=part)
 
@@ -67,7 +67,7 @@ class MlflowTracker(Tracker):
         self._client.log_dict(self.run_id, rows, f"{folder}/{step}.json")
         for i, sample in enumerate(samples):
             if sample.picture is not None:
-                self._client.log_image(self.run_id, opened(sample.picture), f"{folder}/{step}_{i}.png")
+                self._client.log_image(self.run_id, open_picture(sample.picture), f"{folder}/{step}_{i}.png")
 
     def finish(self, exit_code: int = 0) -> None:
         self._client.set_terminated(self.run_id, "FINISHED" if exit_code == 0 else "FAILED")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.observability.tracker import Sample, Tracker, numbers
+from verl.observability.tracker import Sample, Tracker, scalar_metrics
 
 SHOWN = (
     "critic/score/mean", "train/loss", "val/loss", "response_length/mean", "actor/entropy", "actor/grad_norm",
@@ -37,7 +37,7 @@ class NotebookTracker(Tracker):
         self._total = total_steps
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._rows.setdefault(step, {}).update(numbers(data))
+        self._rows.setdefault(step, {}).update(scalar_metrics(data))
         self._show(self._table())
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from verl import env
 from verl.errors import MissingDependencyError
 from verl.metrics import notice
-from verl.observability.tracker import Sample, Tracker, numbers, opened
+from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
 
 
 class SwanlabTracker(Tracker):
@@ -50,11 +50,11 @@ class SwanlabTracker(Tracker):
             return self._swanlab.init(mode="offline", **options)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.run.log(numbers(data), step=step)
+        self.run.log(scalar_metrics(data), step=step)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         texts = [self._swanlab.Text(f"{s.prompt}\n\n{s.response}", caption=_caption(s)) for s in samples]
-        pictures = [self._swanlab.Image(opened(s.picture), caption=_caption(s)) for s in samples if s.picture]
+        pictures = [self._swanlab.Image(open_picture(s.picture), caption=_caption(s)) for s in samples if s.picture]
         if texts:
             self.run.log({title: texts, **({f"{title}/images": pictures} if pictures else {})}, step=step)
 

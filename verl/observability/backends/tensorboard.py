@@ -11,7 +11,7 @@ import numpy as np
 from verl import env
 from verl.errors import MissingDependencyError
 from verl.journal.places import folder_of_run
-from verl.observability.tracker import Sample, Tracker, numbers, opened
+from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
 
 
 class TensorboardTracker(Tracker):
@@ -44,7 +44,7 @@ class TensorboardTracker(Tracker):
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         writer = self._ready()
-        for key, value in numbers(data).items():
+        for key, value in scalar_metrics(data).items():
             writer.add_scalar(key, value, step)
         writer.flush()
 
@@ -53,7 +53,7 @@ class TensorboardTracker(Tracker):
             text = f"score {sample.score}\n\n```\n{sample.prompt}\n```\n\n```\n{sample.response}\n```"
             self._ready().add_text(f"{title}/{i}", text, step)
             if sample.picture is not None:
-                pixels = np.asarray(opened(sample.picture))
+                pixels = np.asarray(open_picture(sample.picture))
                 self._ready().add_image(f"{title}/{i}/images", pixels, step, dataformats="HWC")
 
     def finish(self, exit_code: int = 0) -> None:

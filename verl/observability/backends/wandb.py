@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.loading.secrets import hide
 from verl.errors import MissingDependencyError
-from verl.observability.tracker import Sample, Tracker, numbers, opened
+from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
 
 
 class WandbTracker(Tracker):
@@ -39,7 +39,7 @@ class WandbTracker(Tracker):
         )
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.run.log(numbers(data), step=step)
+        self.run.log(scalar_metrics(data), step=step)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         table = self._wandb.Table(columns=["step", "prompt", "response", "score", "ground_truth"])
@@ -47,7 +47,9 @@ class WandbTracker(Tracker):
         for row, s in enumerate(samples):
             table.add_data(step, s.prompt, s.response, s.score, s.ground_truth)
             if s.picture is not None:
-                images.append(self._wandb.Image(opened(s.picture), caption=f"row {row}, score {s.score}: {s.response}"))
+                images.append(
+                    self._wandb.Image(open_picture(s.picture), caption=f"row {row}, score {s.score}: {s.response}")
+                )
         self.run.log({title: table, **({f"{title}/images": images} if images else {})}, step=step)
 
     def finish(self, exit_code: int = 0) -> None:

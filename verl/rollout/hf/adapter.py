@@ -57,7 +57,7 @@ class AdapterBuffer:
             target = self._weights[name]
             # A live base may be wider; what is sent is rounded before it is merged, and so is this.
             base = self._base[name].to(target.dtype)
-            (merged,) = lora.merged(self._blueprint, {name: base, **parts}).values()
+            (merged,) = lora.merge_adapter(self._blueprint, {name: base, **parts}).values()
             target.detach().copy_(merged)
         return num_bytes
 

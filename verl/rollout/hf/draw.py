@@ -54,7 +54,7 @@ def _column(values: list, device: torch.device, dtype: torch.dtype | None = None
 
 
 def raw_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(R,) float32 log-probs of one token per row of (R, V) logits as they are, in float64 sums as in `draw`."""
+    """(R,) float32 log-probs of one token per row of (R, V) logits as they are, in float64 sums as in `draw_tokens`."""
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     parts = [
         -torch.nn.functional.cross_entropy(logits[i : i + step].double(), tokens[i : i + step], reduction="none")
@@ -63,7 +63,9 @@ def raw_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).float()
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row.
 
     Args:

@@ -63,7 +63,7 @@ def padded_runner(model: PreTrainedModel, max_model_len: int) -> PaddedRunner:
         RolloutError: not even transformers' own cache gives the model's own logits.
     """
     try:
-        compare(model, PaddedRunner(model), max_model_len)
+        compare_with_model(model, PaddedRunner(model), max_model_len)
     except FOREIGN_CODE as error:
         raise RolloutError(
             f"the hf sampler cannot run {type(model).__name__}: {error}",
@@ -90,7 +90,7 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(strange))}")
     try:
         shape, variants = cache_shape(model, max_model_len)
-        compare(model, PoolRunner(model, shape, policy), max_model_len)
+        compare_with_model(model, PoolRunner(model, shape, policy), max_model_len)
     except FOREIGN_CODE as error:
         if isinstance(error, UnsupportedModelError):
             raise
@@ -112,7 +112,7 @@ def pool_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, 
 def _agrees(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> bool:
     """Whether a faster way to compute the same does compute the same here; a notice where it does not."""
     try:
-        compare(model, runner, max_model_len)
+        compare_with_model(model, runner, max_model_len)
     except FOREIGN_CODE as error:
         notice(
             f"{type(runner).__name__}, {type(model).__name__}",
@@ -163,7 +163,7 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None], max_m
         raise UnsupportedModelError("a layer has a sliding window that its attention call does not name")
 
 
-def compare(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> None:
+def compare_with_model(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> None:
     """Two prompts, one of them with two rows, a prefill and two decoding steps against plain forward passes.
 
     Raises:
@@ -197,7 +197,7 @@ def compare(model: PreTrainedModel, runner: ModelRunner, max_model_len: int) -> 
 
 
 def _reference(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
-    """(rows, 3, V) logits of the positions that `compare` looked at, by the model's own attention, without a cache."""
+    """(rows, 3, V) logits where `compare_with_model` looked, by the model's own attention, without a cache."""
     references = []
     with BorrowedModel(model, None).ready():
         for row in rows:

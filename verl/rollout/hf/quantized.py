@@ -161,7 +161,7 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
 
 
-def quantize(model: Any, kind: str) -> None:
+def quantize_sampler(model: Any, kind: str) -> None:
     """Put quantized layers into the place of all linear layers but the head and routers, one after the other.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 
 from verl.rollout.base import Completion, FinishReason, Request, SamplingParams
 from verl.rollout.hf.seen import PromptView
-from verl.rollout.resume import after, joined
+from verl.rollout.resume import after, join_attempts
 
 RowState = Literal["waiting", "admitted", "running", "ended"]
 UNIFORMS_AT_ONCE = 32
@@ -99,12 +99,12 @@ class Row:
             skip = max(0, skip - len(part.token_ids))
         tokens = tuple(self.tokens[skip:])
         log_probs, versions = tuple(self.log_probs[skip:]), (version,) * len(tokens)
-        return joined((*parts, Completion(self.request.id, tokens, log_probs, "abort", versions)))
+        return join_attempts((*parts, Completion(self.request.id, tokens, log_probs, "abort", versions)))
 
     def finish(self, reason: FinishReason, version: int, is_interrupted: bool = False) -> None:
         """Resolve the caller's future."""
         if self.future is not None and not self.future.done():
-            done = joined((*self.earlier, self.attempt(reason, version)))
+            done = join_attempts((*self.earlier, self.attempt(reason, version)))
             self.future.set_result(replace(done, is_interrupted=is_interrupted))
 
     def fail(self, error: Exception) -> None:

@@ -38,7 +38,7 @@ from verl.rollout.base import (
 )
 from verl.rollout.hf.adjust import Adjustment
 from verl.rollout.hf.attention import PassInterrupted, UnsupportedModelError
-from verl.rollout.hf.draw import DrawColumns, draw, raw_log_probs
+from verl.rollout.hf.draw import DrawColumns, draw_tokens, raw_log_probs
 from verl.rollout.hf.pool_runner import PoolPolicy
 from verl.rollout.hf.probe import padded_runner, pool_runner
 from verl.rollout.hf.quantized import held_bytes
@@ -476,7 +476,7 @@ class HFSampler(Sampler):
                 columns = DrawColumns.of([row.request.sampling for row in rows], logits.device)
                 self._columns = (rows, columns)
             numbers = torch.tensor(self._uniforms(rows), dtype=torch.float64, device=logits.device)
-            drawn, of_drawn = draw(self._adjust(rows, logits), numbers, self._columns[1])
+            drawn, of_drawn = draw_tokens(self._adjust(rows, logits), numbers, self._columns[1])
             self._adjust.drew(drawn)
             if self.logprobs_mode == "raw_logprobs":
                 of_drawn = raw_log_probs(logits, drawn)

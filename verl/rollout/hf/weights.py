@@ -122,7 +122,7 @@ def _quantized(model: PreTrainedModel, kind: str, targets: dict[str, torch.Tenso
         )
     names = {(t.data_ptr(), t.numel()): name for name, t in targets.items()}
     before = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quantized.quantize(model, kind)
+    quantized.quantize_sampler(model, kind)
     takers = {}
     for name, layer in quantized.quantized_layers(model):
         weight = before[name.removesuffix(".weight")]

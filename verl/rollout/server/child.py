@@ -81,7 +81,7 @@ class ChildHandle(Handle):
         self.process.close()
 
     async def _generate(self, request: Request) -> Completion:
-        completion = await self._pictures.exchange(request, own.to_json(request), partial(self._ask, own.GENERATE))
+        completion = await self._pictures.exchange(request, own.request_json(request), partial(self._ask, own.GENERATE))
         ids = tuple(completion["token_ids"])
         return Completion(
             request.id,

@@ -136,7 +136,7 @@ class Retrying:
         return min(LONGEST_DELAY, max(retry_after, backoff * self._random.uniform(0.5, 1.5)))
 
 
-def accepted(answer: Reply, where: str) -> Any:
+def checked_json(answer: Reply, where: str) -> Any:
     """The JSON of an answer with a good status.
 
     Raises:

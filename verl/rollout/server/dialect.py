@@ -150,7 +150,7 @@ class Dialect(ABC):
         return False
 
 
-def prompt_of(request: Request) -> list[int]:
+def resumed_prompt(request: Request) -> list[int]:
     """What the model has seen when it continues."""
     return [*request.token_ids, *request.generated_prefix]
 
@@ -165,7 +165,7 @@ def check_prompt(request: Request, used: Any, fix: str) -> None:
     Raises:
         RolloutError: they differ, or are not known.
     """
-    meant, key = prompt_of(request), f"request {request.id}"
+    meant, key = resumed_prompt(request), f"request {request.id}"
     if used is None:
         raise RolloutError("the server does not say which tokens it made of the prompt", key=key, fix=fix)
     if list(token_ids(used)) != meant:

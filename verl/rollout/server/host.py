@@ -119,7 +119,7 @@ class Host:
         folder = version_of(self.weights_dir, version)
         if not folder.is_dir():
             raise RolloutError("no weights in this folder", key="folder", got=str(folder))
-        await self.sampler.update_weights(chunk_weights(tensors_of(folder), BUCKET_BYTES, version), version)
+        await self.sampler.update_weights(chunk_weights(folder_tensors(folder), BUCKET_BYTES, version), version)
         return {"version": self.sampler.version}
 
     async def _take(self, payload: Any) -> Any:
@@ -169,7 +169,7 @@ def number(payload: Any, name: str) -> int:
     return value
 
 
-def tensors_of(folder: Path) -> Any:
+def folder_tensors(folder: Path) -> Any:
     """The tensors in a folder's safetensors files, one at a time."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -187,7 +187,7 @@ def make_sampler(config: PPOTrainerConfig, device: str = "cpu") -> Sampler:
     return SAMPLERS.get(policy.rollout.name).from_config(policy.rollout, model, device=device)
 
 
-def names_of(host: str) -> tuple[str, ...]:
+def machine_names(host: str) -> tuple[str, ...]:
     """What clients on other machines call this one, if it listens for them."""
     if host not in EVERYWHERE:
         return (f"[{host}]" if ":" in host else host, socket.gethostname())
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             atexit.register(Path(known.socket).unlink, missing_ok=True)
         folder = _own_folder(known.weights_dir)
         host = Host(threaded(make_sampler(config, known.device)), _key(folder), known.device, known.transport, folder)
-        names = () if known.socket else names_of(known.host)
+        names = () if known.socket else machine_names(known.host)
         asyncio.run(host.serve(on, lambda address: _announce(address, known.announce), names))
     except VerlError as error:
         print(f"error: {error}", file=sys.stderr)

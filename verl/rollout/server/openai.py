@@ -13,7 +13,15 @@ from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled, collapsed
 from verl.rollout.lost import EngineLostError
-from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, prompt_of, shortest_of, token_ids
+from verl.rollout.server.dialect import (
+    Dialect,
+    budget_of,
+    check_prompt,
+    log_probs,
+    resumed_prompt,
+    shortest_of,
+    token_ids,
+)
 from verl.rollout.server.pictures import Post
 
 PATH, GENERATE = "/v1/completions", "/inference/v1/generate"
@@ -63,7 +71,7 @@ class VLLMDialect(Dialect):
         return PATH, {
             **payload,
             **parameters,
-            "prompt": prompt_of(request),
+            "prompt": resumed_prompt(request),
             "return_tokens_as_token_ids": True,  # says the same in older versions
             "add_special_tokens": False,
         }
@@ -175,7 +183,7 @@ class OpenAIDialect(Dialect):
             )
         return PATH, {
             "model": self.model,
-            "prompt": self.text().decode(prompt_of(request), skip_special_tokens=False),
+            "prompt": self.text().decode(resumed_prompt(request), skip_special_tokens=False),
             "max_tokens": budget_of(request),
             "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
             "top_p": sampling.top_p,

@@ -32,7 +32,7 @@ class OwnDialect(Dialect):
         self._pictures = PictureSender(lambda pictures: self.ask("POST", SHOW, pictures))
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
-        return GENERATE, to_json(request)
+        return GENERATE, request_json(request)
 
     def answer(self, request: Request, content: Any) -> Sampled:
         ids = token_ids(content["token_ids"])
@@ -77,7 +77,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 """What the fields of a request hold. One of another kind fails inside the engine, and all requests there with it."""
 
 
-def to_json(request: Request) -> dict[str, Any]:
+def request_json(request: Request) -> dict[str, Any]:
     """A request as JSON, without its images."""
     fields = {name: value for name, value in vars(request).items() if name not in PICTURE_FIELDS}
     return {**fields, "sampling": vars(request.sampling)}
@@ -87,7 +87,7 @@ def from_json(content: Any, pictures: Mapping[str, Any] | None = None) -> Reques
     """The request in a payload.
 
     Args:
-        pictures: its fields that `to_json` leaves out; None for text.
+        pictures: its fields that `request_json` leaves out; None for text.
 
     Raises:
         RolloutError: it is none.

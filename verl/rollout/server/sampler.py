@@ -29,7 +29,7 @@ from verl.rollout.from_sync import run_now
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, invalid_reason, request_seed
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
-from verl.rollout.server.client import Breaker, HttpClient, Retrying, accepted
+from verl.rollout.server.client import Breaker, HttpClient, Retrying, checked_json
 from verl.rollout.server.dialect import Dialect
 from verl.rollout.server.openai import OpenAIDialect, VLLMDialect
 from verl.rollout.server.own import INFO, OwnDialect
@@ -234,7 +234,7 @@ class ServerSampler(GatedSampler):
         path, payload = dialect.question(request, stops, request_seed(request, self.seed))
 
         async def post(content: dict[str, Any]) -> Any:
-            return accepted(await self._client.ask("POST", path, content, self.timeout), f"{self.url}{path}")
+            return checked_json(await self._client.ask("POST", path, content, self.timeout), f"{self.url}{path}")
 
         async def attempt() -> Sampled:
             if request.id in self._aborted:  # between two attempts
@@ -420,7 +420,7 @@ class ServerSampler(GatedSampler):
         seconds = UPDATE_SECONDS if method == "POST" else self.timeout
 
         async def attempt() -> Any:
-            return accepted(await self._client.ask(method, path, payload, seconds), where)
+            return checked_json(await self._client.ask(method, path, payload, seconds), where)
 
         return await (attempt() if once or method == "POST" else self._retrying.run(attempt))
 
@@ -444,10 +444,10 @@ class ServerSampler(GatedSampler):
             notice(
                 f"{_S}.weights_dir", f"not set: new weights go through {self._weights_dir}, which the server must see"
             )
-        return WeightFolder(Path(env.expand(self._weights_dir)) / place_of(self.url), self.model)
+        return WeightFolder(Path(env.expand(self._weights_dir)) / server_folder(self.url), self.model)
 
 
-def place_of(url: str) -> str:
+def server_folder(url: str) -> str:
     """The name of a server's folder in one that several share; each machine has another server at localhost."""
     parts = urlsplit(url)
     host = parts.hostname or ""

@@ -12,7 +12,15 @@ from typing import Any
 from verl.errors import RolloutError
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
-from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, prompt_of, shortest_of, token_ids
+from verl.rollout.server.dialect import (
+    Dialect,
+    budget_of,
+    check_prompt,
+    log_probs,
+    resumed_prompt,
+    shortest_of,
+    token_ids,
+)
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -43,7 +51,7 @@ class TGIDialect(Dialect):
             "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
         }
         return "/generate", {
-            "inputs": self.text().decode(prompt_of(request), skip_special_tokens=False),
+            "inputs": self.text().decode(resumed_prompt(request), skip_special_tokens=False),
             "parameters": {
                 **{name: value for name, value in parameters.items() if value is not None},
                 "max_new_tokens": budget_of(request),

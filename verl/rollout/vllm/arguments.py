@@ -65,7 +65,7 @@ def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dic
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),
     }
-    passed = {k: v for k, v in merged(arguments, rollout.engine_kwargs.vllm or {}).items() if v is not None}
+    passed = {k: v for k, v in merge_arguments(arguments, rollout.engine_kwargs.vllm or {}).items() if v is not None}
     return passed if num_workers(passed) == 1 else {"distributed_executor_backend": LAUNCHER, **passed}
 
 
@@ -89,7 +89,7 @@ def of_adapter(settings: LoraSettings) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": 1, "max_cpu_loras": 1}
 
 
-def merged(defaults: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merge_arguments(defaults: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Our arguments under the user's ``engine_kwargs.vllm``.
 
     Raises:
@@ -106,7 +106,7 @@ def merged(defaults: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, A
     return {**defaults, **extra}
 
 
-def known(arguments: Mapping[str, Any], engine_args: type, ours: Mapping[str, Any]) -> dict[str, Any]:
+def supported_arguments(arguments: Mapping[str, Any], engine_args: type, ours: Mapping[str, Any]) -> dict[str, Any]:
     """Those arguments that this version of vLLM has.
 
     Args:

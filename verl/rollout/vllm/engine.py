@@ -23,7 +23,7 @@ from verl.rollout.base import Request
 from verl.rollout.gated import NEVER, collapsed, request_seed
 from verl.rollout.vllm import versions, weight_transfer
 from verl.rollout.vllm.adapter import as_folder
-from verl.rollout.vllm.arguments import check_layout, known, num_workers
+from verl.rollout.vllm.arguments import check_layout, num_workers, supported_arguments
 from verl.weight_sync import WeightChunk
 
 RELOAD_SECONDS = 600.0
@@ -77,14 +77,14 @@ class VLLMEngine:
         for name, value in (ENVIRONMENT | (WORKERS_ENVIRONMENT if self.num_workers > 1 else {})).items():
             env.set_default(name, value)
         version = versions.installed_version()
-        versions.check_version(version)
+        versions.check_vllm_version(version)
         self.on_cpu = versions.is_on_cpu()
         for name, value in CPU_ENVIRONMENT.items() if self.on_cpu else ():
             env.set_default(name, value)
         logging.getLogger("vllm").setLevel(env.get("VLLM_LOGGING_LEVEL") or "ERROR")
         engine_args, engine_class, self._params = versions.vllm_modules()
         check_layout(arguments, self.on_cpu)
-        settings = known(arguments, engine_args, dict.fromkeys(ours))
+        settings = supported_arguments(arguments, engine_args, dict.fromkeys(ours))
         self.reports_processed = settings.get("logprobs_mode") == "processed_logprobs"  # an older version has raw ones
         self._engine_class = engine_class
         threads = torch.get_num_threads()
@@ -112,7 +112,7 @@ class VLLMEngine:
         step = EngineStep()
         for name, request, stops in new:
             try:
-                prompt = prompt_of(request, self.image_token_id)
+                prompt = vllm_prompt(request, self.image_token_id)
                 params = self.sampling_params(request, stops)
                 self._engine.add_request(name, prompt, params, **self._adapted(), **self._priority(request))
             except (ValueError, TypeError, RolloutError) as error:
@@ -243,7 +243,7 @@ class VLLMEngine:
         return {"priority": request.priority} if request.priority else {}
 
 
-def prompt_of(request: Request, image_token_id: int | None) -> dict[str, Any]:
+def vllm_prompt(request: Request, image_token_id: int | None) -> dict[str, Any]:
     """What vLLM takes. Its image processor puts the tokens of an image in the place of one placeholder.
 
     Raises:

@@ -70,7 +70,7 @@ class VLLMSampler(GatedSampler):
         ours: Iterable[str] = (),
         adapter: LoraSettings | None = None,
     ):
-        versions.check_version(versions.installed_version())
+        versions.check_vllm_version(versions.installed_version())
         model = str(engine_arguments["model"])
         facts = facts or ModelFacts.of(model)
         arguments.check_model(facts, versions.is_on_cpu())
@@ -105,7 +105,7 @@ class VLLMSampler(GatedSampler):
     @classmethod
     def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> VLLMSampler:
         """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``."""
-        versions.check_version(versions.installed_version())
+        versions.check_vllm_version(versions.installed_version())
         facts = ModelFacts.of(str(model.path))
         settings = arguments.from_config(rollout, model, device, facts)
         defaults = set(settings) - set(rollout.engine_kwargs.vllm or {})

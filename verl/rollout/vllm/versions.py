@@ -29,7 +29,7 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which room can be made; older versions end at 256."""
 
 
-def parse(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """``0.10.1.1.post2`` -> (0, 10, 1, 1)."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
@@ -56,13 +56,13 @@ def installed_version() -> str:
     )
 
 
-def check_version(version: str) -> None:
+def check_vllm_version(version: str) -> None:
     """Refuse too old versions; give a notice for versions newer than those tested.
 
     Raises:
         ConfigError: older than the range.
     """
-    number = parse(version)
+    number = parse_version(version)
     if number < OLDEST:
         oldest = ".".join(str(part) for part in OLDEST)
         raise ConfigError(

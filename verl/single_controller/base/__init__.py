@@ -1,6 +1,6 @@
 """What every runtime shares: tagged methods, workers, worker groups, pools, roles and handles."""
 
-from verl.single_controller.base.colocated import ColocatedWorker, create_colocated_worker_cls
+from verl.single_controller.base.colocated import ColocatedWorker, colocated_class
 from verl.single_controller.base.decorator import (
     Dispatch,
     Execute,
@@ -17,7 +17,7 @@ from verl.single_controller.base.handle import Handle
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool, ResourcePoolManager
 from verl.single_controller.base.rng import RngState, worker_seed
 from verl.single_controller.base.roles import Role, RoleKind
-from verl.single_controller.base.worker import Worker, WorkerInfo, build
+from verl.single_controller.base.worker import Worker, WorkerInfo, build_worker
 from verl.single_controller.base.worker_group import WorkerGroup, by_rank, collected
 
 __all__ = [
@@ -35,10 +35,10 @@ __all__ = [
     "Worker",
     "WorkerGroup",
     "WorkerInfo",
-    "build",
+    "build_worker",
     "by_rank",
     "collected",
-    "create_colocated_worker_cls",
+    "colocated_class",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "make_nd_compute_dataproto_dispatch_fn",

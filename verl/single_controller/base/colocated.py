@@ -17,11 +17,11 @@ from verl.errors import WorkerError
 from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.single_controller.base.resources import ClassWithInitArgs
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.worker import Worker, build
+from verl.single_controller.base.worker import Worker, build_worker
 
 
 class ColocatedWorker(Worker):
-    """The outer worker; made by `create_colocated_worker_cls`, not by hand."""
+    """The outer worker; made by `colocated_class`, not by hand."""
 
     class_dict: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
     streams: ClassVar[Mapping[str, str]] = {}
@@ -38,7 +38,7 @@ class ColocatedWorker(Worker):
                 states[stream] = RngState(worker_seed(info.seed, stream, info.rank))
             rng = self.rng_dict[role] = states[stream]
             with rng.active():
-                worker = self.worker_dict[role] = build(class_with_init, info)
+                worker = self.worker_dict[role] = build_worker(class_with_init, info)
             if isinstance(worker, Worker):
                 worker.fused_worker_dict = self.worker_dict
         self.fused_worker_dict = self.worker_dict
@@ -57,7 +57,7 @@ class ColocatedWorker(Worker):
         return meshes
 
 
-def create_colocated_worker_cls(
+def colocated_class(
     class_dict: Mapping[str, ClassWithInitArgs], streams: Mapping[str, str] | None = None
 ) -> ClassWithInitArgs:
     """The class of a process that hosts all these roles, ready for a worker group.

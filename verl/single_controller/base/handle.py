@@ -38,7 +38,7 @@ def noted(where: str) -> Iterator[None]:
         raise
 
 
-def method_of(target: Any, name: str, where: str) -> Callable[..., Any]:
+def called_method(target: Any, name: str, where: str) -> Callable[..., Any]:
     """The method that a call names.
 
     Args:

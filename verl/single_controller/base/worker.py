@@ -50,7 +50,7 @@ class WorkerInfo:
 _placed: ContextVar[WorkerInfo | None] = ContextVar("worker_info", default=None)
 
 
-def build(construct: Callable[[], Any], info: WorkerInfo) -> Any:
+def build_worker(construct: Callable[[], Any], info: WorkerInfo) -> Any:
     """Construct a worker (or any object that holds workers) in this place."""
     token = _placed.set(info)
     try:

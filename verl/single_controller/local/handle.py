@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from verl.single_controller.base.decorator import materialized
-from verl.single_controller.base.handle import Handle, method_of
+from verl.single_controller.base.handle import Handle, called_method
 from verl.single_controller.base.rng import RngState, in_worker_call
 
 
@@ -45,7 +45,7 @@ class LocalHandle(Handle):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = method_of(self._target, method, self.name)
+        function = called_method(self._target, method, self.name)
         args, kwargs = materialized(function, args, kwargs)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)

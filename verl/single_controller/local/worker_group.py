@@ -19,10 +19,10 @@ from verl.ports import free_port
 from verl.protocol import DataProto
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.decorator import materialized
-from verl.single_controller.base.handle import method_of, noted
+from verl.single_controller.base.handle import called_method, noted
 from verl.single_controller.base.resources import ClassWithInitArgs, ResourcePool
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.worker import WorkerInfo, build
+from verl.single_controller.base.worker import WorkerInfo, build_worker
 from verl.single_controller.base.worker_group import WorkerGroup
 from verl.single_controller.local.event_loop import run_coroutine
 from verl.single_controller.local.handle import LocalHandle
@@ -63,7 +63,7 @@ class LocalWorkerGroup(WorkerGroup):
             info = WorkerInfo(rank, pool.world_size, local_rank, local_size, LOCALHOST, port, role, seed)
             rng = RngState(worker_seed(seed, role, rank))
             with rng.active(), noted(f"{role}[{rank}].__init__"):
-                workers.append(build(class_with_init, info))
+                workers.append(build_worker(class_with_init, info))
             rngs.append(rng)
         self._attach(role, class_with_init.cls, workers, rngs, port)
 
@@ -129,7 +129,7 @@ class LocalWorkerGroup(WorkerGroup):
             futures.append(future)
             try:
                 with rng.active(), noted(f"{name}.{method_name}"):
-                    method = method_of(worker, method_name, self.role)
+                    method = called_method(worker, method_name, self.role)
                     args, kwargs = materialized(method, args, kwargs)
                     result = method(*map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
                     result = run_coroutine(result) if inspect.iscoroutine(result) else result

@@ -25,8 +25,8 @@ _HOME = {
     "host_object": "handle",
     "merge_resource_pool": "resource_pool",
     "split_resource_pool": "resource_pool",
-    "start": "runtime",
-    "stop": "runtime",
+    "start_cluster": "runtime",
+    "stop_cluster": "runtime",
 }
 __all__ = [
     "Fleet",
@@ -41,8 +41,8 @@ __all__ = [
     "host_object",
     "merge_resource_pool",
     "split_resource_pool",
-    "start",
-    "stop",
+    "start_cluster",
+    "stop_cluster",
 ]
 
 if importlib.util.find_spec("ray") is None:

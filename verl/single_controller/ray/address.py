@@ -65,7 +65,7 @@ def answers(address: str, seconds: float = _TRY_SECONDS) -> bool:
     return len(frame) == 9 and frame[3] == 4
 
 
-def require(address: str, seconds: float) -> None:
+def wait_for_cluster(address: str, seconds: float) -> None:
     """Wait until a cluster answers there and find out whether it wants a token.
 
     Raises:

@@ -54,7 +54,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:
     """One process that hosts several roles; tagged methods are ``<role>_<method>`` there and rebound by ``spawn``."""
-    return _together(class_dict, colocated.create_colocated_worker_cls(class_dict).cls)
+    return _together(class_dict, colocated.colocated_class(class_dict).cls)
 
 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:

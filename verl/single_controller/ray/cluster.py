@@ -46,14 +46,14 @@ def has_devices(resource: str) -> bool:
     return any(node.amount(resource) for node in nodes())
 
 
-def require(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0.0) -> None:
+def require_nodes(processes_on_nodes: Sequence[int], resource: str, seconds: float = 0.0) -> None:
     """Check that every entry fits on a node of its own; nodes may still join for ``seconds``.
 
     Raises:
         ConfigError: the cluster is too small; the message lists what the run needs and what each node has.
     """
     deadline = time.monotonic() + seconds
-    while not fits(processes_on_nodes, resource, nodes()):
+    while not fits_on_nodes(processes_on_nodes, resource, nodes()):
         if time.monotonic() >= deadline:
             raise too_small(processes_on_nodes, resource, nodes())
         time.sleep(0.5)
@@ -74,7 +74,7 @@ def too_small(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[
     )
 
 
-def fits(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> bool:
+def fits_on_nodes(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> bool:
     """Whether every entry has a node of its own that is large enough."""
     capacities = sorted((node.amount(resource) for node in nodes), reverse=True)
     needs = sorted(processes_on_nodes, reverse=True)

@@ -94,7 +94,7 @@ def reported(where: str) -> Iterator[None]:
         raise WorkerFailure(where, _portable(error), _traceback_text(error)) from None
 
 
-def fetch(references: list[Any]) -> list[Any]:
+def fetch_references(references: list[Any]) -> list[Any]:
     """The values behind Ray's references; the first failure is raised as what it is.
 
     Raises:

@@ -49,10 +49,10 @@ class RayHandle(Handle):
             ray.kill(self._actor, no_restart=True)
 
     async def _invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        transfer.count_sent([(args, kwargs)])
+        transfer.count_calls([(args, kwargs)])
         ((args, kwargs),) = transfer.share([(args, kwargs)])
         answer = await self._answer(self._actor.request.remote([self._target, method], *args, **kwargs))
-        transfer.count_received(answer)
+        transfer.count_results(answer)
         return answer
 
     async def _answer(self, reference: Any) -> Any:

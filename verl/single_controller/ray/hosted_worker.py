@@ -17,11 +17,11 @@ from verl.errors import WorkerError, suggest
 from verl.metrics import start_logging
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.decorator import materialized
-from verl.single_controller.base.handle import method_of
+from verl.single_controller.base.handle import called_method
 from verl.single_controller.base.rng import RngState, worker_seed
-from verl.single_controller.base.worker import WorkerInfo, build
+from verl.single_controller.base.worker import WorkerInfo, build_worker
 from verl.single_controller.ray import transfer
-from verl.single_controller.ray.failures import fetch, reported
+from verl.single_controller.ray.failures import fetch_references, reported
 
 
 class HostedWorker:
@@ -50,13 +50,13 @@ class HostedWorker:
         start_logging()
         device.set_threads(threads or max(1, device.usable_cores() // self.info.local_world_size))
         device.keep_freed_memory()
-        transfer.install()
+        transfer.install_transfer()
         self._active_rng = _ActiveRng()
         rng = RngState(worker_seed(self.info.seed, self.info.role, self.info.rank))
         with reported(f"{name}.__init__"):
-            (class_with_init,) = fetch(boxed_class)
+            (class_with_init,) = fetch_references(boxed_class)
             self._active_rng.take(rng)
-            worker = build(class_with_init, self.info)
+            worker = build_worker(class_with_init, self.info)
         self._targets: dict[str, tuple[str, Any, RngState]] = {"": (name, worker, rng)}
         if isinstance(worker, ColocatedWorker):
             for role, inner in worker.worker_dict.items():
@@ -92,7 +92,7 @@ class HostedWorker:
         name, worker, rng = self._target(target)
         self._active_rng.take(rng)
         with reported(_place(name, method)):
-            function = method_of(worker, method, name)
+            function = called_method(worker, method, name)
             args, kwargs = _fetched(function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
             result = function(*args, **kwargs)
@@ -105,14 +105,14 @@ class HostedWorker:
         """Whether a method must run in the event loop."""
         name, worker, _ = self._target(target)
         with reported(_place(name, method)):
-            function = method_of(worker, method, name)
+            function = called_method(worker, method, name)
         return inspect.iscoroutinefunction(function)
 
     async def attend(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an async method in this event loop, concurrently with others; it must draw random numbers by key."""
         name, worker, _ = self._target(target)
         with reported(_place(name, method)):
-            function = method_of(worker, method, name)
+            function = called_method(worker, method, name)
             if transfer.refers(args, kwargs):  # other requests continue while values are fetched
                 args, kwargs = await asyncio.to_thread(_fetched, function, args, kwargs)
             arrived = transfer.arrived_tensors(args, kwargs)
@@ -141,7 +141,7 @@ def _place(name: str, method: str) -> str:
 
 def _fetched(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> transfer.Call:
     """The arguments as values; waits for them."""
-    return transfer.fetched(*materialized(function, *transfer.opened(args, kwargs)))
+    return transfer.fetch_columns(*materialized(function, *transfer.open_shared(args, kwargs)))
 
 
 class _ActiveRng:

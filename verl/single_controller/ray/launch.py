@@ -79,7 +79,7 @@ def launch(recipe: LaunchPlan, slots: Sequence[ProcessSlot | None]) -> tuple[Fle
         WorkerError: the processes did not come up in time.
         Exception: what a constructor raised.
     """
-    transfer.install()
+    transfer.install_transfer()
     actors: list[Any] = []
     try:
         for rank, slot in enumerate(slots):
@@ -219,7 +219,7 @@ def _build(recipe: LaunchPlan, fleet: Fleet, master: tuple[str, int]) -> None:
             seed=recipe.seed,
         )
         calls.append(member.actor.build.remote(boxed, asdict(info), _threads(len(nodes)), recipe.by_reference))
-    failures.fetch(calls)
+    failures.fetch_references(calls)
 
 
 def _send_user_modules() -> None:

@@ -82,7 +82,7 @@ class RayResourcePool(ResourcePool):
         """
         if self.pgs is None:
             resource = self.resource(device_name)
-            cluster.require(self.store, resource)
+            cluster.require_nodes(self.store, resource)
             self.pgs = _reserve(self.store, self._bundle(resource), strategy, name or self.name_prefix, self.detached)
         return self.pgs
 

@@ -29,7 +29,7 @@ class RayCluster:
 
     Args:
         address: of its control service.
-        is_owned: this process started it and `stop` ends it.
+        is_owned: this process started it and `stop_cluster` ends it.
         nodes: its nodes, sorted by address.
         device: what each process takes one of: ``cpu``, ``cuda`` or ``npu``.
     """
@@ -40,7 +40,7 @@ class RayCluster:
     device: str = "cpu"
 
 
-def start(
+def start_cluster(
     processes_on_nodes: Sequence[int] = (1,),
     device_name: str | None = "cpu",
     ray_init: Mapping[str, Any] | None = None,
@@ -75,11 +75,11 @@ def start(
         else:
             _join(address, settings, connect_seconds)
     kind = device_name or _accelerator(processes_on_nodes, join_seconds)
-    cluster.require(processes_on_nodes, cluster.RESOURCES[kind], join_seconds)
+    cluster.require_nodes(processes_on_nodes, cluster.RESOURCES[kind], join_seconds)
     return RayCluster(ray.get_runtime_context().gcs_address, is_owned, tuple(cluster.nodes()), kind)
 
 
-def stop(timeline_json_file: str | None = None) -> None:
+def stop_cluster(timeline_json_file: str | None = None) -> None:
     """Stop all worker groups of this process and leave the cluster; one that this process started ends.
 
     Args:
@@ -120,12 +120,12 @@ def _check_this_machine(processes_on_nodes: Sequence[int], device_name: str, set
     resource = cluster.RESOURCES[device_name]
     size = settings["num_cpus"] if resource == "CPU" else settings.get("num_gpus", device.device_count(device_name))
     here = cluster.ClusterNode("", "this machine", {resource: size})
-    if not cluster.fits(processes_on_nodes, resource, [here]):
+    if not cluster.fits_on_nodes(processes_on_nodes, resource, [here]):
         raise cluster.too_small(processes_on_nodes, resource, [here])
 
 
 def _join(address: str, settings: dict[str, Any], connect_seconds: float) -> None:
-    addresses.require(address, connect_seconds)
+    addresses.wait_for_cluster(address, connect_seconds)
     for name in _ONLY_AT_START:
         if settings.pop(name, None) is not None:
             notice(f"ray_kwargs.ray_init.{name}", f"has no effect: the cluster at {address} runs already")

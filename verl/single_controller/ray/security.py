@@ -15,7 +15,7 @@ from pathlib import Path
 from verl import env
 from verl.errors import ConfigError
 from verl.metrics import notice
-from verl.storage.fetch import NotPrivateError, private_folder
+from verl.storage.fetch import NotPrivateError, make_private_folder
 
 MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -72,7 +72,7 @@ def folder_for_files() -> str:
     if needed > _LONGEST_SOCKET and not env.get("RAY_TMPDIR"):
         place = "/tmp"
     try:
-        return str(private_folder(Path(place)) / "ray")
+        return str(make_private_folder(Path(place)) / "ray")
     except NotPrivateError as refused:
         raise ConfigError(
             str(refused),

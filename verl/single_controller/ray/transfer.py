@@ -29,10 +29,10 @@ _COUNTED_ITEMS, _COUNTED_ROWS = 1000, 64
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def install() -> None:
+def install_transfer() -> None:
     """Teach this process (the controller or a worker) to send tensors as buffers and to wait for Ray's references."""
     register_serializer(torch.Tensor, serializer=_flat, deserializer=_rebuilt)
-    register_reference(ray.ObjectRef, failures.fetch)
+    register_reference(ray.ObjectRef, failures.fetch_references)
 
 
 def stored(result: Any) -> Any:
@@ -47,7 +47,7 @@ def stored(result: Any) -> Any:
     return DataProto(batch, result.non_tensor_batch, result.meta_info)
 
 
-def fetched(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def fetch_columns(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Arguments whose batches have their columns here: only the rows that this process was given are fetched."""
     return (
         tuple(_fetched(value) for value in args),
@@ -59,13 +59,13 @@ def _fetched(value: Any) -> Any:
     return value.fetched() if isinstance(value, DataProto) else value
 
 
-def count_sent(calls: Sequence[Call]) -> None:
+def count_calls(calls: Sequence[Call]) -> None:
     """Count what goes out by value: an argument that is shared once, of the others each."""
     for value in {id(v): v for args, kwargs in calls for v in (*args, *kwargs.values())}.values():
         traffic.count_sent(value_bytes(value))
 
 
-def count_received(results: Any) -> None:
+def count_results(results: Any) -> None:
     """Count what came in by value."""
     for value in results if isinstance(results, list) else [results]:
         traffic.count_received(value_bytes(value))
@@ -150,12 +150,12 @@ def _is_lazy(value: Any) -> bool:
     return isinstance(value, DataProto) and value.has_lazy_columns
 
 
-def opened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def open_shared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Fetch what `share` put away; all at once, without a copy where it is on this node."""
     boxes = [value for value in (*args, *kwargs.values()) if isinstance(value, BoxedRef)]
     if not boxes:
         return tuple(args), dict(kwargs)
-    opened_boxes = dict(zip(map(id, boxes), failures.fetch([box.reference for box in boxes])))
+    opened_boxes = dict(zip(map(id, boxes), failures.fetch_references([box.reference for box in boxes])))
     return tuple(opened_boxes.get(id(v), v) for v in args), {k: opened_boxes.get(id(v), v) for k, v in kwargs.items()}
 
 

@@ -188,7 +188,7 @@ class RayWorkerGroup(WorkerGroup):
         except Exception:
             self._fleet.remember_unfinished(references if isinstance(references, list) else [references])
             raise
-        transfer.count_received(results)
+        transfer.count_results(results)
         return results
 
     def handle(self, rank: int = 0, timeout: float | None = None, max_concurrency: int = 1) -> RayHandle:
@@ -217,7 +217,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _send(self, method_name: str, calls: Sequence[transfer.Call]) -> list[Any]:
         """Start a method on the first workers, one call each, in the order of their ranks."""
-        transfer.count_sent(calls)
+        transfer.count_calls(calls)
         shared = transfer.share(calls)
         fleet, references = self._fleet, []
         with fleet.sending:
@@ -285,10 +285,10 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def _attached(role: str, names: Sequence[str] | None, handles: Sequence[Any] | None) -> tuple[Fleet, tuple[str, int]]:
-    transfer.install()
+    transfer.install_transfer()
     actors = list(handles or ()) or [_named_actor(name) for name in names or ()]
-    intros = failures.fetch([actor.introduce.remote() for actor in actors])
-    described = failures.fetch([actors[0].describe.remote()])[0]
+    intros = failures.fetch_references([actor.introduce.remote() for actor in actors])
+    described = failures.fetch_references([actors[0].describe.remote()])[0]
     members = [
         Member(name, actor, one["node_id"], one["address"], one["pid"], one["logs"])
         for name, actor, one in zip(worker_names(role, len(actors)), actors, intros)
@@ -298,7 +298,7 @@ def _attached(role: str, names: Sequence[str] | None, handles: Sequence[Any] | N
 
 def _names_of(prefix: str) -> list[str]:
     first = _named_actor(worker_names(prefix, 1)[0])
-    return worker_names(prefix, failures.fetch([first.describe.remote()])[0]["world_size"])
+    return worker_names(prefix, failures.fetch_references([first.describe.remote()])[0]["world_size"])
 
 
 def _named_actor(name: str) -> Any:

@@ -4,7 +4,7 @@ All ranks keep the same controller state (step, place in the data, python's and 
 same code from the same seed: each reads the whole batch and trains on its own rows. Rank 0 alone logs, writes and
 decides what depends on the disk. torch's generator differs from rank to rank, since dropout must.
 
-How a loop uses it (``ranks`` is what `verl.distributed.start` gives; on one rank every call below costs nothing)::
+How a loop uses it (``ranks`` is what `verl.distributed.join_group` gives; on one rank every call below costs nothing)::
 
     ctx = Spmd(ranks, seed=trainer.seed)                       # after the process's own seeding
     writer = ctx.only_main(lambda: CheckpointWriter(root))     # one lock, one writer; its error is everyone's

@@ -15,7 +15,7 @@ import numpy as np
 from verl.weight_sync.resharding.layout import Coordinates, Indices
 
 
-def classes(coordinates: Coordinates) -> tuple[list[Indices], Indices]:
+def rank_classes(coordinates: Coordinates) -> tuple[list[Indices], Indices]:
     """Ranks that hold the same, as lists of ranks, and the class of every rank."""
     holds = np.stack([coordinates.tensor, coordinates.stage, coordinates.expert, coordinates.expert_tensor], axis=1)
     _, member = np.unique(holds, axis=0, return_inverse=True)
@@ -28,9 +28,9 @@ def matched(training: Coordinates, sampling: Coordinates, common: np.ndarray) ->
 
     Args:
         common: (training classes, sampling classes) bytes that a rank of the one keeps in a place of the other, in the
-            order of `classes`.
+            order of `rank_classes`.
     """
-    ours, theirs = classes(training)[0], classes(sampling)[0]
+    ours, theirs = rank_classes(training)[0], rank_classes(sampling)[0]
     graph = nx.DiGraph()
     for i, ranks in enumerate(ours):
         graph.add_node(("rank", i), demand=-len(ranks))

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from verl.errors import ConfigError
-from verl.weight_sync.resharding.assignment import classes, matched
+from verl.weight_sync.resharding.assignment import matched, rank_classes
 from verl.weight_sync.resharding.layout import (
     Coordinates,
     Indices,
@@ -256,8 +256,8 @@ def _common_bytes(
     model: ModelWeights, training: Layout, here: Coordinates, sampling: Layout, there: Coordinates
 ) -> np.ndarray:
     """(training classes, sampling classes) bytes that a rank of the one finds useful in a place of the other."""
-    sources = np.array([ranks[0] for ranks in classes(here)[0]])
-    targets = np.array([ranks[0] for ranks in classes(there)[0]])
+    sources = np.array([ranks[0] for ranks in rank_classes(here)[0]])
+    targets = np.array([ranks[0] for ranks in rank_classes(there)[0]])
     sums = np.zeros((len(sources), len(targets)))
     for entry in _entries(model, training, here, sampling, there):
         common = overlaps(entry.source, entry.target)
