@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from verl import env
 from verl.errors import ConfigError
@@ -25,6 +26,23 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+
+
+class AutogradContext(FunctionCtx):
+    """What torch hands to ``forward`` and ``backward`` of an `autograd.Function`; one may put any attribute on it."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of glibc's settings (malloc.h)."""
 KEPT_BLOCK, KEPT_BYTES = 32 << 20, 512 << 20

@@ -10,8 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+"""A value that JSON can hold; a list or an object of any class that reads like one."""
+JsonObject: TypeAlias = Mapping[str, Any]
+"""An object from another program, whose values are checked where they are used."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects that is read."""
 MESSAGE_DEPTH = 4 * MAX_DEPTH

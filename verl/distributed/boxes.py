@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
+from verl.json_text import Json
 from verl.protocol.sharding import ShardSpec, make_up
 
 SENT_AHEAD = 4
@@ -47,7 +48,7 @@ class ShardTable:
     @classmethod
     def of(cls, shards: Shards, ranks: Ranks) -> ShardTable:
         """Collective."""
-        local = [[name, spec.dtype, spec.shape, spec.start, spec.lengths] for name, (spec, _) in shards.items()]
+        local: Json = [[name, spec.dtype, spec.shape, spec.start, spec.lengths] for name, (spec, _) in shards.items()]
         holders: dict[str, dict[ShardSpec, list[int]]] = {}
         for rank, answer in enumerate(ranks.exchange(local)):
             for name, dtype, *numbers in answer:

@@ -17,6 +17,7 @@ from torch import Tensor
 from verl.distributed.boxes import Shards, ShardTable
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
+from verl.json_text import Json
 from verl.protocol.sharding import ShardSpec
 
 PIECE = 1 << 20
@@ -71,7 +72,7 @@ def compare_copies(shards: Shards, ranks: Ranks) -> int:
         for box, holders in boxes.items()
         if len(holders) > 1
     }
-    mine = [[name, tensor_digest(tensor)] for name, (box, tensor) in shards.items() if (name, box) in shared]
+    mine: Json = [[name, tensor_digest(tensor)] for name, (box, tensor) in shards.items() if (name, box) in shared]
     answers = ranks.exchange([socket.gethostname(), mine])
     nodes, digests = [answer[0] for answer in answers], [dict(answer[1]) for answer in answers]
     differing = [

@@ -7,12 +7,12 @@ sends about (P-1)/P * N * K * H numbers each way per layer and rank, depending o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.device import AutogradContext
 from verl.distributed.ranks import Ranks
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -75,21 +75,21 @@ class _ScaledBackwards(torch.autograd.Function):
     """``x``, whose gradient is multiplied by a number."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.factor, None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
+    def forward(ctx: AutogradContext, values: Tensor, sent: list[int], received: list[int], peers: Ranks) -> Tensor:
         ctx.how = (received, sent, peers)
         return _exchanged(values, sent, received, peers)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(grads[0], *ctx.how), None, None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.distributed.ranks import Ranks
+from verl.json_text import Json
 from verl.metrics import Metric, MetricSet
 
 
@@ -21,7 +22,7 @@ def merge_metrics(
     """
     if ranks.size == 1:
         return loss, metrics
-    mine = [[name, m.value, m.reduction, m.weight] for name, m in metrics.items()]
+    mine: Json = [[name, m.value, m.reduction, m.weight] for name, m in metrics.items()]
     answers = ranks.exchange({"loss": loss, "metrics": mine})
     counted_answers = answers[::num_peers] if counted is None else [answers[rank] for rank in counted]
     everything = MetricSet()

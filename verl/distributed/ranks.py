@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import EngineError, VerlError, WorkerError
+from verl.json_text import Json
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class Ranks:
                 dist.broadcast(values, group=self.group, group_src=self.order[0])
         return values
 
-    def send(self, values: Tensor, to: int) -> Any:
+    def send(self, values: Tensor, to: int) -> dist.Work | None:
         """Begin to send a contiguous host tensor to a rank; the result's ``wait`` returns when it has arrived."""
         with self._told():
             return dist.isend(values.view(-1).view(torch.uint8), group=self.group, group_dst=self.order[to])
@@ -86,7 +87,7 @@ class Ranks:
         with self._told():
             dist.recv(values.view(-1).view(torch.uint8), group=self.group, group_src=self.order[sender])
 
-    def exchange(self, fact: Any) -> list[Any]:
+    def exchange(self, fact: Json) -> list[Any]:
         """Every rank's JSON value, in rank order."""
         if self.size == 1:
             return [fact]
@@ -96,7 +97,7 @@ class Ranks:
         padded[: len(data)] = data
         return [_from_bytes(payload[:size]) for payload, size in zip(self.gather(padded), sizes)]
 
-    def from_first(self, fact: Any) -> Any:
+    def from_first(self, fact: Json) -> Any:
         """Rank 0's JSON value; what the others pass does not matter."""
         if self.size == 1:
             return fact
@@ -130,7 +131,7 @@ class Ranks:
                 raise WorkerError(f"rank {rank} failed: {answer['error']}")
         return result, [answer["fact"] for answer in answers]
 
-    def on_first(self, work: Callable[[], Any]) -> Any:
+    def on_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 alone; its JSON result is everyone's, and so is its failure."""
         _, facts = self.together(lambda: (None, work() if self.is_first else None))
         return facts[0]

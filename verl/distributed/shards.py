@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl.distributed.ranks import Ranks
 from verl.errors import EngineError
+from verl.json_text import Json
 from verl.protocol.sharding import ShardSpec
 
 
@@ -94,7 +95,7 @@ def mirror(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """
     if ranks.size == 1:
         return dict(tensors)
-    names = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+    names: Json = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
     specs = ranks.from_first(names)
     if ranks.is_first:
         return dict(tensors)

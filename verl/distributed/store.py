@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -94,7 +93,7 @@ def keep_gloo_on(host: str) -> None:
     env.set_value(GLOO_INTERFACE, name)
 
 
-def gloo_group(store: Any, rank: int, world_size: int, host: str, timeout: timedelta) -> Any:
+def gloo_group(store: dist.Store, rank: int, world_size: int, host: str, timeout: timedelta) -> dist.ProcessGroupGloo:
     """A gloo group beside whatever groups the process is in, on the address that has the way to ``host``."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types leave it out
     options._timeout = timeout

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.device import AutogradContext
 from verl.distributed.ranks import Ranks
 
 
@@ -105,32 +106,32 @@ def _exchanged(parts: Tensor, peers: Ranks) -> Tensor:
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Ranks) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, peers: Ranks) -> Tensor:
         ctx.peers = peers
         return _tokens_from_heads(x, peers)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return _heads_from_tokens(grads[0], ctx.peers), None
 
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Ranks) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, peers: Ranks) -> Tensor:
         ctx.peers = peers
         return _heads_from_tokens(x, peers)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return _tokens_from_heads(grads[0], ctx.peers), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Ranks) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, peers: Ranks) -> Tensor:
         ctx.size = peers.size
         return peers.sum(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.size, None

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.device import AutogradContext
+
 STATISTICS = ("log_probs", "entropy", "sum_pi_squared")
 
 
@@ -33,7 +35,9 @@ def statistics_from_parts(logits: Tensor, labels: Tensor, first: int, group: dis
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup | None) -> Any:
+    def forward(
+        ctx: AutogradContext, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         width = logits.shape[-1]
         highest = logits.amax(-1) if width else logits.new_full(logits.shape[:-1], -torch.inf)
         _reduce(highest, dist.ReduceOp.MAX, group)
@@ -50,7 +54,7 @@ class _Statistics(torch.autograd.Function):
         return sums[0].clone(), -sums[1], sums[2].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         p, log_p, here, column, sums = ctx.saved_tensors
         by_log_prob, by_entropy, by_square = (grad.unsqueeze(-1) for grad in grads)
         entropy, square = -sums[1].unsqueeze(-1), sums[2].unsqueeze(-1)

@@ -166,7 +166,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
 
 
-def one_line(value: Any) -> str:
+def one_line(value: object) -> str:
     """What a row or a loop said, as a terminal may be shown it within a line."""
     return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 

@@ -160,7 +160,7 @@ def _stage_in_memory(path: Path, lock_suffix: str, again: bool) -> Path:
         )
         return path
 
-    def fill(partial: Path) -> Any:
+    def fill(partial: Path) -> Path | str:
         return shutil.copytree(path, partial) if path.is_dir() else shutil.copy2(path, partial)
 
     _once(target, lock_suffix, again, fill)

@@ -327,7 +327,7 @@ def _fits(values: list[Any]) -> bool:
         return False
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value for a message: at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
