@@ -10,14 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.data.chat_template import ChatTemplate
 from verl.data.messages import MEDIA, as_messages
 from verl.data.vision.parts import bare, media_parts
 from verl.errors import DataError, NotBuiltError
 from verl.metrics import MetricSet
+from verl.protocol.tokenizer import Tokenizer
 from verl.registry import AGENT_LOOPS
+
+if TYPE_CHECKING:
+    from verl.data.vision.processor import VisionProcessor
 
 L = TypeVar("L", bound="type[AgentLoopBase]")
 
@@ -88,11 +94,11 @@ class LoopConfig:
     Settings of the ``rollout`` section are attributes of it, too.
     """
 
-    def __init__(self, rollout: Any, data: Any):
+    def __init__(self, rollout: RolloutConfig, data: DataConfig | None):
         self.actor_rollout_ref, self.data = SimpleNamespace(rollout=rollout), data
 
     @classmethod
-    def of(cls, config: Any, data: Any) -> Any:
+    def of(cls, config: RolloutConfig, data: DataConfig | None) -> Any:
         """Of the ``rollout`` section; a whole configuration has these keys as it is."""
         return config if config is None or hasattr(config, "actor_rollout_ref") else cls(config, data)
 
@@ -134,12 +140,12 @@ class AgentLoopBase(ABC):
 
     def __init__(
         self,
-        trainer_config: Any,
+        trainer_config: RolloutConfig,
         server_manager: Any,
-        tokenizer: Any,
-        processor: Any = None,
-        dataset_cls: Any = None,
-        data_config: Any = None,
+        tokenizer: Tokenizer,
+        processor: VisionProcessor | None = None,
+        dataset_cls: type | None = None,
+        data_config: DataConfig | None = None,
         hf_model_type: str | None = None,
         shared: Any = None,
         **kwargs: Any,
@@ -152,7 +158,9 @@ class AgentLoopBase(ABC):
         vars(self).update(kwargs)
 
     @classmethod
-    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> Any:
+    def prepare(
+        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
+    ) -> Any:
         """What all trajectories of this class share (tools, parsers); made once per process, before the first row.
 
         Args:

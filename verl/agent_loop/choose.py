@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentLoopBase
 from verl.config.loading.files import entries_of, read_user_yaml
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, suggest
+from verl.protocol.tokenizer import Tokenizer
 from verl.registry import AGENT_LOOPS, load_object
+
+if TYPE_CHECKING:
+    from verl.agent_loop.client import SamplerClient
+    from verl.data.vision.processor import VisionProcessor
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 RESERVED = ("trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls", "data_config", "shared")
@@ -27,7 +34,14 @@ class LoadedLoop:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     shared: Any = None
 
-    def make(self, config: Any, client: Any, tokenizer: Any, processor: Any, data_config: Any) -> AgentLoopBase:
+    def make(
+        self,
+        config: RolloutConfig,
+        client: SamplerClient,
+        tokenizer: Tokenizer,
+        processor: VisionProcessor | None,
+        data_config: DataConfig | None,
+    ) -> AgentLoopBase:
         """A fresh loop for one row."""
         more = {**self.kwargs, **({} if self.shared is None else {"shared": self.shared})}
         return self.loop_class(config, client, tokenizer, processor, data_config=data_config, **more)
@@ -43,7 +57,7 @@ class LoopLoader:
         config: the ``rollout`` section.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, data_config: Any = None):
+    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None):
         self.config, self.tokenizer, self.data_config = config, tokenizer, data_config
         self._known: dict[str, LoadedLoop] = {}
         self._entries: dict[str, dict[str, Any]] | None = None
@@ -80,7 +94,7 @@ class LoopLoader:
         return LoadedLoop(name, loop_class, kwargs, shared)
 
 
-def default_name(config: Any) -> str:
+def default_name(config: RolloutConfig) -> str:
     """The loop of rows that name none; with ``multi_turn.enable``, ``tool_agent`` stands in for the single turn."""
     name = str(config.agent.default_agent_loop)
     return "tool_agent" if name == "single_turn_agent" and config.multi_turn.enable else name

@@ -12,6 +12,7 @@ from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import from_plain_part, plain_part
 from verl.errors import NotBuiltError, RolloutError, suggest
+from verl.json_text import Json
 from verl.observability.traces import traced
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 from verl.rollout.resume import continued, join_attempts
@@ -68,7 +69,7 @@ class SamplerClient:
         """Begin with the first request after all."""
         self.num_requests, self.part = 0, None
 
-    def state(self, of_loop: Any) -> dict[str, Any]:
+    def state(self, of_loop: Json) -> dict[str, Any]:
         """The trajectory that was left, as plain data.
 
         Args:
@@ -84,8 +85,8 @@ class SamplerClient:
         *,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
-        image_data: Any = None,
-        video_data: Any = None,
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
         generated_prefix: Sequence[int] = (),
     ) -> Completion:
         """Sample one continuation of ``prompt_ids``.

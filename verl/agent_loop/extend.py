@@ -18,6 +18,7 @@ from verl.data.messages import Message
 from verl.data.special_tokens import ASSISTANT, SampledMessage, random_mark, special_tokens
 from verl.errors import DataError, RolloutError
 from verl.metrics import notice
+from verl.protocol.tokenizer import Tokenizer
 
 PROBE = random_mark()
 """What a tool answers where the template is tried out."""
@@ -57,7 +58,7 @@ class Extender:
         kwargs: further arguments of the template.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, Any] | None = None):
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, kwargs)
         self.specials = special_tokens(tokenizer)

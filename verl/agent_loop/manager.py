@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.batch import array_of_objects, later_images, loop_metrics, to_batch
@@ -24,12 +24,18 @@ from verl.agent_loop.unfinished import (
     partial_metrics,
     states_of,
 )
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.data.settings import read, read_number
 from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.protocol import DataProto
+from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.from_sync import run_now
+
+if TYPE_CHECKING:
+    from verl.data.vision.processor import VisionProcessor
 
 LOOPS = "actor_rollout_ref.rollout.agent.num_workers"
 
@@ -55,12 +61,12 @@ class AgentLoopManager:
 
     def __init__(
         self,
-        config: Any,
+        config: RolloutConfig,
         sampler: Sampler,
-        tokenizer: Any,
-        processor: Any = None,
+        tokenizer: Tokenizer,
+        processor: VisionProcessor | None = None,
         score: Score | None = None,
-        data_config: Any = None,
+        data_config: DataConfig | None = None,
         score_row: ScoreRow | None = None,
     ):
         self.config, self.sampler, self.score_row = config, sampler, score_row

@@ -8,10 +8,12 @@ from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.failed import COLUMN
+from verl.config.schema.rollout import RolloutConfig
 from verl.data.settings import read
 from verl.observability import traces
 from verl.observability.traced_call import TracedCall, add_texts
 from verl.observability.traces import Traces
+from verl.protocol.tokenizer import Tokenizer
 
 TRACED = "__trace__"
 """Key of a row that is recorded, with what the batch says of it; it is for its runner, the loop does not see it."""
@@ -19,11 +21,11 @@ Run = Callable[[dict[str, Any]], Awaitable[AgentLoopOutput]]
 
 
 def mark_traced(
-    config: Any,
+    config: RolloutConfig,
     rows: Sequence[dict[str, Any]],
     streams: Sequence[tuple[str, int]],
     places: Sequence[int],
-    about: Any,
+    about: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """The rows, with a mark on those that are recorded.
 
@@ -68,11 +70,11 @@ class RowTraces:
         tokenizer: of the policy, for ``token2text``.
     """
 
-    def __init__(self, known: Traces, tokenizer: Any):
+    def __init__(self, known: Traces, tokenizer: Tokenizer):
         self._traces, self._tokenizer = known, tokenizer
 
     @classmethod
-    def of(cls, config: Any, tokenizer: Any) -> RowTraces | None:
+    def of(cls, config: RolloutConfig, tokenizer: Tokenizer) -> RowTraces | None:
         """As the ``rollout`` section says; None: nothing is recorded."""
         section = read(config, "trace")
         if section is None or section.backend is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.batch import checked
@@ -15,10 +15,16 @@ from verl.agent_loop.failed import RunStops, failed
 from verl.agent_loop.row_traces import RowTraces
 from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import EARLIER
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.data.vision.images import ImageLimits
 from verl.errors import ConfigError, ReplayError, RolloutError
+from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
+
+if TYPE_CHECKING:
+    from verl.data.vision.processor import VisionProcessor
 
 Score = Callable[[dict[str, Any], AgentLoopOutput], Awaitable[float]]
 
@@ -51,12 +57,12 @@ class RowRunner:
 
     def __init__(
         self,
-        config: Any,
+        config: RolloutConfig,
         sampler: Sampler,
-        tokenizer: Any,
-        processor: Any = None,
+        tokenizer: Tokenizer,
+        processor: VisionProcessor | None = None,
         score: Score | None = None,
-        data_config: Any = None,
+        data_config: DataConfig | None = None,
     ):
         self.config, self.sampler, self.score = config, sampler, score
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from verl import env
 from verl.config.machine.pools import spec_of
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
 from verl.rollout.server.process import HostProcess
@@ -16,7 +17,9 @@ from verl.serving import secret
 
 
 @contextlib.contextmanager
-def served(rollout: Any, model: Any, count: int, device: str, argv: Sequence[str]) -> Iterator[Sampler]:
+def served(
+    rollout: RolloutConfig, model: HFModelConfig, count: int, device: str, argv: Sequence[str]
+) -> Iterator[Sampler]:
     """``count`` servers with the engine of ``rollout.name``, or those that ``rollout.server.url`` names.
 
     Args:

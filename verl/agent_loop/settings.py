@@ -36,7 +36,7 @@ def known_arguments(entry: Mapping[str, Any], settings: type, needs: str, what: 
             raise ConfigError("unknown argument of this loop", key=name, allowed=names, fix=suggest(name, names))
 
 
-def positive(value: Any, key: str) -> float:
+def positive(value: object, key: str) -> float:
     """A number of seconds or the like."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError("must be a positive number", key=key, got=value)

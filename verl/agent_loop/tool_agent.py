@@ -20,10 +20,13 @@ from verl.agent_loop.failed import error_place
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, CallLimits, ToolCalls, ToolReply, openai_call, shortened
 from verl.agent_loop.unfinished import PROCESS
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import MultiTurnConfig, RolloutConfig
 from verl.errors import DataError, RolloutError, suggest
 from verl.interactions.base import BaseInteraction, load_interactions
 from verl.metrics import notice
 from verl.observability.traces import traced
+from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Completion
 from verl.tools.base import BaseTool
 from verl.tools.loading import load_tools
@@ -51,7 +54,9 @@ class ToolAgentParts:
     limits: TurnLimits
 
     @classmethod
-    def build(cls, multi_turn: Any, tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> ToolAgentParts:
+    def build(
+        cls, multi_turn: MultiTurnConfig, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None
+    ) -> ToolAgentParts:
         """From the section ``multi_turn``."""
         extender = Extender(tokenizer, template_kwargs)
         limits = CallLimits(
@@ -95,7 +100,9 @@ class ToolAgentLoop(AgentLoopBase):
     shared: ToolAgentParts
 
     @classmethod
-    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> ToolAgentParts:
+    def prepare(
+        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
+    ) -> ToolAgentParts:
         template_kwargs = None if data_config is None else dict(data_config.apply_chat_template_kwargs or {})
         return ToolAgentParts.build(config.multi_turn, tokenizer, template_kwargs)
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.parsers import FunctionCall, Malformed
@@ -22,7 +22,6 @@ from verl.tools.base import BaseTool
 from verl.tools.runner import TimeLimit, ToolRunner, runner
 from verl.tools.schemas import ToolResponse
 
-Side = Literal["left", "middle", "right"]
 CUT = "...(truncated)..."
 MOST_CHARACTERS = 1 << 16
 """Of what an environment or a simulated user says at a time; answers of tools have a setting."""
@@ -41,7 +40,7 @@ class CallLimits:
 
     parallel: int = 1
     length: int = 256
-    side: Side = "middle"
+    side: str = "middle"
     seconds: float | None = None
 
 
@@ -241,7 +240,7 @@ class ToolCalls:
         )
 
 
-def unpacked(returned: Any) -> tuple[ToolResponse, float | None, Mapping[str, Any]]:
+def unpacked(returned: object) -> tuple[ToolResponse, float | None, Mapping[str, Any]]:
     """(answer, step reward, metrics) of what `BaseTool.execute` returned.
 
     Raises:
@@ -265,7 +264,7 @@ def unpacked(returned: Any) -> tuple[ToolResponse, float | None, Mapping[str, An
     return response, None if reward is None else _finite(reward), known
 
 
-def shortened(text: str, length: int, side: Side) -> str:
+def shortened(text: str, length: int, side: str) -> str:
     """At most ``length`` characters of a text, with a mark where the rest was; the text itself if it is short."""
     if len(text) <= length:
         return text

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from verl.algorithms.masked import at_least_float32, masked_mean, zero_outside
+from verl.config.schema.algorithm import KLControlConfig
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 
@@ -166,7 +167,7 @@ class AdaptiveKLController:
         self.value = float(state["value"])
 
 
-def get_kl_controller(kl_ctrl: Any) -> KLController:
+def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
     """The controller that ``algorithm.kl_ctrl`` (type, kl_coef, horizon, target_kl) describes."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)

@@ -6,13 +6,12 @@ divided by it. Shapes: ... any leading dimensions, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.algorithms.masked import at_least_float32
+from verl.device import AutogradContext
 
 
 class ChosenLogProbs(torch.autograd.Function):
@@ -22,7 +21,7 @@ class ChosenLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
+    def forward(ctx: AutogradContext, z: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
         probabilities = torch.softmax(z, dim=-1)
         label_probs = probabilities.gather(-1, labels[:, None]).squeeze(-1)
         log_probs = label_probs.log()
@@ -36,7 +35,7 @@ class ChosenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, labels = ctx.saved_tensors
         grad = grads[0][:, None]
         slopes = probabilities.mul_(-grad) if ctx.overwrite else probabilities * -grad

@@ -24,11 +24,20 @@ from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.rollout_correction import Correction, weight_shares
 from verl.algorithms.rollout_correction.mismatch import current_policy_metrics
 from verl.algorithms.value_loss import value_loss
+from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.errors import ConfigError, DataError
 from verl.metrics import Metric, as_float
 from verl.registry import POLICY_LOSSES
 
 OF_BYPASS_MODE = ("vanilla", "bypass_mode", "rollout_correction")
+
+
+class Fields(Protocol):
+    """The tensors of a micro-batch by name: a mapping or a TensorDict."""
+
+    def keys(self) -> Iterable[object]: ...
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 class LossFn(Protocol):
@@ -40,11 +49,11 @@ class LossFn(Protocol):
         ...
 
     def __call__(
-        self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]: ...
 
 
-def known_slopes(loss_fn: LossFn, batch: Any, norm: LossNorm) -> Tensor | None:
+def known_slopes(loss_fn: LossFn, batch: Fields, norm: LossNorm) -> Tensor | None:
     """(b, T) d loss / d log_probs where the loss says that no log-prob changes it (``slopes_known``), else None."""
     if not getattr(loss_fn, "slopes_known", lambda _: False)(batch):
         return None
@@ -53,7 +62,7 @@ def known_slopes(loss_fn: LossFn, batch: Any, norm: LossNorm) -> Tensor | None:
     return torch.autograd.grad(loss, anywhere)[0]
 
 
-def without_gradient(loss_fn: LossFn, batch: Any) -> list[bool]:
+def without_gradient(loss_fn: LossFn, batch: Fields) -> list[bool]:
     """Of each row whether none of its log-probs changes the loss or a metric, so that no pass has to find them.
 
     On policy these are the rows of advantage 0: of a group in which all answers have one reward, all.
@@ -107,7 +116,7 @@ class PPOPolicyLoss:
     A batch without ``old_log_probs`` is on policy: its ratio is exactly 1, and the old policy is the detached new one.
     """
 
-    def __init__(self, config: Any, response_length: int | None = None, use_rollout_log_probs: bool = False):
+    def __init__(self, config: ActorConfig, response_length: int | None = None, use_rollout_log_probs: bool = False):
         check_agg_mode(config.loss_agg_mode, key="actor_rollout_ref.actor.loss_agg_mode")
         if config.use_kl_loss:
             check_kl_kind(config.kl_loss_type, key="actor_rollout_ref.actor.kl_loss_type", logits_at_hand=True)
@@ -126,7 +135,9 @@ class PPOPolicyLoss:
         more = {"entropy": self.with_entropy, "full_kl": self.with_full_kl}
         self.outputs = ("log_probs", *(name for name, is_read in more.items() if is_read))
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
         norm = norm if self.scale is None else replace(norm, loss_scale_factor=float(self.scale))
         log_prob = zero_outside(outputs["log_probs"], mask)
@@ -166,28 +177,28 @@ class PPOPolicyLoss:
             metrics |= current_policy_metrics(log_prob, field(batch, "rollout_log_probs"), mask)
         return loss, metrics
 
-    def slopes_known(self, batch: Any) -> bool:
+    def slopes_known(self, batch: Fields) -> bool:
         """On policy the ratio is 1 wherever the log-probs are, so that the plain loss is as good as linear in them."""
         alone = not (self.with_entropy or self.config.use_kl_loss)
         on_policy = not self.use_rollout_log_probs and optional_field(batch, "old_log_probs") is None
         return alone and on_policy and _loss_mode(self.config.policy_loss) == "vanilla"
 
-    def _weight_shares(self, log_probs: Tensor, batch: Any) -> Tensor:
+    def _weight_shares(self, log_probs: Tensor, batch: Fields) -> Tensor:
         """Of one micro-batch, as `verl.algorithms.rollout_correction.weight_shares`."""
         mask, how = field(batch, "response_mask"), Correction.of(correction_settings(self.config))
         log_probs = zero_outside(log_probs, mask)
         return weight_shares(log_probs, self.old_log_prob(batch, log_probs), mask, how)
 
-    def measures_log_probs(self, batch: Any) -> bool:
+    def measures_log_probs(self, batch: Fields) -> bool:
         """Whether weights or a rejection hold the sampler against the old policy, which this one moves away from."""
         if self.use_rollout_log_probs or optional_field(batch, "rollout_log_probs") is None:
             return False
         return optional_field(batch, "rollout_is_weights") is not None or self.rejects
 
-    def _estimated_kl(self, batch: Any, log_prob: Tensor, mask: Tensor) -> Tensor:
+    def _estimated_kl(self, batch: Fields, log_prob: Tensor, mask: Tensor) -> Tensor:
         return kl_penalty(log_prob, zero_outside(field(batch, "ref_log_prob"), mask), self.config.kl_loss_type)
 
-    def old_log_prob(self, batch: Any, log_prob: Tensor) -> Tensor:
+    def old_log_prob(self, batch: Fields, log_prob: Tensor) -> Tensor:
         """(b, T): the sampler's, those of before the update, or ``log_prob`` itself without a gradient."""
         if self.use_rollout_log_probs:
             return field(batch, "rollout_log_probs")
@@ -195,7 +206,7 @@ class PPOPolicyLoss:
         return log_prob.detach() if old is None else old
 
 
-def _loss_mode(settings: Any) -> str:
+def _loss_mode(settings: PolicyLossConfig) -> str:
     """The configured loss; the bypass mode brings its own in place of the default one."""
     correction = settings.rollout_correction
     if correction is None or not correction.bypass_mode:
@@ -221,12 +232,14 @@ class PPOValueLoss:
 
     outputs = ("values",)
 
-    def __init__(self, config: Any, response_length: int | None = None):
+    def __init__(self, config: CriticConfig, response_length: int | None = None):
         check_agg_mode(config.loss_agg_mode, key="critic.loss_agg_mode")
         self.config = config
         self.scale = config.loss_scale_factor or response_length
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
         norm = norm if self.scale is None else replace(norm, loss_scale_factor=float(self.scale))
         vpreds = outputs["values"]
@@ -244,23 +257,25 @@ class SFTLoss:
 
     outputs = ("log_probs",)
 
-    def slopes_known(self, batch: Any) -> bool:
+    def slopes_known(self, batch: Fields) -> bool:
         """It is linear in the log-probs."""
         return True
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
         mask = field(batch, "response_mask")
         loss = agg_loss(-outputs["log_probs"], mask, "token-mean", norm)
         nll = loss_metric(as_float(loss.detach()), mask, "token-mean", norm)
         return loss, {"nll": nll, "num_tokens": Metric(nll.weight, "sum")}
 
 
-def optional_field(batch: Any, name: str) -> Tensor | None:
+def optional_field(batch: Fields, name: str) -> Tensor | None:
     """A tensor of the micro-batch, or None; a TensorDict answers ``in`` only through its keys."""
     return batch[name] if name in batch.keys() else None
 
 
-def field(batch: Any, name: str) -> Tensor:
+def field(batch: Fields, name: str) -> Tensor:
     """A tensor of the micro-batch that this loss cannot do without."""
     value = optional_field(batch, name)
     if value is None:

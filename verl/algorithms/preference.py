@@ -7,14 +7,13 @@ micro-batch (`rows_together`). Losses are means over the pairs of the whole mini
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.losses import field, optional_field
+from verl.algorithms.losses import Fields, field, optional_field
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float
 
@@ -116,7 +115,9 @@ class DPOLoss:
         self.reference_free = reference_free or kind in WITHOUT_REFERENCE
         self.sft_coef = float(kind == "orpo") if sft_coef is None else sft_coef
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
         mask = field(batch, "response_mask")
         policy = answer_sums(outputs["log_probs"], mask, self.length_normalised)
         reference = torch.zeros_like(policy)
@@ -160,7 +161,9 @@ class RewardModelLoss:
     def __init__(self, centering: float = 0.0):
         self.centering = centering
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
         scores = answer_sums(outputs["values"], field(batch, "response_mask"))
         chosen, rejected = scores[0::2], scores[1::2]
         margin = optional_field(batch, MARGIN)

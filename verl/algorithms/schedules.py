@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.config.schema.role import OptimizerConfig
 from verl.errors import ConfigError, suggest
 
 SCHEDULES = ("constant", "cosine", "wsd")
@@ -82,7 +82,7 @@ class Decay:
     wsd_steps: float | None = None
 
     @classmethod
-    def of(cls, optim: Any, warmup: int, total_steps: int) -> Decay:
+    def of(cls, optim: OptimizerConfig, warmup: int, total_steps: int) -> Decay:
         """From an ``optim`` section, which has learning rates where this has shares of ``lr``."""
         until, whole = optim.lr_decay_steps, optim.lr or 1.0
         start, floor = optim.lr_warmup_init / whole, optim.min_lr / whole
@@ -169,7 +169,7 @@ def get_wsd_schedule_with_warmup(
     return LambdaLR(optimizer, factor, last_epoch)
 
 
-def build_schedule(optimizer: Optimizer, optim: Any, total_training_steps: int) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, optim: OptimizerConfig, total_training_steps: int) -> LambdaLR:
     """The scheduler that an ``optim`` section describes.
 
     Args:

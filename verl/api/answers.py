@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.api.functions import Reward, reward_settings
-from verl.api.rows import files_of
-from verl.api.settings import words_of
+from verl.api.rows import Data, files_of
+from verl.api.settings import Model, words_of
 from verl.api.start import SOURCE, in_process, model_setting, new_folder
 from verl.config import load_config
 from verl.errors import VerlError
 from verl.json_text import read_json
+from verl.protocol.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-def generate(model: Any, prompts: Any, *, n: int = 1, tokenizer: Any = None, **settings: Any) -> pd.DataFrame:
+def generate(
+    model: Model, prompts: Data, *, n: int = 1, tokenizer: Tokenizer | None = None, **settings: Any
+) -> pd.DataFrame:
     """Sample answers.
 
     Args:
@@ -47,7 +50,7 @@ def generate(model: Any, prompts: Any, *, n: int = 1, tokenizer: Any = None, **s
     return _frame(_run("generation", derived, settings, folder, run_generation, look_at_questions))
 
 
-def evaluate(answers: Any, reward: Reward | None = None, **settings: Any) -> dict[str, Any]:
+def evaluate(answers: Data, reward: Reward | None = None, **settings: Any) -> dict[str, Any]:
     """Score answers.
 
     Args:

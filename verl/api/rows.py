@@ -8,6 +8,9 @@ from typing import Any
 
 from verl.errors import DataError
 
+Data = str | Path | Iterable[Any]
+"""A path, several, or rows of any kind: see `files_of`."""
+
 TRUTHS = ("ground_truth", "answer")
 """Columns of prompts that a reward compares with; the first that is there counts."""
 COLUMNS = {
@@ -18,7 +21,7 @@ COLUMNS = {
 FIX = 'Give rows such as [{"prompt": "2 + 3 =", "answer": "5"}], or the path of a parquet or jsonl file.'
 
 
-def files_of(data: Any, file: Path, key: str, is_prompts: bool, source: str | None = None) -> Any:
+def files_of(data: Data, file: Path, key: str, is_prompts: bool, source: str | None = None) -> str | list[str]:
     """What a setting of data files is set to; rows are written to ``file``.
 
     Args:
@@ -44,7 +47,7 @@ def files_of(data: Any, file: Path, key: str, is_prompts: bool, source: str | No
     return str(file)
 
 
-def data_rows(data: Any, key: str) -> list[dict[str, Any]] | None:
+def data_rows(data: Data, key: str) -> list[dict[str, Any]] | None:
     """Data of any kind as dicts; None where it is a list of paths."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
         data = data.to_dict("records")

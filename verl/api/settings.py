@@ -6,12 +6,24 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verl.config.loading.groups import program_of
 from verl.config.loading.overrides import parse_override
 from verl.config.schema.leaves import schema_of
 from verl.errors import ConfigError
+
+
+class LoadedModel(Protocol):
+    """A model of transformers."""
+
+    config: Any
+
+    def save_pretrained(self, save_directory: str | Path) -> object: ...
+
+
+Model = str | Path | LoadedModel
+"""A hub name, a folder, or a loaded model."""
 
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
 """A text that needs no quotes inside of a list or mapping."""
@@ -41,7 +53,7 @@ def words_of(configuration: str, settings: Mapping[str, Any]) -> list[str]:
     return [word_of(key, value) for key, value in leaves(settings)]
 
 
-def word_of(key: str, value: Any) -> str:
+def word_of(key: str, value: object) -> str:
     """One setting as ``key=value``, which reads back as the same value.
 
     Raises:
@@ -56,7 +68,7 @@ def word_of(key: str, value: Any) -> str:
     return word
 
 
-def _reads_back(word: str, value: Any) -> bool:
+def _reads_back(word: str, value: object) -> bool:
     try:
         read = parse_override(word).value
     except ConfigError:
@@ -64,7 +76,7 @@ def _reads_back(word: str, value: Any) -> bool:
     return bool(read == value) and isinstance(read, bool) == isinstance(value, bool)
 
 
-def _plain(key: str, value: Any) -> Any:
+def _plain(key: str, value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(key, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -82,7 +94,7 @@ def _plain(key: str, value: Any) -> Any:
     )
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

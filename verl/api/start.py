@@ -19,12 +19,13 @@ from typing import Any
 from verl import env
 from verl.api.functions import Reward, reward_settings
 from verl.api.methods import METHODS, Method, method_of
-from verl.api.rows import files_of
+from verl.api.rows import Data, files_of
 from verl.api.run import METRICS, RECORD, Run, open_run, write_run_record
-from verl.api.settings import word_of, words_of
+from verl.api.settings import Model, word_of, words_of
 from verl.config.loading.configuration import writable, write_private
 from verl.errors import ConfigError, VerlError
 from verl.observability.backends.notebook import in_notebook
+from verl.protocol.tokenizer import Tokenizer
 
 FOLDER, LOGGER = "trainer.default_local_dir", "trainer.logger=[console,file]"
 RUNS = "runs"
@@ -41,11 +42,11 @@ ROWS = 16
 def train(
     method: str = "grpo",
     *,
-    model: Any,
-    data: Any,
+    model: Model,
+    data: Data,
     reward: Reward | None = None,
-    val: Any = None,
-    tokenizer: Any = None,
+    val: Data | None = None,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> Run:
     """Reinforcement learning: sample answers to prompts, reward them, update the model.
@@ -74,17 +75,23 @@ def train(
     return _from_objects(method, model, data, val, tokenizer, reward, settings)
 
 
-def sft(*, model: Any, data: Any, val: Any = None, tokenizer: Any = None, **settings: Any) -> Run:
+def sft(
+    *, model: Model, data: Data, val: Data | None = None, tokenizer: Tokenizer | None = None, **settings: Any
+) -> Run:
     """Supervised fine-tuning on rows with ``messages``, or with ``prompt`` and ``response``; arguments as `train`."""
     return _from_objects("sft", model, data, val, tokenizer, None, settings)
 
 
-def dpo(*, model: Any, data: Any, val: Any = None, tokenizer: Any = None, **settings: Any) -> Run:
+def dpo(
+    *, model: Model, data: Data, val: Data | None = None, tokenizer: Tokenizer | None = None, **settings: Any
+) -> Run:
     """Preference training on rows with ``prompt``, ``chosen`` and ``rejected``; arguments as `train`."""
     return _from_objects("dpo", model, data, val, tokenizer, None, settings)
 
 
-def reward_model(*, model: Any, data: Any, val: Any = None, tokenizer: Any = None, **settings: Any) -> Run:
+def reward_model(
+    *, model: Model, data: Data, val: Data | None = None, tokenizer: Tokenizer | None = None, **settings: Any
+) -> Run:
     """A model with a scalar head, from rows with ``prompt``, ``chosen`` and ``rejected``; arguments as `train`."""
     return _from_objects("reward_model", model, data, val, tokenizer, None, settings)
 
@@ -101,7 +108,13 @@ def resume(run: Run | str | Path, **settings: Any) -> Run:
 
 
 def _from_objects(
-    name: str, model: Any, data: Any, val: Any, tokenizer: Any, reward: Reward | None, settings: Mapping[str, Any]
+    name: str,
+    model: Model,
+    data: Data,
+    val: Data | None,
+    tokenizer: Tokenizer | None,
+    reward: Reward | None,
+    settings: Mapping[str, Any],
 ) -> Run:
     """Write what no setting can hold into the run's folder, and begin; a run that is refused leaves no folder."""
     method = METHODS[name]
@@ -218,7 +231,7 @@ def new_folder(name: str) -> Path:
             ) from error
 
 
-def _data(method: Method, folder: Path, data: Any, val: Any, source: str | None) -> dict[str, Any]:
+def _data(method: Method, folder: Path, data: Data, val: Data | None, source: str | None) -> dict[str, Any]:
     """The settings of data files, and of a batch that the rows fill."""
     is_prompts = method.configuration == "ppo_trainer"
     train = files_of(data, folder / "data" / "train.parquet", "data", is_prompts, source)
@@ -242,7 +255,7 @@ def _number_of_rows(files: Any) -> int | None:
     return int(pq.read_metadata(files).num_rows)
 
 
-def model_setting(configuration: str, model: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
+def model_setting(configuration: str, model: Model, tokenizer: Tokenizer | None, folder: Path) -> dict[str, Any]:
     """The settings that name a model; a loaded one is written to the run's folder."""
     key = MODEL_KEYS.get(configuration, "model")
     if isinstance(model, str | Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,6 +15,13 @@ from verl.checkpoint.tensors import write_tensors
 from verl.engines.rows import MicroBatch
 from verl.models import lora, nf4
 from verl.protocol import DataProto
+from verl.protocol.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from verl.engines.base import DataRank
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class AdapterBaseEngine:
@@ -33,7 +40,7 @@ class AdapterBaseEngine:
             return self.engine.infer(batch, *args, **kwargs)
 
     @property
-    def data_rank(self) -> Any:
+    def data_rank(self) -> DataRank | None:
         """That of the engine."""
         return self.engine.data_rank
 
@@ -52,7 +59,7 @@ class AdapterBaseEngine:
             return self.engine.logits(micro, temperature)
 
 
-def adapter_writer(model: Any, base: str, tokenizer: Any) -> HFWriter:
+def adapter_writer(model: PreTrainedModel, base: str, tokenizer: Tokenizer | None) -> HFWriter:
     """Writes an adapter's folder: peft and transformers load it on top of the model at ``base``."""
 
     def write(folder: Path, weights: Iterable[tuple[str, Tensor]] | None) -> dict[str, FileRecord]:

@@ -17,8 +17,11 @@ from torch import Tensor
 from verl.algorithms.losses import LossFn
 from verl.checkpoint.part import HFWriter
 from verl.checkpoint.state import EngineState
+from verl.config.schema.role import FSDPEngineConfig, MegatronEngineConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
+from verl.protocol.tokenizer import Tokenizer
 
 __all__ = ["DataRank", "Engine", "EngineState", "HFWriter"]
 T = TypeVar("T")
@@ -56,7 +59,9 @@ class Engine(ABC):
     """Whether it holds a model in one process only."""
 
     @classmethod
-    def section(cls, fsdp: Any, megatron: Any, torchtitan: Any = None) -> Any:
+    def section(
+        cls, fsdp: FSDPEngineConfig, megatron: MegatronEngineConfig, torchtitan: TorchTitanEngineConfig | None = None
+    ) -> FSDPEngineConfig | MegatronEngineConfig | TorchTitanEngineConfig:
         """Which of these sections of a role configures this engine."""
         return fsdp
 
@@ -137,7 +142,7 @@ class Engine(ABC):
             EngineError: the engine has no optimizer.
         """
 
-    def compare_with(self, reference: Any) -> None:
+    def compare_with(self, reference: Engine) -> None:
         """Name the frozen model of the output ``full_kl``; it runs inside this engine's passes, micro-batch by
         micro-batch, so that its logits never outlive one. Without the output nothing comes of it.
         """
@@ -181,7 +186,7 @@ class Engine(ABC):
         self.load_weights(source.export_weights())
 
     @abstractmethod
-    def hf_writer(self, tokenizer: Any = None) -> HFWriter:
+    def hf_writer(self, tokenizer: Tokenizer | None = None) -> HFWriter:
         """What writes this model's folder from weights that it is handed: a checkpoint hands it its own copy."""
 
     @abstractmethod
@@ -226,5 +231,5 @@ class Engine(ABC):
         """Move parameters and optimizer state to the device."""
 
     @abstractmethod
-    def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
+    def save_hf(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
         """Write a Hugging Face folder: configuration, weights in their own dtype, tokenizer."""

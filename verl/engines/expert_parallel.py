@@ -7,7 +7,6 @@ peer ranks keeps E/P of them; ranks that hold the same ones shard these among th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +55,7 @@ class ExpertRanks:
         same, experts = mesh.mesh_dim_names or ()
         return cls(ranks, Ranks(ranks.rank % size, size, mesh.get_group(experts)), mesh[same])
 
-    def cut(self, model: Any) -> tuple[dict[str, AxisSharding], dict[str, nn.Module]]:
+    def cut(self, model: nn.Module) -> tuple[dict[str, AxisSharding], dict[str, nn.Module]]:
         """Leave this rank's experts in a model without values.
 
         Returns:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.checkpoint.state import StateSection
+from verl.config.schema.role import OptimizerConfig
 from verl.distributed.axis_sharding import AxisSharding
 from verl.distributed.shards import first_row, gather, scatter
 from verl.engines import sharding
@@ -69,7 +70,7 @@ class FSDP2Engine(ShardedEngine):
         gathered = sum(isinstance(module, FSDPModule) for module in self.model.modules())
         return f"{local} of {full} bytes of weights; a forward pass gathers them in {gathered} steps"
 
-    def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
+    def _build_optimizer(self, parameters: list[nn.Parameter], optim: OptimizerConfig) -> torch.optim.Optimizer:
         if builds_muon(optim):
             if self.layout.offload and self.device != "cpu":
                 raise ConfigError(

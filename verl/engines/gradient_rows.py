@@ -38,7 +38,7 @@ class GradientRows:
         """Collective."""
 
         def find() -> tuple[Tensor, list[int]]:
-            constant = torch.tensor(without_gradient(loss_fn, batch.batch), dtype=torch.bool)
+            constant = torch.tensor(without_gradient(loss_fn, batch.tensors), dtype=torch.bool)
             tokens = batch.tensors["attention_mask"].cpu().sum(-1)
             return constant, [int(tokens[constant].sum()), int(tokens.sum())]
 
@@ -53,5 +53,5 @@ class GradientRows:
         if self.constant is None:
             return 0.0, {}
         anything = torch.zeros(self.constant.tensors["response_mask"].shape)
-        loss, metrics = loss_fn({"log_probs": anything}, self.constant.batch, norm)
+        loss, metrics = loss_fn({"log_probs": anything}, self.constant.tensors, norm)
         return float(loss), metrics

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from verl.config.schema.role import OptimizerConfig
 from verl.engines.optimizer import build_optimizer
 from verl.models import lora
 from verl.models.head import output_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "Muon"
 _adamw: Any = adamw  # its decorator hides its arguments
@@ -71,7 +75,7 @@ class Muon(Optimizer):
         self.spread = spread or _over_shards
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update from the gradients; without any for parameters that have none. Collective where pieces are."""
         for group in self.param_groups:
             with_grad = [p for p in group["params"] if p.grad is not None]
@@ -128,12 +132,12 @@ def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: f
     return (x.t() if wide else x).to(matrix.dtype)
 
 
-def builds_muon(optim: Any) -> bool:
+def builds_muon(optim: OptimizerConfig) -> bool:
     """Whether an ``optim`` section asks for it."""
     return optim.optimizer_impl == "torch.optim" and optim.optimizer == NAME
 
 
-def build_muon(model: nn.Module, kind: str, optim: Any) -> Muon:
+def build_muon(model: PreTrainedModel, kind: str, optim: OptimizerConfig) -> Muon:
     """Of a model, as an ``optim`` section says."""
     excluded = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     excluded += list(output_head(model, kind).parameters())
@@ -141,10 +145,12 @@ def build_muon(model: nn.Module, kind: str, optim: Any) -> Muon:
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.dim() == 2 and not any(p is other for other in excluded)]
     arguments = dict(optim.override_optimizer_config or {})
-    return Muon(parameters, matrices, optim.lr, optim.weight_decay, tuple(optim.betas), **arguments)
+    return Muon(parameters, matrices, optim.lr, optim.weight_decay, (optim.betas[0], optim.betas[1]), **arguments)
 
 
-def build_for_model(model: nn.Module, kind: str, parameters: list[nn.Parameter], optim: Any, device: str) -> Optimizer:
+def build_for_model(
+    model: PreTrainedModel, kind: str, parameters: list[nn.Parameter], optim: OptimizerConfig, device: str
+) -> Optimizer:
     """The optimizer of a full model."""
     return build_muon(model, kind, optim) if builds_muon(optim) else build_optimizer(parameters, optim, device)
 

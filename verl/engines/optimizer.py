@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from verl.checkpoint.state import StateSection
+from verl.config.schema.role import OptimizerConfig
 from verl.engines.low_bit import narrowed, widened
 from verl.errors import CheckpointError, ConfigError, suggest
 from verl.registry import load_object
@@ -19,7 +20,7 @@ from verl.registry import load_object
 T = TypeVar("T")
 
 
-def build_optimizer(parameters: Iterable[Any], optim: Any, device: str, fused: bool = True) -> Optimizer:
+def build_optimizer(parameters: Iterable[Any], optim: OptimizerConfig, device: str, fused: bool = True) -> Optimizer:
     """The optimizer that an ``optim`` section describes.
 
     Args:

@@ -105,7 +105,7 @@ def has_pictures(columns: Mapping[str, Any]) -> bool:
     return COLUMN in columns and any(bool(row) for row in columns[COLUMN])
 
 
-def entry_tensors(inputs: Any) -> dict[str, Tensor]:
+def entry_tensors(inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """A row's entry as tensors; arrays are what a wire may have made of them."""
     return {
         name: value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))

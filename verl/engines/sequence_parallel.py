@@ -6,8 +6,9 @@ results back. So callers of an engine see no difference. Only attention and the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from verl.models.attention.mixers import mixes_by_sequence
 from verl.models.router_replay import COLUMN
 from verl.protocol import SHARED_ROWS, DataProto
 from verl.protocol.codec import tensor_bytes, tensor_from_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 KEY = "ulysses_sequence_parallel_size"
 
@@ -50,7 +54,7 @@ def sequence_peers(ranks: Ranks, size: int) -> Ranks:
     return Ranks(ranks.rank % size, size, groups[ranks.rank // size])
 
 
-def check_heads(config: Any, size: int, key: str = KEY) -> None:
+def check_heads(config: PretrainedConfig, size: int, key: str = KEY) -> None:
     """Raise `ConfigError` where the query heads of a model cannot be split evenly over ``size`` ranks."""
     heads = config.get_text_config().num_attention_heads
     if heads % size:
@@ -87,7 +91,7 @@ class SequenceForward(TokenForward):
                 fix="Leave it out: every process then computes rows of its own.",
             )
 
-    def __call__(self, micro: MicroBatch, outputs: Any, temperature: float = 1.0) -> dict[str, Tensor]:
+    def __call__(self, micro: MicroBatch, outputs: Sequence[str], temperature: float = 1.0) -> dict[str, Tensor]:
         if self.peers.size == 1:
             return super().__call__(micro, outputs, temperature)
         parts = super().__call__(local_tokens(micro, self.peers), outputs, temperature)

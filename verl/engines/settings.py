@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import key_of
+from verl.config.schema.role import FSDPEngineConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.device import torch_dtype
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -41,7 +43,13 @@ class PassSettings:
     router_replay: bool = False
 
     @classmethod
-    def of(cls, model: Any, engine: Any, share_prompts: bool = False, router_replay: bool = False) -> PassSettings:
+    def of(
+        cls,
+        model: HFModelConfig,
+        engine: FSDPEngineConfig | TorchTitanEngineConfig,
+        share_prompts: bool = False,
+        router_replay: bool = False,
+    ) -> PassSettings:
         """From the ``model`` section and that of the engine."""
         chunked, rows = engine.entropy_from_logits_with_chunking, engine.entropy_from_logits_chunk_size
         fused, backend = model.use_fused_kernels, model.fused_kernel_options.impl_backend
@@ -78,7 +86,9 @@ def recompute_activations(setting: bool | None, device: str) -> bool:
     return device != "cpu" if setting is None else setting
 
 
-def check_settings(engine: Any, trains: bool, device: str, scales_loss: bool = True) -> None:
+def check_settings(
+    engine: FSDPEngineConfig | TorchTitanEngineConfig, trains: bool, device: str, scales_loss: bool = True
+) -> None:
     """Refuse a dtype that this version cannot train in; switch torch to deterministic kernels where they are set."""
     if trains and not scales_loss and compute_dtype(engine.dtype, device) == torch.float16:
         raise NotBuiltError(
@@ -111,7 +121,7 @@ SHARED = {
 """What peer processes may share, by the setting of how many do."""
 
 
-def tell_sharding_settings(engine: Any) -> None:
+def tell_sharding_settings(engine: FSDPEngineConfig | TorchTitanEngineConfig) -> None:
     """One notice per setting of a sharded backend that a full model on one device leaves without effect."""
     why = "has no effect on the plain engine: use strategy=fsdp2 with several processes"
     for name in (name for name, usual in SHARDING_SETTINGS.items() if engine[name] != usual):

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from verl.models.router_replay import COLUMN
 from verl.models.stored import StoredWeights, stored_weights
 from verl.models.weights import loose_tensors, named_tensors, names_in_memory, names_on_disk
 from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ShardedEngine(TorchEngine):
@@ -125,7 +128,7 @@ class ShardedEngine(TorchEngine):
         self.experts = ExpertRanks.of(self.ranks, self.device, engine.expert_parallel_size, mesh)
         self.sync_once = engine.use_no_sync_for_gradient_accumulation
 
-    def _read(self, path: str, hollow: nn.Module, load: Callable[[], nn.Module]) -> None:
+    def _read(self, path: str, hollow: PreTrainedModel, load: Callable[[], nn.Module]) -> None:
         """Give the model its values: every rank reads its own, from files that can be read in parts.
 
         Args:

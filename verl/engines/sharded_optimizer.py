@@ -8,13 +8,13 @@ looks at a weight as a whole would silently compute something else.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, ones
 from torch.optim import Optimizer
 
+from verl.config.schema.role import OptimizerConfig
 from verl.distributed.shards import by_mesh
 from verl.engines.low_bit import uncompiled_on_host
 from verl.engines.optimizer import build_optimizer
@@ -22,7 +22,9 @@ from verl.engines.sharding import ShardingLayout
 from verl.errors import ConfigError
 
 
-def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layout: ShardingLayout) -> Optimizer:
+def build_sharded_optimizer(
+    parameters: Iterable[nn.Parameter], optim: OptimizerConfig, layout: ShardingLayout
+) -> Optimizer:
     """As `build_optimizer`, fused where sharded tensors have that kernel. Collective.
 
     Raises:
@@ -39,7 +41,7 @@ def build_sharded_optimizer(parameters: Iterable[nn.Parameter], optim: Any, layo
     raise _refusal(optim, why)
 
 
-def build_flat_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device: str) -> Optimizer:
+def build_flat_optimizer(parameters: Iterable[nn.Parameter], optim: OptimizerConfig, device: str) -> Optimizer:
     """As `build_optimizer`, over pieces of flat weights.
 
     Raises:
@@ -54,7 +56,7 @@ def build_flat_optimizer(parameters: Iterable[nn.Parameter], optim: Any, device:
     return build_optimizer(parameters, optim, device)
 
 
-def _refusal(optim: Any, why: str) -> ConfigError:
+def _refusal(optim: OptimizerConfig, why: str) -> ConfigError:
     return ConfigError(
         f"this optimizer does not work on sharded weights: {why}",
         key="optimizer",
@@ -63,7 +65,7 @@ def _refusal(optim: Any, why: str) -> ConfigError:
     )
 
 
-def _looks_around(optim: Any) -> str:
+def _looks_around(optim: OptimizerConfig) -> str:
     """Why a matrix and the two halves of its numbers are trained differently; empty if they are not."""
     values, gradient = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(0.5, -0.25, 24).view(6, 4)
     matrix = nn.Parameter(values.clone())
@@ -83,7 +85,7 @@ def _looks_around(optim: Any) -> str:
     return ""
 
 
-def _failure(optim: Any, layout: ShardingLayout, dims: list[int], fused: bool) -> str:
+def _failure(optim: OptimizerConfig, layout: ShardingLayout, dims: list[int], fused: bool) -> str:
     """Why two steps on small parameters fail; empty if they do not."""
     probes = [_probe(layout, dim) for dim in dims]
     optimizer = build_optimizer(probes, optim, layout.home, fused)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.schema.node import key_of
+from verl.config.schema.role import FSDPEngineConfig
 from verl.metrics import notice
 from verl.models.layers import transformer_layers
 from verl.models.weights import loose_tensors
@@ -46,7 +46,7 @@ class ShardingLayout:
     offload_key: str = "offload_policy"
 
     @classmethod
-    def of(cls, engine: Any, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> ShardingLayout:
+    def of(cls, engine: FSDPEngineConfig, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> ShardingLayout:
         """From the ``fsdp_config`` section."""
         return cls(
             mesh=mesh,

@@ -28,7 +28,10 @@ from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import prepare_weights, write_hf
 from verl.checkpoint.state import EngineState, StateSection, prefixed
 from verl.checkpoint.tensors import write_tensors
+from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import key_of
+from verl.config.schema.role import FSDPEngineConfig, OptimizerConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.device import torch_dtype
 from verl.distributed import Ranks
 from verl.distributed.boxes import written_once
@@ -69,6 +72,7 @@ from verl.models.vision import family_of, freeze_tower, tower_flops, tower_modul
 from verl.models.weights import named_tensors, names_on_disk
 from verl.protocol import DataProto
 from verl.protocol.sharding import ShardSpec
+from verl.protocol.tokenizer import Tokenizer
 
 T = TypeVar("T")
 LOADERS = {"causal_lm": load_causal_lm, "value": load_value_model}
@@ -89,9 +93,9 @@ class TorchEngine(Engine):
 
     def __init__(
         self,
-        model: Any,
-        engine: Any,
-        optim: Any = None,
+        model: HFModelConfig,
+        engine: FSDPEngineConfig | TorchTitanEngineConfig,
+        optim: OptimizerConfig | None = None,
         *,
         kind: str = "causal_lm",
         grad_clip: float | None = 1.0,
@@ -163,7 +167,7 @@ class TorchEngine(Engine):
         """Whether the transformer layers are compiled."""
         return False
 
-    def _build_optimizer(self, parameters: list[nn.Parameter], optim: Any) -> torch.optim.Optimizer:
+    def _build_optimizer(self, parameters: list[nn.Parameter], optim: OptimizerConfig) -> torch.optim.Optimizer:
         return build_for_model(self.model, self.kind, parameters, optim, self.device)
 
     def _box(self, tensor: Tensor, name: str) -> tuple[ShardSpec, Tensor]:
@@ -344,7 +348,7 @@ class TorchEngine(Engine):
             return micro
         return replace(micro, slopes=self.loss_scale.times(slopes.flatten().index_select(0, micro.places)))
 
-    def compare_with(self, reference: Any) -> None:
+    def compare_with(self, reference: Engine) -> None:
         super().compare_with(reference)
         self.forward.reference = reference
 
@@ -442,12 +446,12 @@ class TorchEngine(Engine):
 
     # ---- state -------------------------------------------------------------------------------------------------
 
-    def hf_writer(self, tokenizer: Any = None) -> HFWriter:
+    def hf_writer(self, tokenizer: Tokenizer | None = None) -> HFWriter:
         if lora.has_adapter(self.blueprint):
             return adapter_writer(self.blueprint, self.path, tokenizer)
         return self._model_writer(tokenizer)
 
-    def _model_writer(self, tokenizer: Any) -> HFWriter:
+    def _model_writer(self, tokenizer: Tokenizer | None) -> HFWriter:
         model, generates = self.model, self.model.can_generate()
         save = partial(
             hf_folder.save_hf_folder,
@@ -465,7 +469,7 @@ class TorchEngine(Engine):
 
         return write
 
-    def save_hf(self, folder: str | Path, tokenizer: Any = None) -> None:
+    def save_hf(self, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
         state, writer = self._as_state(self._merged_weights(), {}), self._model_writer(tokenizer)
         self.only_first(lambda: prepare_weights(Path(folder)))
         self.ranks.together(lambda: (write_hf(Path(folder), state, writer), None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from verl.interactions.base import BaseInteraction
@@ -15,7 +16,7 @@ class Gsm8kInteraction(BaseInteraction):
     What the user says in either case is ``config.right`` and ``config.wrong``.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         self._truths: dict[str, str] = {}
         self._scores: dict[str, float] = {}

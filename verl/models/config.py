@@ -40,7 +40,7 @@ def load_model_config(
     trust_remote_code: bool = False,
     external_lib: str | None = None,
     hf_config_path: str | None = None,
-) -> Any:
+) -> PretrainedConfig:
     """The ``PretrainedConfig`` of a model.
 
     Args:
@@ -67,7 +67,7 @@ def load_model_config(
     return config
 
 
-def _refuse_foreign_kernels(config: Any, where: str) -> None:
+def _refuse_foreign_kernels(config: PretrainedConfig, where: str) -> None:
     """A configuration may name kernels of the hub, which transformers would fetch and run."""
     parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
     for part in parts:
@@ -82,7 +82,7 @@ def _refuse_foreign_kernels(config: Any, where: str) -> None:
                 )
 
 
-def apply_overrides(config: Any, override: Mapping[str, Any], strict: bool = True) -> None:
+def apply_overrides(config: PretrainedConfig, override: Mapping[str, Any], strict: bool = True) -> None:
     """Set attributes on a configuration; an unknown one is an error unless ``strict`` is off (remote code)."""
     fields = config.to_dict()
     flat = {k: v for k, v in override.items() if k not in _NOT_CONFIG} | dict(override.get("model_config") or {})

@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 DENSE_FAMILIES = frozenset(
     (
@@ -74,7 +78,7 @@ class ModelFlops:
     exact: bool = True
 
     @classmethod
-    def of(cls, config: Any, num_parameters: int | None = None) -> ModelFlops:
+    def of(cls, config: PretrainedConfig, num_parameters: int | None = None) -> ModelFlops:
         """From a transformers configuration; ``num_parameters`` is used for families that are not known here."""
         text = config.get_text_config()
         c = text.to_dict()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
-def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
+def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
     """The settings of ``generation_config.json``, or those in ``config.json``; None where neither has any.
 
     Args:

@@ -49,7 +49,7 @@ def write_folder(file: Path, target: Path) -> Path:
         )
     _check(file, target)
     with quiet_transformers(), readable_errors(str(file)):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = model.config
     config.__dict__.pop("quantization_config", None)  # its weights are floats now

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,11 @@ from torch import nn
 from verl.errors import ModelError
 from verl.models.loading import value_head
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def output_head(model: Any, kind: str) -> nn.Module:
+
+def output_head(model: PreTrainedModel, kind: str) -> nn.Module:
     """The last linear layer of a model: the language-model head, or the scalar head of a value model."""
     if kind == "value":
         return value_head(model)

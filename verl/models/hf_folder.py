@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +21,10 @@ from verl.errors import ModelError
 from verl.models import folder as model_folder
 from verl.models.config import quiet_transformers
 from verl.protocol.tensor_file import read_tensor_file
+from verl.protocol.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
 
 MAX_SHARD_BYTES = 5 << 30
 ShardWriter = Callable[[Path, dict[str, torch.Tensor]], object]
@@ -37,10 +41,10 @@ def _save_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def save_hf_folder(
     target: str | Path,
     *,
-    config: Any,
+    config: PretrainedConfig,
     weights: Iterable[tuple[str, torch.Tensor]] | None,
-    tokenizer: Any = None,
-    generation_config: Any = None,
+    tokenizer: Tokenizer | None = None,
+    generation_config: GenerationConfig | None = None,
     architecture: str | None = None,
     source: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,

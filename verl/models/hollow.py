@@ -7,7 +7,6 @@ loaded whole, without loading it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ Make = Callable[[str, nn.Parameter], nn.Parameter]
 
 
 @torch.no_grad()
-def hollow(model: Any, new: Container[str]) -> None:
+def hollow(model: PreTrainedModel, new: Container[str]) -> None:
     """Give a model without values (``meta``) undefined values where it is ``new``, and zeros without memory elsewhere.
 
     Args:
@@ -46,7 +45,7 @@ def hollow(model: Any, new: Container[str]) -> None:
     replace_parameters(model, make)
 
 
-def new_tensors(model: Any) -> dict[str, Tensor]:
+def new_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a hollow model has memory for, by name in memory: parameters alone."""
     parameters = {
         name: tensor.detach() for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)
@@ -70,7 +69,7 @@ def replace_parameters(model: nn.Module, make: Make) -> None:
 
 
 @torch.no_grad()
-def compute_loose(model: Any, device: str = "cpu") -> list[str]:
+def compute_loose(model: PreTrainedModel, device: str = "cpu") -> list[str]:
     """Give a model without values the buffers that its family computes; those of the files are zeros.
 
     Returns:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEY = "use_liger"
 PACKAGE = "liger_kernel"
 
 
-def apply_liger(model: Any, device: str) -> None:
+def apply_liger(model: PreTrainedModel, device: str) -> None:
     """Replace the modules that Liger has kernels for; its fused loss is left out, `use_fused_kernels` is ours.
 
     Raises:

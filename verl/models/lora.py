@@ -12,14 +12,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from verl import env
+from verl.config.schema.model import HFModelConfig
 from verl.errors import ConfigError, ModelError, suggest
 from verl.json_text import read_json
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 NAME = "default"
 PREFIX = "base_model.model."
@@ -49,7 +54,7 @@ class LoraSettings:
     target_parameters: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, model: Any) -> LoraSettings | None:
+    def of(cls, model: HFModelConfig) -> LoraSettings | None:
         """None where all weights are trained."""
         if model.lora_rank < 0:
             raise ConfigError("the rank of an adapter is positive", key="lora_rank", got=model.lora_rank)
@@ -65,7 +70,7 @@ class LoraSettings:
         return settings if settings.rank or settings.adapter_path else None
 
 
-def add_adapter(model: Any, settings: LoraSettings, seed: int, also: nn.Module | None = None) -> None:
+def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, also: nn.Module | None = None) -> None:
     """Freeze a model and give it an adapter, which starts as no change at all or as what ``adapter_path`` holds.
 
     Args:
@@ -133,7 +138,7 @@ def read_adapter(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
     return LoraConfig.from_pretrained(str(folder)), load_file(folder / WEIGHTS_FILE)
 
 
-def config_of(settings: LoraSettings) -> Any:
+def config_of(settings: LoraSettings) -> LoraConfig:
     """peft's configuration of an adapter with these settings.
 
     Raises:
@@ -142,22 +147,22 @@ def config_of(settings: LoraSettings) -> Any:
     return read_adapter(settings.adapter_path)[0] if settings.adapter_path else _peft_config(settings)
 
 
-def write_adapter_config(model: Any, folder: Path, base: str) -> None:
+def write_adapter_config(model: PreTrainedModel, folder: Path, base: str) -> None:
     """Write ``adapter_config.json`` beside an adapter's tensors, so that peft and transformers load the folder."""
     import copy
 
-    config = copy.deepcopy(model.peft_config[NAME])
+    config: Any = copy.deepcopy(model.peft_config[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.task_type = "CAUSAL_LM" if model.can_generate() else "TOKEN_CLS"
     config.save_pretrained(str(folder))
 
 
-def has_adapter(model: Any) -> bool:
+def has_adapter(model: PreTrainedModel) -> bool:
     """Whether `add_adapter` was here."""
     return NAME in (getattr(model, "peft_config", None) or {})
 
 
-def adapter_names(model: Any) -> dict[str, str]:
+def adapter_names(model: PreTrainedModel) -> dict[str, str]:
     """Name in memory -> name on disk of everything that is trained in a model with an adapter."""
     return {name: disk_name(name) for name, p in model.named_parameters() if p.requires_grad}
 
@@ -198,7 +203,7 @@ def is_adapter(names: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def merge_adapter(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights as the base model names them, the adapter's product added to those it changes.
 
     Args:
@@ -221,7 +226,7 @@ def merge_adapter(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return weights
 
 
-def adapted_weight(model: Any, owner: str) -> str:
+def adapted_weight(model: PreTrainedModel, owner: str) -> str:
     """The weight that a module with an adapter changes, as the model without one calls it.
 
     Adapters on several weights of one module are wrapped around each other, each in the ``base_layer`` of the next.
@@ -305,7 +310,7 @@ def _check_ends(model: nn.Module, key: str, names: Any, modules: list[str], kind
             )
 
 
-def _refuse_unmergeable(model: Any, key: str, got: Any) -> None:
+def _refuse_unmergeable(model: PreTrainedModel, key: str, got: Any) -> None:
     """Raise `ConfigError` where plain weights, which files and samplers have, could not hold what is trained.
 
     So it is of a weight with several names, of which the adapter changes one alone, and of more than two factors.
@@ -335,7 +340,7 @@ def _refuse_unmergeable(model: Any, key: str, got: Any) -> None:
             )
 
 
-def _load(model: Any, weights: Mapping[str, Tensor], path: str) -> None:
+def _load(model: PreTrainedModel, weights: Mapping[str, Tensor], path: str) -> None:
     targets = {disk: name for name, disk in adapter_names(model).items()}
     tensors = dict(model.named_parameters())
     absent, unknown = sorted(set(targets) - set(weights)), sorted(set(weights) - set(targets))

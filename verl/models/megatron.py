@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from verl.errors import ConfigError, ModelError, suggest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 WHOLE, ROWS, COLUMNS, QKV, GATED, VOCABULARY = "whole", "rows", "columns", "qkv", "gated", "vocabulary"
 HALVES = "halves"
@@ -149,7 +152,7 @@ _SILU: Mapping[str, Any] = {"silu": F.silu, "swish": F.silu}
 _GELU: Mapping[str, Any] = {"gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
-def _common(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
+def _common(config: PretrainedConfig, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
     _refuse(config, "mlp_bias", bool(getattr(config, "mlp_bias", False)))
     name = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
     _refuse(config, name, getattr(config, name) not in activations)
@@ -165,13 +168,13 @@ def _common(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, An
     }
 
 
-def _dense(config: Any, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
+def _dense(config: PretrainedConfig, activations: Mapping[str, Any] = _SILU) -> dict[str, Any]:
     _refuse(config, "attention_bias", bool(getattr(config, "attention_bias", False)) and config.model_type == "llama")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {**_common(config, activations), **_window(config), "kv_channels": head}
 
 
-def _window(config: Any) -> dict[str, Any]:
+def _window(config: PretrainedConfig) -> dict[str, Any]:
     """How far tokens look back: Hugging Face counts a query's own key, Megatron-Core the keys before it."""
     width, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
     if width is None or kinds == {"full_attention"}:
@@ -183,33 +186,33 @@ def _window(config: Any) -> dict[str, Any]:
     return {"window_size": (width - 1, 0), "window_attn_skip_freq": sliding}
 
 
-def _with_bias(config: Any) -> dict[str, Any]:
+def _with_bias(config: PretrainedConfig) -> dict[str, Any]:
     return {**_dense(config), "add_qkv_bias": True}
 
 
-def _with_qk_norm(config: Any) -> dict[str, Any]:
+def _with_qk_norm(config: PretrainedConfig) -> dict[str, Any]:
     _refuse(config, "attention_bias", bool(config.attention_bias))
     return {**_dense(config), "qk_layernorm": True}
 
 
-def _gemma(config: Any) -> dict[str, Any]:
+def _gemma(config: PretrainedConfig) -> dict[str, Any]:
     """Norms whose weight counts from 1; see `embedding_scale`."""
     _refuse(config, "attention_bias", bool(config.attention_bias))
     _refuse(config, "use_bidirectional_attention", bool(config.use_bidirectional_attention))
     return {**_dense(config, _GELU), "layernorm_zero_centered_gamma": True}
 
 
-def _gemma2(config: Any) -> dict[str, Any]:
+def _gemma2(config: PretrainedConfig) -> dict[str, Any]:
     """Gemma with a scale of its own for the scores; see `norms_behind` and `soft_caps`."""
     return {**_gemma(config), "softmax_scale": config.query_pre_attn_scalar**-0.5}
 
 
-def _gemma3(config: Any) -> dict[str, Any]:
+def _gemma3(config: PretrainedConfig) -> dict[str, Any]:
     """Gemma 2 with norms of queries and keys; see `local_rope_base`."""
     return {**_gemma2(config), "qk_layernorm": True}
 
 
-def _mixtral(config: Any) -> dict[str, Any]:
+def _mixtral(config: PretrainedConfig) -> dict[str, Any]:
     """Every layer has experts: the best k by their logits, weighed by a softmax over those alone."""
     _refuse(config, "router_jitter_noise", config.router_jitter_noise != 0)
     return {
@@ -221,7 +224,7 @@ def _mixtral(config: Any) -> dict[str, Any]:
     }
 
 
-def _mixture(config: Any) -> dict[str, Any]:
+def _mixture(config: PretrainedConfig) -> dict[str, Any]:
     """Softmax over all experts, the best k, and their weights as they are or normalised to 1."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
     sparse = [int(n not in dense and (n + 1) % step == 0) for n in range(config.num_hidden_layers)]
@@ -236,7 +239,7 @@ def _mixture(config: Any) -> dict[str, Any]:
     }
 
 
-def _deepseek(config: Any) -> dict[str, Any]:
+def _deepseek(config: PretrainedConfig) -> dict[str, Any]:
     """Latent attention, and experts beside shared ones."""
     _refuse(config, "attention_bias", bool(config.attention_bias))
     _refuse(config, "rope_interleave", not config.rope_interleave)
@@ -256,12 +259,12 @@ def _deepseek(config: Any) -> dict[str, Any]:
     }
 
 
-def _glm(config: Any) -> dict[str, Any]:
+def _glm(config: PretrainedConfig) -> dict[str, Any]:
     """Attention of which a part is rotated, pair by pair; see `norms_behind`."""
     return {**_dense(config), "add_qkv_bias": bool(config.attention_bias), "rotary_interleaved": True}
 
 
-def _glm_mixture(config: Any) -> dict[str, Any]:
+def _glm_mixture(config: PretrainedConfig) -> dict[str, Any]:
     """Attention over heads, of which a part is rotated, and DeepSeek-V3's experts."""
     return {
         **_dense(config),
@@ -271,7 +274,7 @@ def _glm_mixture(config: Any) -> dict[str, Any]:
     }
 
 
-def _grouped_experts(config: Any) -> dict[str, Any]:
+def _grouped_experts(config: PretrainedConfig) -> dict[str, Any]:
     """Experts by their sigmoid, the best of the best groups, beside shared ones."""
     best, groups, top_groups = config.num_experts_per_tok, config.n_group or 1, config.topk_group or 1
     limited = top_groups < groups
@@ -291,7 +294,7 @@ def _grouped_experts(config: Any) -> dict[str, Any]:
     }
 
 
-def _latent_rope(config: Any) -> dict[str, Any]:
+def _latent_rope(config: PretrainedConfig) -> dict[str, Any]:
     """Rotary positions of latent attention, which Megatron-Core has in its configuration."""
     rope = dict(config.rope_parameters)
     kind, base = rope.get("rope_type", "default"), rope["rope_theta"]
@@ -342,7 +345,7 @@ REFUSED: Mapping[str, str] = {
 """Families that have no table, and why."""
 
 
-def megatron_family(config: Any) -> Family:
+def megatron_family(config: PretrainedConfig) -> Family:
     """The family of a Hugging Face text configuration.
 
     Raises:
@@ -406,24 +409,24 @@ _PARTLY_ROTATED = ("glm4", "glm4_moe")
 _LATER_GEMMAS = ("gemma2", "gemma3_text")
 
 
-def embedding_scale(config: Any) -> float:
+def embedding_scale(config: PretrainedConfig) -> float:
     """What an embedding is multiplied by."""
     return float(config.hidden_size) ** 0.5 if config.model_type in ("gemma", *_LATER_GEMMAS) else 1.0
 
 
-def norms_behind(config: Any) -> bool:
+def norms_behind(config: PretrainedConfig) -> bool:
     """Whether what attention and MLP say is normalised before it is added to the residual."""
     return config.model_type in ("glm4", *_LATER_GEMMAS)
 
 
-def soft_caps(config: Any) -> tuple[float | None, float | None]:
+def soft_caps(config: PretrainedConfig) -> tuple[float | None, float | None]:
     """Bounds of attention's scores and of the logits, cap x tanh(score / cap); None where there is none."""
     if config.model_type not in _LATER_GEMMAS:
         return None, None
     return config.attn_logit_softcapping, config.final_logit_softcapping
 
 
-def local_rope_base(config: Any) -> float | None:
+def local_rope_base(config: PretrainedConfig) -> float | None:
     """Rotary base of layers with a sliding window, where it is another than that of the others.
 
     Raises:
@@ -437,7 +440,7 @@ def local_rope_base(config: Any) -> float | None:
     return float(rope["rope_theta"])
 
 
-def rope_settings(config: Any) -> dict[str, Any]:
+def rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     """Rotary base and scaling as arguments of Megatron-Core's GPTModel.
 
     Raises:
@@ -469,7 +472,7 @@ def _unknown_rope(kind: Any, allowed: str) -> ConfigError:
     )
 
 
-def _refuse(config: Any, field: str, refused: bool) -> None:
+def _refuse(config: PretrainedConfig, field: str, refused: bool) -> None:
     if refused:
         raise ConfigError(
             f"the Megatron-Core form of {config.model_type} has no such model",

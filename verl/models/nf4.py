@@ -11,15 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from verl.device import AutogradContext
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.json_text import read_json
 from verl.metrics import log
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME, KEY = "nf4", "lora_base_quantization"
 BLOCK = 64
@@ -77,16 +81,16 @@ class _Product(torch.autograd.Function):
     """x W^T + b; the backward pass restores W again instead of keeping it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: NF4Linear, bias: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, layer: NF4Linear, bias: Tensor | None) -> Tensor:
         ctx.layer = layer
         return linear(x, layer.restored().to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0] @ ctx.layer.restored().to(grads[0].dtype), None, None
 
 
-def quantize_frozen(model: Any, weight_of: Callable[[str], Tensor] | None = None) -> None:
+def quantize_frozen(model: PreTrainedModel, weight_of: Callable[[str], Tensor] | None = None) -> None:
     """Put NF4 layers into the place of all frozen linear layers but the head, one after the other.
 
     Args:
@@ -110,7 +114,7 @@ def quantize_frozen(model: Any, weight_of: Callable[[str], Tensor] | None = None
     log.info("%s", size_in_words(model))
 
 
-def inner_linears(model: Any) -> list[tuple[str, nn.Linear]]:
+def inner_linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
     """Names and modules of all linear layers but the head and an adapter's factors."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     every = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in name)
@@ -127,12 +131,12 @@ def is_quantized(model: nn.Module) -> bool:
     return any(True for _ in nf4_layers(model))
 
 
-def record_of(model: Any) -> dict[str, str]:
+def record_of(model: PreTrainedModel) -> dict[str, str]:
     """What a checkpoint says about the base; nothing where it is not quantized."""
     return {KEY: NAME} if isinstance(model, nn.Module) and is_quantized(model) else {}
 
 
-def check_record(saved: Mapping[str, Any], model: Any) -> None:
+def check_record(saved: Mapping[str, Any], model: PreTrainedModel) -> None:
     """Raise `CheckpointError` where an adapter was trained on a base that was rounded otherwise than this model."""
     before, now = saved.get(KEY), record_of(model).get(KEY)
     if before != now:

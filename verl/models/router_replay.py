@@ -11,9 +11,9 @@ top-k of scores. That one call is answered with the recorded experts and their s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,16 @@ from verl.errors import EngineError, ModelError
 from verl.metrics import MetricSet
 from verl.models.routers import Sum, router_modules
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 COLUMN = "routed_experts"
 """Column of a batch, and output of a pass: (B, P+T, layers, top_k) int16, `NO_RECORD` where the router is free."""
 NO_RECORD = -1
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
-def mixture_routers(model: Any) -> list[nn.Module]:
+def mixture_routers(model: PreTrainedModel) -> list[nn.Module]:
     """The routers of a mixture, in the order of its layers.
 
     Raises:
@@ -55,7 +58,7 @@ class ExpertRecorder:
         ModelError: see `mixture_routers`.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.routers = mixture_routers(model)
         self._seen: dict[int, Tensor] = {}
         self._records = False
@@ -116,7 +119,7 @@ class RouterReplay(ExpertRecorder):
         model: a mixture; its routers stay wrapped.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         super().__init__(model)
         self._recorded: Tensor | None = None
         self._place: dict[type, int] = {}
@@ -207,7 +210,13 @@ class _TopK(TorchFunctionMode):
         self.indices: list[Tensor] = []
         self.routed: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in _TOP_K:
             return out
@@ -219,7 +228,7 @@ class _TopK(TorchFunctionMode):
         return out
 
 
-def routed_experts(router: nn.Module, out: Any) -> Tensor:
+def routed_experts(router: nn.Module, out: Tensor | Sequence[Tensor]) -> Tensor:
     """(tokens, top_k) the experts in what a router returned.
 
     Raises:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.metrics import MetricSet
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Sum = Callable[[Tensor], Tensor]
 
 
-def router_modules(model: Any) -> list[nn.Module]:
+def router_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The routers of a model, as its family itself names them; none in a dense model."""
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", None)
@@ -39,7 +42,7 @@ class RouterStatistics:
         routers: number of its layer -> router, those that are watched.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         # A plain linear layer gives logits alone: the choice is made elsewhere, and not seen here.
         choosing = [router for router in router_modules(model) if not isinstance(router, nn.Linear)]
         self.routers: dict[int, Any] = dict(enumerate(choosing))

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from verl.models.hollow import new_tensors
 from verl.models.nf4 import quantize_frozen
 from verl.models.slices import SlicedFolder
 from verl.models.weights import WeightPlace, named_tensors, places_on_disk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Bounds = Sequence[tuple[int, int]]
 """Begin and end along each axis."""
@@ -104,7 +107,7 @@ class StoredWeights:
         self._folder, self._shapes, self._blocks, self._new = folder, shapes, blocks, new
 
     @classmethod
-    def of(cls, files: Boxes, model: Any) -> StoredWeights | None:
+    def of(cls, files: Boxes, model: PreTrainedModel) -> StoredWeights | None:
         """Of files that hold all weights of a model without adapter; None where they are no parts of those in memory.
 
         Args:
@@ -160,7 +163,7 @@ class StoredWeights:
 
 
 @contextlib.contextmanager
-def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
+def stored_weights(path: str, model: PreTrainedModel) -> Iterator[StoredWeights]:
     """Within the block the weights of the folder at ``path`` can be read in parts.
 
     Args:
@@ -184,7 +187,7 @@ def stored_weights(path: str, model: Any) -> Iterator[StoredWeights]:
 
 
 @torch.no_grad()
-def fill_quantized(model: Any, stored: StoredWeights) -> None:
+def fill_quantized(model: PreTrainedModel, stored: StoredWeights) -> None:
     """Give a hollow model its values, linear layers in 4 bits (`verl.models.nf4`), one weight at a time.
 
     Raises:
@@ -202,7 +205,7 @@ def fill_quantized(model: Any, stored: StoredWeights) -> None:
 
 
 def _blocks(
-    files: Boxes, model: Any, tensors: Mapping[str, tuple[str, Tensor]], where: str
+    files: Boxes, model: PreTrainedModel, tensors: Mapping[str, tuple[str, Tensor]], where: str
 ) -> dict[str, list[StoredBlock]] | None:
     """The blocks of every weight in memory; None where weights of the files are no parts of those.
 

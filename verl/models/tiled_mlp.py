@@ -10,7 +10,7 @@ are tiled.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class TiledForward:
             come as often.
     """
 
-    def __init__(self, mlp: Any, num_tiles: int):
+    def __init__(self, mlp: Callable[[Tensor], Tensor], num_tiles: int):
         self.mlp, self.num_tiles = mlp, num_tiles
 
     @torch.compiler.disable  # tiles have sizes of their own: compiled layers end in front of them

@@ -7,9 +7,9 @@ the Hugging Face files, so both directions go through the family's own conversio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from verl.errors import ModelError, suggest
 from verl.models import lora
 from verl.models.config import quiet_transformers
 from verl.models.nf4 import is_quantized, nf4_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer in a name."""
@@ -44,7 +47,7 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tens
                 yield f"{prefix}.{name}", module, value
 
 
-def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights under Hugging Face names, detached, in the order of the model.
 
     Tied embeddings appear once, under the name of the input embedding: the receiver ties them, as the
@@ -57,7 +60,7 @@ def export_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from names_on_disk(model, {name: tensor.detach() for name, tensor in named_tensors(model).items()}).items()
 
 
-def _restored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _restored(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """As `export_weights`, of a model with weights in 4 bits."""
     layers = dict(nf4_layers(model))
     units: dict[str, dict[str, torch.Tensor | None]] = {}
@@ -71,7 +74,7 @@ def _restored(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def names_on_disk(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that ``model`` has in memory, under their Hugging Face names.
 
     An adapter is merged into the weights that it changes: a reader does not see it.
@@ -85,7 +88,7 @@ def names_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     )
 
 
-def views_on_disk(model: Any) -> dict[str, torch.Tensor] | None:
+def views_on_disk(model: PreTrainedModel) -> dict[str, torch.Tensor] | None:
     """The memory of each weight under its Hugging Face name: what is written there is in the model.
 
     Returns:
@@ -112,7 +115,7 @@ class WeightPlace:
     offset: int
 
 
-def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightPlace] | None:
+def places_on_disk(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightPlace] | None:
     """Hugging Face name -> its place, for all that ``tensors`` hold; no values are looked at and none are copied.
 
     Families that fuse weights only stack, join and transpose them, so each weight of a file is a strided part of one
@@ -147,7 +150,7 @@ def places_on_disk(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 @torch.no_grad()
-def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, WeightPlace] | None:
+def _places(model: PreTrainedModel, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, WeightPlace] | None:
     """As `places_on_disk`, with ``{}`` for the number at the end of ``prefix`` in all names."""
     blank = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in blank.items()}
@@ -173,11 +176,19 @@ def _places(model: Any, shapes: Mapping[str, torch.Size], prefix: str) -> dict[s
 class _ViewsForCopies(TorchDispatchMode):
     """Within the block a copy is its source, so that strides and offset say where it came from."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
-def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Copy weights under Hugging Face names into a model, all of them or none.
 
     Raises:
@@ -191,7 +202,7 @@ def load_weights(model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tupl
 
 
 def names_in_memory(
-    model: Any, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Weights under Hugging Face names, under the names that they have in ``model``.
 
@@ -219,7 +230,7 @@ def count_parameters(model: nn.Module) -> int:
     return in_4_bits + sum(parameter.numel() for parameter in model.parameters())
 
 
-def _converted(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _converted(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``state`` under the names in memory: transformers converts while loading, which needs a second model."""
     absent = sorted({name for name, _ in export_weights(model)} - set(state))
     if absent:
@@ -233,7 +244,7 @@ def _converted(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _adapter_in_memory(
-    model: Any, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     names = lora.adapter_names(model)
     if not lora.is_adapter(tensors):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from verl.config.loading.secrets import hide
+from verl.json_text import Json
 
 KEY = "actor_rollout_ref.rollout.trace.backend"
 LONGEST_TEXT, LARGEST, DEEPEST = 1000, 65536, 12
@@ -40,7 +41,7 @@ class TracedCall:
     calls: list[TracedCall] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    def returns(self, value: Any) -> None:
+    def returns(self, value: object) -> None:
         """What the call gave."""
         shown = plain_copy(value)
         self.outputs = hide(shown) if isinstance(shown, dict) else shown
@@ -88,7 +89,7 @@ def _text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> str:
         return f"<no text: {type(error).__name__}: {error}>"
 
 
-def plain_copy(value: Any, depth: int = 0) -> Any:
+def plain_copy(value: object, depth: int = 0) -> Json:
     """A copy as plain data: numbers, text, lists, dicts; anything else, and what is large or deep, by its ``repr``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -109,7 +110,7 @@ def plain_copy(value: Any, depth: int = 0) -> Any:
         return f"<{type(value).__name__}: {type(error).__name__}>"
 
 
-def _inside_of(value: Any) -> Any:
+def _inside_of(value: object) -> Any:
     """A dict or a list of what is in a value, or the number that it holds; None for one that is shown as it is."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.metrics import as_float
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Tracker(ABC):
         """Flush and close; called once."""
 
 
-def open_picture(picture: bytes) -> Any:
+def open_picture(picture: bytes) -> Image.Image:
     """The PIL image in `Sample.picture`."""
     from PIL import Image
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.metrics import notice
 from verl.models.lora import LoraSettings, config_of
 from verl.registry import SAMPLERS
@@ -12,7 +12,7 @@ from verl.registry import SAMPLERS
 KEY = "actor_rollout_ref.model.lora.merge"
 
 
-def separate_adapter(rollout: Any, model: Any) -> LoraSettings | None:
+def separate_adapter(rollout: RolloutConfig, model: HFModelConfig) -> LoraSettings | None:
     """The adapter whose factors are all that is sent; None where all weights are, with an adapter merged into them.
 
     Both ends call this, so that they agree. If the sampler cannot take an adapter, a notice says so.
@@ -37,7 +37,7 @@ def separate_adapter(rollout: Any, model: Any) -> LoraSettings | None:
     return settings
 
 
-def _on_experts(model: Any, settings: LoraSettings) -> bool:
+def _on_experts(model: HFModelConfig, settings: LoraSettings) -> bool:
     """Whether an adapter changes weights outside linear modules, which peft's files hold for all experts at once."""
     if settings.adapter_path or settings.target_parameters:
         return bool(config_of(settings).target_parameters)

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from verl.config.schema.node import key_of
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import RolloutError
 from verl.weight_sync.chunks import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
-AtUpdate = Literal["wait", "pause", "abort"]
 """What new weights do to running requests: wait for their end, pause them (the engine resumes them by itself), or
 abort them (the caller resumes from the prefix, perhaps at another replica)."""
 GREEDY_TEMPERATURE = 1e-5
@@ -167,7 +167,7 @@ class Sampler(ABC):
     ``asyncio.run`` once per step), never from two at once.
 
     Attributes:
-        at_update: what `update_weights` does to running requests.
+        at_update: what `update_weights` does to running requests: ``wait``, ``pause`` or ``abort``.
         logprobs_mode: which log-probs it reports, one of `LOGPROBS_MODES`.
         shares_base: the weights under an adapter may be a trainer's, in this process; they come before the adapter.
         computes_in_loop: the event loop that it is used from does nothing else during a forward pass.
@@ -177,11 +177,11 @@ class Sampler(ABC):
     computes_in_loop: ClassVar[bool] = False
     picture_fields: tuple[str, ...] = PICTURE_FIELDS
     shares_base: bool = False
-    at_update: AtUpdate = "wait"
+    at_update: str = "wait"
     logprobs_mode = LOGPROBS_MODES[0]
 
     @classmethod
-    def why_adapter_is_merged(cls, rollout: Any) -> str:
+    def why_adapter_is_merged(cls, rollout: RolloutConfig) -> str:
         """Why a LoRA adapter must be merged into the weights that are sent here; empty if it may come alone.
 
         Args:
@@ -291,7 +291,7 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
         raise RolloutError("a sample index counts from 0", key="sample_index", got=request.sample_index)
 
 
-def check_context(rollout: Any, max_model_len: int) -> None:
+def check_context(rollout: RolloutConfig, max_model_len: int) -> None:
     """Refuse lengths of prompts and responses that are more tokens together than the sampler's context.
 
     Args:

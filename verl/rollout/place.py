@@ -12,7 +12,9 @@ import torch
 
 from verl import env
 from verl.config.machine.pools import spec_of
+from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import replace
+from verl.config.schema.rollout import RolloutConfig
 from verl.device import torch_dtype
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
@@ -32,20 +34,20 @@ RINGS = ("shared_memory", "cuda_ipc")
 _E = "actor_rollout_ref.rollout.checkpoint_engine"
 
 
-def servers_of(rollout: Any) -> list[str]:
+def servers_of(rollout: RolloutConfig) -> list[str]:
     """Addresses of the servers that sample, where the engine is one that asks servers; empty where it is made here."""
     asks = rollout.name == "server" or (rollout.name == "sglang" and rollout.server.url)
     return addresses(rollout.server.url) if asks else []
 
 
-def server_sampler(url: str, rollout: Any, model: Any, is_alone: bool) -> ServerSampler:
+def server_sampler(url: str, rollout: RolloutConfig, model: HFModelConfig, is_alone: bool) -> ServerSampler:
     """The sampler over one server; with several it does not retry, because another server answers sooner."""
     api = "sglang" if rollout.name == "sglang" else None
     return ServerSampler.one_of(rollout, model, url, api=api, max_attempts=None if is_alone else 1)
 
 
 def place_sampler(
-    rollout: Any, model: Any, device: str, is_colocated: bool = True, devices: Sequence[str] = ()
+    rollout: RolloutConfig, model: HFModelConfig, device: str, is_colocated: bool = True, devices: Sequence[str] = ()
 ) -> Sampler:
     """The sampler of one worker: in its process, or with any other transport than ``naive`` in a child of it.
 
@@ -59,7 +61,7 @@ def place_sampler(
         return _made(rollout, model, device, is_colocated)
 
 
-def _made(rollout: Any, model: Any, device: str, is_colocated: bool) -> Sampler:
+def _made(rollout: RolloutConfig, model: HFModelConfig, device: str, is_colocated: bool) -> Sampler:
     if not is_colocated and rollout.standalone_gpu_memory_utilization is not None:
         rollout = replace(rollout, gpu_memory_utilization=rollout.standalone_gpu_memory_utilization)
     if not is_colocated or rollout.checkpoint_engine.backend == SAME_PROCESS:
@@ -72,7 +74,7 @@ def _made(rollout: Any, model: Any, device: str, is_colocated: bool) -> Sampler:
 
 
 def transport_of(
-    rollout: Any, model: Any, device: str, is_separate: bool = False, host: str | None = None
+    rollout: RolloutConfig, model: HFModelConfig, device: str, is_separate: bool = False, host: str | None = None
 ) -> tuple[str, Callable[[], Transport]]:
     """The transport that ``backend`` names, with ``engine_kwargs``, which may stand below its name.
 
@@ -133,13 +135,13 @@ def _check_options(kind: str, below: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _dtype(rollout: Any, device: str) -> torch.dtype:
+def _dtype(rollout: RolloutConfig, device: str) -> torch.dtype:
     """The dtype of the sampler's weights; deltas are of its bits."""
     auto = "float32" if device == "cpu" else "bfloat16"
     return torch_dtype(auto if rollout.dtype == "auto" else rollout.dtype)
 
 
-def _enough(model: Any, size: int) -> int:
+def _enough(model: HFModelConfig, size: int) -> int:
     """Bytes for a bucket of all weights in their largest form; no ring needs more."""
     shapes = shapes_on_disk(str(model.path)) if Path(str(model.path)).is_dir() else None
     if shapes is None:

@@ -128,7 +128,7 @@ def function_schema(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSche
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
-def json_type(hint: Any, key: str) -> dict[str, Any]:
+def json_type(hint: object, key: str) -> dict[str, Any]:
     """The JSON schema of a type hint.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -30,7 +31,9 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Gsm8kTool(BaseTool):
     """Keeps the best score of a trajectory; a row gives ``create_kwargs: {ground_truth: ...}``."""
 
-    def __init__(self, config: Any, tool_schema: Any = None):
+    def __init__(
+        self, config: Mapping[str, Any] | None, tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
+    ):
         super().__init__(config, tool_schema)
         self._truths: dict[str, str] = {}
         self._best: dict[str, float] = {}

@@ -53,7 +53,7 @@ class ServerSpec:
     max_restarts: int = 3
 
     @classmethod
-    def read(cls, name: str, entry: Any, **limits: Any) -> ServerSpec:
+    def read(cls, name: str, entry: object, **limits: Any) -> ServerSpec:
         """The entry of a server in ``mcpServers``; ``~`` and ``${VARIABLES}`` in it are expanded.
 
         Raises:

@@ -66,7 +66,9 @@ class PythonInterpreterTool(BaseTool):
         SandboxRefused: this machine lacks a layer that may not be missing.
     """
 
-    def __init__(self, config: Any, tool_schema: Any = None):
+    def __init__(
+        self, config: Mapping[str, Any] | None, tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
+    ):
         super().__init__(config, tool_schema)
         self._settings = settings = read_settings(self.name, self.config, DEFAULTS)
         self._limits = Limits(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from verl.errors import ConfigError
 from verl.tools.python_interpreter import NOTHING, PythonInterpreterTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
 
 
 class SandboxFusionTool(PythonInterpreterTool):
@@ -20,7 +22,9 @@ class SandboxFusionTool(PythonInterpreterTool):
     use_ray_execution_pool = False
     _async_semaphore: Any = nullcontext()
 
-    def __init__(self, config: Any, tool_schema: Any = None):
+    def __init__(
+        self, config: Mapping[str, Any] | None, tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
+    ):
         if not dict(config or {}).get("sandbox_fusion_url"):
             raise ConfigError(
                 "is missing",

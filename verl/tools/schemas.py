@@ -23,7 +23,7 @@ class SchemaRecord:
     """Fields that can be read from and written to JSON."""
 
     @classmethod
-    def model_validate(cls: type[R], value: Any) -> R:
+    def model_validate(cls: type[R], value: object) -> R:
         """The record of a mapping (or the record itself).
 
         Raises:

@@ -56,7 +56,9 @@ class SearchTool(BaseTool):
     A service that does not answer gives the model a message, and the call the metric ``error`` 1.
     """
 
-    def __init__(self, config: Any, tool_schema: Any = None):
+    def __init__(
+        self, config: Mapping[str, Any] | None, tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
+    ):
         super().__init__(config, tool_schema)
         self._settings = settings = read_settings(self.name, self.config, DEFAULTS)
         key = f"{self.name}.config.retrieval_service_url"

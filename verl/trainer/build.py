@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
 
 from verl import device
 from verl.config import PPOTrainerConfig, replace
@@ -18,6 +20,7 @@ from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
+from verl.protocol.tokenizer import Tokenizer
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
 from verl.trainer.models import RM, model_roles
@@ -25,6 +28,11 @@ from verl.trainer.ppo.sample_texts import turns_of_rows
 from verl.trainer.ppo.validation import ValidationSamples
 from verl.workers.part import WorkerContext
 from verl.workers.scoring import reward_manager as reward_manager
+
+if TYPE_CHECKING:
+    from datasets import Dataset as HFDataset
+
+    from verl.data.vision.processor import VisionProcessor
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,9 @@ def scores_while_sampling(config: PPOTrainerConfig) -> bool:
     return config.reward.while_sampling
 
 
-def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: bool) -> Any:
+def dataset(
+    config: PPOTrainerConfig, tokenizer: Tokenizer, processor: VisionProcessor, is_train: bool
+) -> Dataset | None:
     """The training or validation dataset; None where there are no validation files."""
     data = config.data
     files = data.train_files if is_train else data.val_files
@@ -95,7 +105,7 @@ def dataset(config: PPOTrainerConfig, tokenizer: Any, processor: Any, is_train: 
     return create_rl_dataset(files, data, tokenizer, processor, is_train=is_train, max_samples=limit)
 
 
-def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
+def check_rewards(config: PPOTrainerConfig, dataset: Dataset | None) -> None:
     """Check that the rows can be scored, before anything is allocated.
 
     A custom dataset is checked as it is used, as are the rows of a loop that may compute its own scores.
@@ -111,7 +121,7 @@ def check_rewards(config: PPOTrainerConfig, dataset: Any) -> None:
         check_reward_data(config, sources, () if makes_own else holders, dataset.describe)
 
 
-def one_by_one(table: Any, column: str, at_once: int = 1000) -> Iterator[Any]:
+def one_by_one(table: HFDataset, column: str, at_once: int = 1000) -> Iterator[Any]:
     """The cells of a column, read in parts: tests of programs are megabytes."""
     alone = table.select_columns([column])
     for start in range(0, len(alone), at_once):

@@ -6,17 +6,19 @@ On several processes: ``torchrun --nproc_per_node=N -m verl.trainer.dpo_trainer 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config import DPOTrainerConfig
 from verl.data.look import look_at_pairs
+from verl.protocol.tokenizer import Tokenizer
 from verl.trainer import launch
 
 if TYPE_CHECKING:
+    from verl.single_controller.spmd import Spmd
     from verl.trainer.pairs import DPOTrainer
 
 
-def build_dpo(config: DPOTrainerConfig, tokenizer: Any, ctx: Any) -> DPOTrainer:
+def build_dpo(config: DPOTrainerConfig, tokenizer: Tokenizer, ctx: Spmd) -> DPOTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.preference import DPOLoss
     from verl.data import create_preference_datasets, processor_of

@@ -16,19 +16,24 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.config.schema.rollout import RolloutConfig
 from verl.data import RLHFDataset
 from verl.data.files import read_files
 from verl.data.progress import track
 from verl.errors import DataError, RolloutError
 from verl.json_text import read_json
 from verl.metrics import log, notice
+from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Request, Sampler, SamplingParams
 from verl.rollout.lost import EngineLostError
+
+if TYPE_CHECKING:
+    from verl.data.vision.processor import VisionProcessor
 
 RESPONSES = "responses"
 SYNC_EVERY = 64
@@ -89,7 +94,7 @@ class Job:
         }
 
 
-def generate_file(job: Job, sampler: Sampler, tokenizer: Any, processor: Any = None) -> Path:
+def generate_file(job: Job, sampler: Sampler, tokenizer: Tokenizer, processor: VisionProcessor | None = None) -> Path:
     """Answer every prompt and write the output; returns its path.
 
     Args:
@@ -120,7 +125,7 @@ def generate_file(job: Job, sampler: Sampler, tokenizer: Any, processor: Any = N
     return output
 
 
-async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFDataset, done: Finished) -> None:
+async def _answer_all(job: Job, sampler: Sampler, tokenizer: Tokenizer, prompts: RLHFDataset, done: Finished) -> None:
     """All prompts that are not done, ``in_flight`` at a time; the first failure ends the others."""
     left = iter([number for number in range(len(prompts)) if number not in done.rows])
     finished: asyncio.Queue[int | BaseException] = asyncio.Queue()
@@ -152,7 +157,7 @@ async def _answer_all(job: Job, sampler: Sampler, tokenizer: Any, prompts: RLHFD
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(job: Job, sampler: Sampler, tokenizer: Any, row: Mapping[str, Any], number: int) -> list[str]:
+async def _answer(job: Job, sampler: Sampler, tokenizer: Tokenizer, row: Mapping[str, Any], number: int) -> list[str]:
     """The answers to one prompt as text, without special tokens; they share its images."""
     prompt = Request(
         id="",
@@ -315,7 +320,7 @@ def writing(file: Path) -> Iterator[None]:
         ) from error
 
 
-def sampling_of(rollout: Any, tokenizer: Any, length: int) -> SamplingParams:
+def sampling_of(rollout: RolloutConfig, tokenizer: Tokenizer, length: int) -> SamplingParams:
     """How answers of at most ``length`` tokens are sampled, from a rollout section."""
     end = tokenizer.eos_token_id
     return SamplingParams(

@@ -10,17 +10,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl import env
-from verl.config import load_config
+from verl.config import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig, load_config
 from verl.config.loading.configuration import FirstLook
 from verl.errors import VerlError, WorkerError
 from verl.trainer.command import interrupted, report_error
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
+    from verl.single_controller.spmd import Spmd
     from verl.trainer.supervised import SupervisedTrainer
 
 UNTIL_TOLD = 10.0
 """Seconds that another rank leaves rank 0 to report an error that all have."""
+SupervisedConfig = SFTTrainerConfig | DPOTrainerConfig | RMTrainerConfig
 Build = Callable[..., "SupervisedTrainer"]
 """``build(config, tokenizer, ctx)`` makes the trainer of a checked configuration."""
 
@@ -50,7 +52,7 @@ def run_checked(config: Any, build: Build, ranks: Ranks | None = None) -> None:
         distributed.leave_group()  # not after an error: leaving would wait for dead ranks
 
 
-def _fit(config: Any, build: Build, ctx: Any) -> None:
+def _fit(config: SupervisedConfig, build: Build, ctx: Spmd) -> None:
     from verl.data import tokenizer_of
     from verl.trainer import runtime
 

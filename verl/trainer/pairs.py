@@ -51,7 +51,7 @@ class PairTrainer(SupervisedTrainer):
                 continue
             tokens = float(batch.tensors["response_mask"].sum())
             norm = LossNorm(dp_size=1, num_tokens=tokens, num_sequences=len(batch))
-            loss, metrics = self.loss_fn(outputs, batch.batch, norm)
+            loss, metrics = self.loss_fn(outputs, batch.tensors, norm)
             here = len(batch) / 2
             values = {"loss": loss.item(), **MetricSet(metrics).values()}
             sums_of_names = {name: sums_of_names.get(name, 0.0) + here * value for name, value in values.items()}

@@ -7,17 +7,19 @@ is a token-classification checkpoint with one label: what reads a reward model o
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config import RMTrainerConfig
 from verl.data.look import look_at_pairs
+from verl.protocol.tokenizer import Tokenizer
 from verl.trainer import launch
 
 if TYPE_CHECKING:
+    from verl.single_controller.spmd import Spmd
     from verl.trainer.pairs import RMTrainer
 
 
-def build_rm(config: RMTrainerConfig, tokenizer: Any, ctx: Any) -> RMTrainer:
+def build_rm(config: RMTrainerConfig, tokenizer: Tokenizer, ctx: Spmd) -> RMTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.preference import RewardModelLoss
     from verl.data import create_preference_datasets, processor_of

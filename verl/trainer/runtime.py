@@ -9,20 +9,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl import device, env, lifeline, terminal
 from verl.checkpoint import RemoteCheckpoints, RunLock
-from verl.config import PPOTrainerConfig, save_config, to_dict
+from verl.config import (
+    DPOTrainerConfig,
+    PPOTrainerConfig,
+    RMTrainerConfig,
+    SFTTrainerConfig,
+    save_config,
+    to_dict,
+)
 from verl.config.loading.configuration import writable
 from verl.config.machine.profiling import worker_nsight_options
 from verl.config.rules.validate_megatron import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
+
+RunConfig = PPOTrainerConfig | SFTTrainerConfig | DPOTrainerConfig | RMTrainerConfig
+
 
 if TYPE_CHECKING:
     from verl.config.machine.topology import Topology
@@ -103,7 +113,7 @@ def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
         cluster.stop_cluster(config.ray_kwargs.timeline_json_file)
 
 
-def check_run_folders(config: Any) -> None:
+def check_run_folders(config: RunConfig) -> None:
     """Check that this run can write into its folders, before anything is loaded; changes nothing in them.
 
     Raises:
@@ -119,7 +129,7 @@ def check_run_folders(config: Any) -> None:
         remote.check()
 
 
-def write_config(config: Any) -> None:
+def write_config(config: RunConfig) -> None:
     """Write the resolved configuration next to the run's results, once no check can refuse the run.
 
     Raises:

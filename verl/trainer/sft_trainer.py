@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config import SFTTrainerConfig
 from verl.data.look import look_at_conversations
+from verl.protocol.tokenizer import Tokenizer
 from verl.trainer import launch
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
+    from verl.single_controller.spmd import Spmd
     from verl.trainer.supervised import SupervisedTrainer
 
 
-def build_sft(config: SFTTrainerConfig, tokenizer: Any, ctx: Any) -> SupervisedTrainer:
+def build_sft(config: SFTTrainerConfig, tokenizer: Tokenizer, ctx: Spmd) -> SupervisedTrainer:
     """The trainer of a checked configuration."""
     from verl.algorithms.losses import SFTLoss
     from verl.data import create_sft_dataset, processor_of, sft_collate

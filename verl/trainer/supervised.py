@@ -6,11 +6,11 @@ The loop runs alone or, started by torchrun, on every rank: see `verl.single_con
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verl import device as devices
 from verl.algorithms.losses import LossFn
@@ -29,16 +29,27 @@ from verl.config.schema.sft import EACH_EPOCH
 from verl.data import StatefulLoader
 from verl.data.progress import timed
 from verl.distributed import Ranks
+from verl.engines.base import Engine
 from verl.metrics import notice
 from verl.observability.profiler import ProfiledSteps, RoleProfiler
 from verl.observability.tracking import Tracking
 from verl.protocol import DataProto
+from verl.protocol.tokenizer import Tokenizer
 from verl.single_controller.spmd import Spmd
 from verl.trainer import rng, runtime
 from verl.trainer.copies import CopyCheck
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Updates, Watch, signs_of_supervised
 from verl.workers.part import ModelPart, PassLimits, layout, load_part, local_model, make_engine, save_part
+
+
+class RowTable(Protocol):
+    """A dataset: numbered rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
+
 
 GPU_TOKENS = 8192
 """Of one pass on a GPU, where the settings name no number."""
@@ -65,10 +76,10 @@ class SupervisedTrainer:
     def __init__(
         self,
         config: SFTTrainerConfig,
-        tokenizer: Any,
-        train_dataset: Any,
-        val_dataset: Any,
-        collate: Any,
+        tokenizer: Tokenizer,
+        train_dataset: RowTable,
+        val_dataset: RowTable | None,
+        collate: Callable[[list[Any]], Any],
         loss_fn: LossFn,
         ctx: Spmd | None = None,
     ):
@@ -97,7 +108,7 @@ class SupervisedTrainer:
         self.places: dict[str, str] = {}
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> Engine:
         """The training backend (`verl.engines.base.Engine`) behind the model."""
         return self.part.engine
 
@@ -115,7 +126,7 @@ class SupervisedTrainer:
         )
         return ModelPart(engine, train_limits=self.limits, loss_fn=self.loss_fn)
 
-    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
+    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Engine:
         """A model on the run's backend and device; without ``optim`` a frozen one.
 
         Rows that belong together have one prompt, which is computed once where rows are packed.
@@ -295,7 +306,7 @@ class SupervisedTrainer:
             return CheckpointReader(folder)
 
         reader = ctx.only_main(find)
-        state = ctx.on_main(lambda: reader and reader.trainer_state())
+        state: dict[str, Any] | None = ctx.on_main(lambda: None if reader is None else reader.trainer_state())
         if state is None:
             return
         self.train_loader.load_state_dict(state["data"])
@@ -303,7 +314,7 @@ class SupervisedTrainer:
         self.step = int(state["step"])
         ctx.set_generator(self.step)
         contents = tuple(checkpoint.load_contents or checkpoint.save_contents)
-        folder = ctx.on_main(lambda: reader and str(reader.folder / "model"))
+        folder = ctx.on_main(lambda: "" if reader is None else str(reader.folder / "model"))
         # Behind the controller's generators, because it holds each rank's own; of which python's and numpy's are the
         # controller's here, and so the same on all ranks, also on more of them than before.
         load_part(self.part, folder, contents)

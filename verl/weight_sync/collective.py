@@ -56,7 +56,7 @@ class BroadcastTransport(Transport):
 
     def __init__(
         self,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         source: int = 0,
         device: str | torch.device = "cpu",
         timeout: float = 300.0,
@@ -99,7 +99,7 @@ class BroadcastTransport(Transport):
         store = meet(host, 0, 2, True, limit, waits=False)
         end._place = f"{host}:{store.port}"
 
-        def connect() -> Any:
+        def connect() -> dist.ProcessGroup:
             end.wait_until(lambda: store.check([HERE]), "the sampler to join the group that weights are broadcast in")
             return _group(store, 0, 2, device, host, limit)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import distributed, env
 from verl.algorithms.losses import LossFn
@@ -31,9 +31,13 @@ from verl.errors import ConfigError, ModelError, WorkerError
 from verl.metrics import Metric, MetricSet
 from verl.observability.profiler import mini_batch_done
 from verl.protocol import DataProto
+from verl.protocol.tokenizer import Tokenizer
 from verl.registry import ENGINES
 from verl.single_controller.base.worker import Worker, WorkerInfo
 from verl.storage import copy_to_local
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,11 @@ class ModelPart:
 
 
 def save_part(
-    part: ModelPart, folder: str, contents: tuple[str, ...], tokenizer: Any = None, background: bool = False
+    part: ModelPart,
+    folder: str,
+    contents: tuple[str, ...],
+    tokenizer: Tokenizer | None = None,
+    background: bool = False,
 ) -> dict[str, FileRecord]:
     """Write one model's sections and its Hugging Face folder; every rank writes its part and returns its records.
 
@@ -224,7 +232,7 @@ def _memory(phase: str, moment: str, device: str) -> dict[str, Metric]:
     return {f"perf/memory/{phase}/{moment}/{key}": Metric(value, "max") for key, value in memory_now(device).items()}
 
 
-def base_of(engine: Engine) -> Any:
+def base_of(engine: Any) -> Any:
     """The frozen model that an adapter was put on: the same engine, with the adapter disabled."""
     return AdapterBaseEngine(engine)
 
@@ -261,7 +269,7 @@ def layout(
 ) -> dict[str, Any]:
     """``engine`` and ``passes`` of `make_engine`: the section that the backend reads, and how its rows are laid out."""
     kind = ENGINES.get(strategy)
-    engine = getattr(kind, "section", Engine.section)(fsdp, megatron, torchtitan)
+    engine: Any = getattr(kind, "section", Engine.section)(fsdp, megatron, torchtitan)
     aligns = getattr(kind, "aligns_rows", Engine.aligns_rows)
     passes = PassSettings(router_replay=router_replay)
     if aligns:

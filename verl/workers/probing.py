@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
+from verl.config.schema.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.reload_check import probe_tokens
@@ -16,7 +16,7 @@ ROWS, LENGTH = 4, 16
 REPLICA = "replica"
 
 
-def requests_of(rollout: Any, vocab_size: int, version: int) -> list[Request]:
+def requests_of(rollout: RolloutConfig, vocab_size: int, version: int) -> list[Request]:
     """Prompts that mean nothing; their responses are drawn at the temperature at which the trainer computes log-probs.
 
     Args:

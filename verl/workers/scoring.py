@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from verl.config import PPOTrainerConfig
 from verl.data import hf_tokenizer
+from verl.protocol.tokenizer import Tokenizer
 from verl.rewards.early import EarlyScorer
 from verl.rewards.loading import ServedModel
 from verl.rewards.managers import load_reward_manager
 
 
-def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -> Any:
+def reward_manager(config: PPOTrainerConfig, tokenizer: Tokenizer, num_examine: int) -> Callable[..., dict[str, Any]]:
     """The reward manager of ``reward.reward_manager`` with the scorer of ``reward.custom_reward_function``.
 
     With a reward model on a server both get its address, and its tokenizer if they declare it.
@@ -32,7 +34,7 @@ def reward_manager(config: PPOTrainerConfig, tokenizer: Any, num_examine: int) -
     return load_reward_manager(config, tokenizer, served=served, num_examine=num_examine)
 
 
-def early_scorer(config: PPOTrainerConfig, tokenizer: Any) -> EarlyScorer | None:
+def early_scorer(config: PPOTrainerConfig, tokenizer: Tokenizer) -> EarlyScorer | None:
     """Scores single rows while others are sampled; None if only whole batches can be scored.
 
     Args:

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 
 from verl.config import ActorRolloutRefConfig, RolloutConfig
+from verl.config.schema.model import HFModelConfig
 from verl.engines.base import Engine
 from verl.errors import portable
 from verl.rollout.adapters import separate_adapter
@@ -107,7 +107,7 @@ class WeightSender:
     def __init__(
         self,
         rollout: RolloutConfig,
-        model: Any,
+        model: HFModelConfig,
         replicas: Mapping[str, Sampler],
         keeps: bool = False,
         shares: bool = False,

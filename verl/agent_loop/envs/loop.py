@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
@@ -17,10 +17,15 @@ from verl.agent_loop.extend import Extender, TemplateContinuationError, assistan
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, shortened
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.data.messages import Message, prune
 from verl.data.vision.images import describe_image
 from verl.errors import DataError
 from verl.metrics import notice
+from verl.protocol.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ class EnvironmentAgentLoop(AgentLoopBase):
     shared: Shared
 
     @classmethod
-    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> Shared:
+    def prepare(
+        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
+    ) -> Shared:
         settings = EnvironmentSettings.read(kwargs)
         of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")
         extender = Extender(tokenizer, {**dict(of_data or {}), **settings.template_kwargs})
@@ -234,7 +241,7 @@ class _Episode:
     def end(self, why: str) -> None:
         self.ended = why
 
-    async def timed(self, work: Any) -> Any:
+    async def timed(self, work: Awaitable[T]) -> T:
         """The result, its seconds counted as the environment's."""
         start = time.perf_counter()
         try:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from verl.json_text import MAX_DEPTH, read_json
+from verl.json_text import MAX_DEPTH, Json, read_json
+from verl.protocol.tokenizer import Tokenizer
 from verl.registry import TOOL_PARSERS
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -77,7 +78,7 @@ class ToolParser:
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that end an answer because a call is complete."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
     @property
@@ -118,7 +119,7 @@ class ToolParser:
         return text
 
     @classmethod
-    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+    def get_tool_parser(cls, name: str, tokenizer: Tokenizer) -> ToolParser:
         """The parser of a family, or one of your own by name or dotted path."""
         return TOOL_PARSERS.get(name)(tokenizer)
 
@@ -128,7 +129,7 @@ class ToolParser:
         return TOOL_PARSERS.register(name)
 
 
-def read_argument(text: str) -> Any:
+def read_argument(text: str) -> Json:
     """The JSON value of one argument; with the object of all arguments around it, it is no deeper than JSON may be.
 
     Raises:
@@ -137,7 +138,7 @@ def read_argument(text: str) -> Any:
     return read_json(text, strict=True, depth=MAX_DEPTH - 1)
 
 
-def json_text_of(value: Any) -> str:
+def json_text_of(value: object) -> str:
     """A value as JSON text; letters stay as they are."""
     return json.dumps(value, ensure_ascii=False)
 
@@ -153,7 +154,7 @@ def argument_types(tools: Sequence[Any] | None, function: str) -> dict[str, set[
     return {}
 
 
-def _types(schema: Any) -> set[str]:
+def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
@@ -167,13 +168,13 @@ def _types(schema: Any) -> set[str]:
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def typed(text: str, types: set[str]) -> Any:
+def typed(text: str, types: set[str]) -> Json:
     """An argument that was written without quotes, as what the schema says; text where it says nothing else."""
     others = types - {"string"}
     if not others:
         return text
     stripped = text.strip()
-    value = WORDS.get(stripped.lower(), stripped)
+    value: Json = WORDS.get(stripped.lower(), stripped)
     if value is stripped:
         try:
             value = read_argument(stripped)
@@ -182,7 +183,7 @@ def typed(text: str, types: set[str]) -> Any:
     return value if "string" not in types or _type_of(value) in others else text
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: object) -> str:
     if value is None:
         return "null"
     names: dict[type, str] = {

@@ -14,7 +14,7 @@ from verl.agent_loop.parsers.base import (
     ToolParser,
     json_text_of,
 )
-from verl.json_text import MAX_DEPTH, read_json
+from verl.json_text import MAX_DEPTH, Json, read_json
 
 QUOTE = '<|"|>'
 
@@ -65,7 +65,7 @@ class Notation:
     def __init__(self, text: str, at: int):
         self.text, self.at = text, at
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> Json:
         """The value that begins here.
 
         Raises:

@@ -17,7 +17,7 @@ from verl.agent_loop.parsers.base import (
 from verl.json_text import leading_json, read_json
 
 
-def call_of(value: Any, arguments_key: str = "arguments", identity: str | None = None) -> FunctionCall | Malformed:
+def call_of(value: object, arguments_key: str = "arguments", identity: str | None = None) -> FunctionCall | Malformed:
     """The call in an object ``{"name": ..., "arguments": {...}}``."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Malformed(f'it is not an object with "name" and "{arguments_key}"')

@@ -99,7 +99,7 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     return read_outcome(returned)
 
 
-def read_outcome(returned: Any) -> AgentOutcome:
+def read_outcome(returned: object) -> AgentOutcome:
     """A number, a bool, None, or a dict with ``score`` or ``reward`` and further values."""
     extra: dict[str, Any] = {}
     if isinstance(returned, Mapping):

@@ -18,7 +18,10 @@ from verl.agent_loop.server.endpoint import shared_endpoint
 from verl.agent_loop.server.prompts import Prompts
 from verl.agent_loop.server.record import Answer, trajectory
 from verl.agent_loop.server.settings import AgentSettings
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
+from verl.protocol.tokenizer import Tokenizer
 
 STOP_POLL = 0.25
 
@@ -45,7 +48,9 @@ class OpenAIAgentLoop(AgentLoopBase):
     shared: SharedEndpoint
 
     @classmethod
-    def prepare(cls, config: Any, tokenizer: Any, data_config: Any = None, **kwargs: Any) -> SharedEndpoint:
+    def prepare(
+        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
+    ) -> SharedEndpoint:
         settings = AgentSettings.read(kwargs)
         parser = ToolParser.get_tool_parser(settings.tool_format or config.multi_turn.format, tokenizer)
         of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")

@@ -18,6 +18,7 @@ from verl.agent_loop.server.record import Answer, Record
 from verl.data.messages import Message
 from verl.data.vision.parts import bare, media_parts, text_of
 from verl.json_text import object_of
+from verl.protocol.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Prompts:
         template_kwargs: arguments of the chat template in every call.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None):
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._extenders: dict[str, Extender] = {}

@@ -77,7 +77,7 @@ class CompletionRequest:
     template_kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-def read_chat(payload: Any, images: bool = False) -> CompletionRequest:
+def read_chat(payload: object, images: bool = False) -> CompletionRequest:
     """The request in the body of ``/v1/chat/completions``.
 
     Args:
@@ -112,7 +112,7 @@ def read_chat(payload: Any, images: bool = False) -> CompletionRequest:
     )
 
 
-def read_text(payload: Any) -> CompletionRequest:
+def read_text(payload: object) -> CompletionRequest:
     """The request in the body of ``/v1/completions``; without max_tokens it gets OpenAI's 16."""
     body = _body(payload, TEXT)
     logprobs = body.get("logprobs")
@@ -127,7 +127,7 @@ def read_text(payload: Any) -> CompletionRequest:
     )
 
 
-def _body(payload: Any, known: set[str]) -> dict[str, Any]:
+def _body(payload: object, known: set[str]) -> dict[str, Any]:
     if not isinstance(payload, dict):
         raise bad("body", "The body must be a JSON object.")
     for name, value in payload.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +38,7 @@ def chunks(reply: ModelReply, prompts: Prompts) -> Iterator[bytes]:
     yield DONE
 
 
-def event(payload: Any) -> bytes:
+def event(payload: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 

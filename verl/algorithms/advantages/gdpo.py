@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.algorithms.groups import Groups, Singleton, lengths_of, settle_singletons, spread_over_tokens
 from verl.algorithms.whitening import whitened_rows
+from verl.config.schema.algorithm import AlgoConfig
 from verl.errors import ConfigError, suggest
 
 
@@ -21,9 +22,9 @@ def gdpo(
     index: Sequence[Hashable],
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     non_tensor_batch: Mapping[str, Any] | None = None,
-    batch: Any = None,
+    batch: Mapping[str, Sequence[float]] | None = None,
     singleton: Singleton = "zero",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -63,10 +64,10 @@ def gdpo(
     return advantages, advantages
 
 
-def components(config: Any) -> tuple[list[str], list[float]]:
+def components(config: AlgoConfig | None) -> tuple[list[str], list[float]]:
     """The keys and weights of the rewards in the configuration."""
     keys = None if config is None else config.gdpo_reward_keys
-    if not keys:
+    if config is None or not keys:
         raise ConfigError(
             "the estimator gdpo normalises several rewards separately, and none is named",
             key="algorithm.gdpo_reward_keys",

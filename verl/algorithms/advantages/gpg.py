@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
+from verl.config.schema.algorithm import AlgoConfig
 from verl.errors import ConfigError
 
 Correction = Literal["paper", "compat"]
@@ -22,7 +23,7 @@ def gpg(
     epsilon: float = 1e-6,
     f_norm: float = 1.0,
     alpha: float = 1.0,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     singleton: Singleton = "zero",
     gpg_alpha: Correction = "paper",
     **_: Any,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
+from verl.config.schema.algorithm import AlgoConfig
 
 
 @torch.no_grad()
@@ -18,7 +19,7 @@ def grpo(
     index: Sequence[Hashable],
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     singleton: Singleton = "zero",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.algorithms.groups import Groups, Singleton, settle_singletons
 from verl.algorithms.masked import at_least_float32, zero_outside
 from verl.algorithms.recurrence import rewards_to_go
+from verl.config.schema.algorithm import AlgoConfig
 
 Pair = tuple[Tensor, Tensor]
 
@@ -25,7 +26,7 @@ def optimal_token_baseline(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = False,
     epsilon: float = 1e-8,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     singleton: Singleton = "zero",
     **_: Any,
 ) -> Pair:
@@ -74,7 +75,7 @@ def tir_optimal_token_baseline(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     singleton: Singleton = "zero",
     **_: Any,
 ) -> Pair:

@@ -10,12 +10,17 @@ from torch import Tensor
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.recurrence import discounted_sum
 from verl.algorithms.whitening import whitened
+from verl.config.schema.algorithm import AlgoConfig
 from verl.metrics import as_float
 
 
 @torch.no_grad()
 def reinforce_plus_plus(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, gamma: float | None = None, **_: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: AlgoConfig | None = None,
+    gamma: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Discounted returns, whitened over all valid tokens of the batch; no critic and no group.
 

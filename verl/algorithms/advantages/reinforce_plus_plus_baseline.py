@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.groups import Groups, Singleton, lengths_of, outcome_scores, settle_singletons, spread_over_tokens
 from verl.algorithms.whitening import whitened_rows
+from verl.config.schema.algorithm import AlgoConfig
 
 
 @torch.no_grad()
@@ -18,7 +19,7 @@ def reinforce_plus_plus_baseline(
     response_mask: Tensor,
     index: Sequence[Hashable],
     epsilon: float = 1e-6,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     singleton: Singleton = "zero",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:

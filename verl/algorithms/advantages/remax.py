@@ -9,11 +9,16 @@ from torch import Tensor
 
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.recurrence import rewards_to_go
+from verl.config.schema.algorithm import AlgoConfig
 
 
 @torch.no_grad()
 def remax(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **_: Any
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: AlgoConfig | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Reward-to-go minus the reward of the greedy response to the same prompt; no discount, no normalisation.
 

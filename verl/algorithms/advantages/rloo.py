@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.groups import Groups, Singleton, outcome_scores, settle_singletons, spread_over_tokens
+from verl.config.schema.algorithm import AlgoConfig
 
 
 @torch.no_grad()
@@ -17,7 +18,7 @@ def rloo(
     response_mask: Tensor,
     index: Sequence[Hashable],
     epsilon: float = 1e-6,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     singleton: Singleton = "zero",
     **_: Any,
 ) -> tuple[Tensor, Tensor]:

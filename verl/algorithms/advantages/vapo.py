@@ -11,6 +11,7 @@ from verl.algorithms.advantages.gae import raw_gae
 from verl.algorithms.groups import lengths_of
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.whitening import whitened
+from verl.config.schema.algorithm import AlgoConfig
 from verl.metrics import as_float
 
 LENGTH_ALPHA, LAM_CRITIC = 0.05, 1.0
@@ -23,7 +24,7 @@ def vapo(
     response_mask: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
-    config: Any = None,
+    config: AlgoConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """`gae` twice over the same values: long credit for the critic's targets, adapted credit for the policy.
@@ -41,7 +42,8 @@ def vapo(
     Returns:
         advantages (whitened) and returns, (B, T), at least float32, 0 where the mask is 0.
     """
-    alpha, lam_critic = LENGTH_ALPHA, LAM_CRITIC
+    alpha: float | None = LENGTH_ALPHA
+    lam_critic = LAM_CRITIC
     if config is not None:
         alpha, lam_critic = config.vapo_length_alpha, config.vapo_lam_critic
     gamma = as_float(gamma)

@@ -16,6 +16,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, normalised_by
 from verl.algorithms.calls import accepted_inputs, check_shapes, function_place, names_parameter
 from verl.algorithms.masked import zero_outside
+from verl.config.schema.actor import ActorConfig
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float, notice
 
@@ -31,7 +32,7 @@ def call_policy_loss(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: Any,
+    config: ActorConfig | None,
     norm: LossNorm,
     rollout_is_weights: Tensor | None = None,
     ref_log_prob: Tensor | None = None,

@@ -17,6 +17,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, agg_loss, token_means
 from verl.algorithms.calls import check_shapes
 from verl.algorithms.masked import zero_outside
+from verl.config.schema.actor import ActorConfig
 from verl.metrics import Metric
 
 LOG_RATIO_BOUND = 20.0
@@ -113,7 +114,7 @@ def policy_loss(
             advantages: Tensor,
             response_mask: Tensor,
             loss_agg_mode: str | None = None,
-            config: Any = None,
+            config: ActorConfig | None = None,
             rollout_is_weights: Tensor | None = None,
             norm: LossNorm | None = None,
         ) -> tuple[Tensor, dict[str, Metric]]:

@@ -12,6 +12,8 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.policy_losses.reinforce import reinforce
 from verl.algorithms.policy_losses.vanilla import vanilla
 from verl.algorithms.rollout_correction import Correction, correction_of
+from verl.config.schema.actor import ActorConfig
+from verl.config.schema.algorithm import RolloutCorrectionConfig
 from verl.errors import ConfigError, EngineError
 from verl.metrics import Metric
 
@@ -33,7 +35,7 @@ def bypass_mode(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str | None = None,
-    config: Any = None,
+    config: ActorConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     norm: LossNorm | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
@@ -82,13 +84,13 @@ def bypass_mode(
     }
 
 
-def normalises(settings: Any) -> bool:
+def normalises(settings: RolloutCorrectionConfig | SimpleNamespace) -> bool:
     """Whether the loss of the bypass mode divides its weights by their mean over the mini-batch."""
     makes_weights = settings.loss_type == "reinforce" and settings.rollout_is is not None
     return bool(settings.bypass_mode and settings.rollout_is_batch_normalize and makes_weights)
 
 
-def correction_settings(config: Any) -> Any:
+def correction_settings(config: ActorConfig | None) -> Any:
     """The correction's settings in an actor's configuration; a plain mapping is filled up with defaults."""
     settings = None if config is None else config.policy_loss.rollout_correction
     if settings is None or isinstance(settings, Mapping):

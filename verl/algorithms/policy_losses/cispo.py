@@ -6,16 +6,16 @@ Shapes: b rows, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
+from verl.config.schema.actor import ActorConfig
 
 
 @policy_loss()
-def cispo(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def cispo(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The clip bounds a constant weight, so that every token keeps a gradient; (b, T).
 
     With r the ratio and A the advantage::

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from verl.config.schema.actor import ActorConfig
 from verl.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class Clip:
             )
 
     @classmethod
-    def of(cls, config: Any) -> Clip:
+    def of(cls, config: ActorConfig | None) -> Clip:
         """From an actor's configuration; a null ``clip_ratio_low`` or ``clip_ratio_high`` means ``clip_ratio``."""
         if config is None:
             return cls()

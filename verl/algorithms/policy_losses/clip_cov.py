@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +10,11 @@ from torch import Tensor
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
 from verl.algorithms.policy_losses.covariance import covariance, mask_at, num_picked
+from verl.config.schema.actor import ActorConfig
 
 
 @policy_loss()
-def clip_cov(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def clip_cov(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """PPO's clip (no dual clip), with a random share of the tokens of high covariance taken out; (b, T).
 
     With r the ratio, A the advantage, C the covariance::

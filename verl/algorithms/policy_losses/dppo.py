@@ -6,13 +6,13 @@ Both forms estimate it from the sampled token. Shapes: b rows, T response tokens
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens
 from verl.algorithms.policy_losses.clip import Clip
+from verl.config.schema.actor import ActorConfig
 
 EPSILON = 1e-8
 
@@ -22,7 +22,7 @@ def probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return tokens.log_prob.detach().exp(), tokens.old_log_prob.exp()
 
 
-def loss_within(tokens: Tokens, config: Any, moved: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+def loss_within(tokens: Tokens, config: ActorConfig | None, moved: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss of tokens that stop where they have moved too far in the direction of their advantage.
 
     With r the ratio, A the advantage, low and high from clip_ratio_low and clip_ratio_high, c = clip_ratio_c::

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.dppo import EPSILON, loss_within, probabilities
+from verl.config.schema.actor import ActorConfig
 
 
 @policy_loss()
-def dppo_kl(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def dppo_kl(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """`loss_within` the distance D with the sign of p - q, (b, T); p and q are the current and the old probability.
 
     ::

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
+from verl.config.schema.actor import ActorConfig
 
 EPSILON = 1e-10
 
 
 @policy_loss(forced_agg_mode="seq-mean-token-sum", own_weights=True)
-def geo_mean(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def geo_mean(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The geometric mean of a row's ratios, each clipped beforehand, weighs the row's mean advantage.
 
     With d the log-ratio, A the advantage; low and high bound log-ratios here (the paper's 0.4)::

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
+from verl.config.schema.actor import ActorConfig
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0
 
 
 @policy_loss(forced_agg_mode="seq-mean-token-mean")
-def gspo(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def gspo(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """PPO's clip on the ratio of a whole sequence, normalised by its length; (b, T) in the paper's token form.
 
     With A the advantage and d the log-ratio of a token::

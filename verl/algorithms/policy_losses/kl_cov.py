@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.covariance import covariance, mask_at, num_picked
+from verl.config.schema.actor import ActorConfig
 
 
 @policy_loss()
-def kl_cov(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def kl_cov(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The unclipped policy gradient, with a KL penalty on the share of tokens of the highest covariance; (b, T).
 
     With r the ratio, d its logarithm, A the advantage, beta = policy_loss.ppo_kl_coef::

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
+from verl.config.schema.actor import ActorConfig
 
 
 @policy_loss(forced_agg_mode="seq-mean-token-mean")
-def sapo(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def sapo(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """A smooth gate in place of the clip, (b, T).
 
     With r the ratio, A the advantage, sigma the logistic function, tau = tau_pos where A > 0, else tau_neg::

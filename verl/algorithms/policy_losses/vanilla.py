@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.policy_losses.base import Tokens, policy_loss
 from verl.algorithms.policy_losses.clip import Clip
+from verl.config.schema.actor import ActorConfig
 
 
 @policy_loss()
-def vanilla(tokens: Tokens, config: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def vanilla(tokens: Tokens, config: ActorConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The clipped policy loss, (b, T).
 
     With r the ratio of new to old probability and A the advantage::

@@ -29,7 +29,7 @@ class BaseConfig(Mapping[str, Any]):
 
     _mutable_fields: ClassVar[Collection[str]] = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__ and name not in self._mutable_fields:
             raise FrozenInstanceError(
                 f"{type(self).__name__}.{name} is set once; _mutable_fields names those that change"

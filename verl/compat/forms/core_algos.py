@@ -74,13 +74,13 @@ ADV_ESTIMATOR_REGISTRY = ADVANTAGE_ESTIMATORS.table()
 POLICY_LOSS_REGISTRY = POLICY_LOSSES.table()
 
 
-def group_ids(index: Sequence[Hashable] | Tensor, device: Any = None) -> Tensor:
+def group_ids(index: Sequence[Hashable] | Tensor, device: str | torch.device | None = None) -> Tensor:
     """(B,) int64, the number of each row's group; groups are numbered as they come."""
     return Groups.of(index, torch.ones(len(index), dtype=torch.bool, device=device)).ids
 
 
 def group_mean_std(
-    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: Any = None
+    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: str | torch.device | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each group (G,): the mean, the sample standard deviation and the number of its rows.
 

@@ -39,7 +39,7 @@ from verl.errors import CheckpointError
 from verl.metrics import notice
 
 
-def own_device() -> Any:
+def own_device() -> int | str:
     """What ``tensor.to`` takes for this process's device."""
     return torch.get_device_module(device.resolve_device(None)).current_device()
 
@@ -123,7 +123,7 @@ def move_model_back(model: nn.Module) -> None:
     model.to(own_device())
 
 
-def move_optimizer(optimizer: Optimizer, to: Any = "cpu") -> None:
+def move_optimizer(optimizer: Optimizer, to: str = "cpu") -> None:
     """The optimizer's state to a device; by default to the host."""
     for entries in optimizer.state.values():
         for key, entry in entries.items():

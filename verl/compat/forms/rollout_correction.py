@@ -212,7 +212,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_is_threshold: float | str | None = 2.0,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
-    rollout_rs_threshold: Any = None,
+    rollout_rs_threshold: float | str | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """A batch with ``rollout_is_weights`` (B, T) or None, the mask after rejection, and ``rollout_corr/`` metrics."""
     bounds, zero = weight_bounds(2.0 if rollout_is_threshold is None else rollout_is_threshold)

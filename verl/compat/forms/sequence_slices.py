@@ -5,11 +5,11 @@ The engines cut rows themselves (`verl.engines.packing`); this is for code that 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from verl.device import AutogradContext
 
 _group: dist.ProcessGroup | None = None
 
@@ -88,7 +88,7 @@ def gather_and_unpad(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, scale_gradient: bool, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, dim: int, scale_gradient: bool, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         ctx.factor = dist.get_world_size(group) if scale_gradient else 1
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
@@ -97,6 +97,6 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         local = grads[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)[dist.get_rank(ctx.group)]
         return local * ctx.factor, None, None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from verl.models.hollow import replace_parameters
 from verl.models.lora import LoraSettings
 from verl.models.megatron import COLUMNS, GATED, HALVES, QKV, ROWS, VALUE_HEAD, WHOLE, Slot, filled
 from verl.weight_sync.resharding.model import LAST, LAYER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEY = "lora_rank"
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
@@ -129,7 +132,7 @@ class Adapters:
 
     def __init__(
         self,
-        blueprint: Any,
+        blueprint: PreTrainedModel,
         settings: LoraSettings,
         base: WeightTable,
         chunks: Iterable[nn.Module],
@@ -181,7 +184,7 @@ class Adapters:
 
     def _attach(
         self,
-        blueprint: Any,
+        blueprint: PreTrainedModel,
         values: Mapping[str, Tensor],
         stacks: Mapping[str, str],
         base: WeightTable,
@@ -203,7 +206,8 @@ class Adapters:
             parts = {name: piece.flatten(0, -2) for name, piece in pieces.items()}
             for name in adapted.values():
                 (rows, columns), rank = parts[name].shape, values[_disk(name, 0)].shape[0]
-                scale = blueprint.get_submodule(name.removesuffix(".weight")).scaling[lora.NAME]
+                adapted_module: Any = blueprint.get_submodule(name.removesuffix(".weight"))
+                scale = adapted_module.scaling[lora.NAME]
                 self.factors[name] = Factors(rows, columns, rank, scale, bound.parameter.detach()), 0
             mine = {number: self.factors[name][0] for number, name in adapted.items()}
             layer = owners[bound.parameter]
@@ -211,7 +215,12 @@ class Adapters:
             yield _put(layer, LayerAdapter(layer, bound.slot.form, rows_of, mine, base.groups_here))
 
     def _on_expert(
-        self, blueprint: Any, values: Mapping[str, Tensor], stacks: Mapping[str, str], layer: Any, bound: Bound
+        self,
+        blueprint: PreTrainedModel,
+        values: Mapping[str, Tensor],
+        stacks: Mapping[str, str],
+        layer: Any,
+        bound: Bound,
     ) -> Iterator[LayerAdapter]:
         """One pair of factors for gate and up, which Hugging Face has in one weight, or one for down."""
         layer_number, expert = (int(number) for number in _NUMBERS.findall(bound.slot.ours))
@@ -219,7 +228,8 @@ class Adapters:
         if owner is None:
             return
         rank = values[part_name(lora.PREFIX + owner + _FACTORS[0], expert)].shape[0]
-        (rows, columns), scale = bound.parameter.shape, blueprint.get_submodule(owner).scaling[lora.NAME]
+        adapted: Any = blueprint.get_submodule(owner)
+        (rows, columns), scale = bound.parameter.shape, adapted.scaling[lora.NAME]
         factors = Factors(rows, columns, rank, scale, bound.parameter.detach())
         self.factors |= {name: (factors, number) for number, name in enumerate(bound.slot.theirs)}
         yield _put(layer, LayerAdapter(layer, bound.slot.form, [rows], {"0": factors}, 1, complete=True))
@@ -234,7 +244,7 @@ def _stack(form: str, layer: int | str) -> str:
     return f"model.layers.{layer}.mlp.experts.{_STACKS[form]}"
 
 
-def _stacks(blueprint: Any, ranks: int) -> dict[str, str]:
+def _stacks(blueprint: PreTrainedModel, ranks: int) -> dict[str, str]:
     """Stacked weight of experts -> the module of peft that adapts it.
 
     Args:
@@ -316,7 +326,7 @@ def _with_gradient(_: nn.Module, __: Any, out: Tensor) -> Tensor:
     return out.requires_grad_() if torch.is_grad_enabled() and out.is_leaf else out
 
 
-def _hollow(blueprint: Any, head: nn.Module | None, read: Read) -> None:
+def _hollow(blueprint: PreTrainedModel, head: nn.Module | None, read: Read) -> None:
     """Give a model without values zeros that need no memory: peft then draws what it draws for one that has them.
 
     A head is trained as a whole besides, so it gets its values.
@@ -332,9 +342,10 @@ def _hollow(blueprint: Any, head: nn.Module | None, read: Read) -> None:
     replace_parameters(blueprint, make)
 
 
-def _check(blueprint: Any) -> None:
+def _check(blueprint: PreTrainedModel) -> None:
     """An adapter to go on from may have dropout."""
-    if blueprint.peft_config[lora.NAME].lora_dropout:
+    config: Any = blueprint.peft_config[lora.NAME]
+    if config.lora_dropout:
         raise NotBuiltError(
             "an adapter with dropout is not built yet on Megatron-Core models",
             key="lora_adapter_path",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.state import StateSection
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.role import FSDPEngineConfig, MegatronEngineConfig, OptimizerConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.distributed.metrics import merge_metrics
 from verl.engines.base import DataRank
 from verl.engines.megatron.adapters import Adapters
@@ -43,6 +46,7 @@ from verl.engines.recorded_experts import local_experts
 from verl.engines.rows import MicroBatch
 from verl.engines.saving import WeightsToWrite, weights_to_write
 from verl.engines.sequence_parallel import rows_of_peers
+from verl.engines.settings import PassSettings
 from verl.engines.torch_engine import LOADERS, TorchEngine
 from verl.errors import ConfigError
 from verl.metrics import MetricSet, log
@@ -59,6 +63,12 @@ from verl.protocol import DataProto
 from verl.protocol.sharding import ShardSpec
 from verl.weight_sync.resharding import Layout, Resharder, make_plan
 
+LossOfPart = tuple[Tensor, Tensor, dict[str, Any]]
+"""What Megatron-Core takes of a loss: its value, the number of its tokens, and what is reported."""
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Piece = Callable[[str], Tensor]
 """Name of a full tensor -> this rank's part of it."""
 
@@ -66,7 +76,7 @@ Piece = Callable[[str], Tensor]
 class Stages(nn.Module):
     """This rank's stages, with what the rest of the library asks a model for."""
 
-    def __init__(self, chunks: list[nn.Module], blueprint: Any):
+    def __init__(self, chunks: list[nn.Module], blueprint: PreTrainedModel):
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
         self.config = blueprint.config
@@ -96,21 +106,23 @@ class MegatronEngine(TorchEngine):
     scales_loss = False
 
     @classmethod
-    def section(cls, fsdp: Any, megatron: Any, torchtitan: Any = None) -> Any:
+    def section(
+        cls, fsdp: FSDPEngineConfig, megatron: MegatronEngineConfig, torchtitan: TorchTitanEngineConfig | None = None
+    ) -> FSDPEngineConfig | MegatronEngineConfig | TorchTitanEngineConfig:
         return megatron
 
     def __init__(
         self,
-        model: Any,
-        engine: Any,
-        optim: Any = None,
+        model: HFModelConfig,
+        engine: MegatronEngineConfig,
+        optim: OptimizerConfig | None = None,
         *,
         kind: str = "causal_lm",
         grad_clip: float | None = 1.0,
         total_training_steps: int = 1,
         device: str = "cpu",
         seed: int | None = None,
-        passes: Any = None,
+        passes: PassSettings | None = None,
     ):
         self._introduce(model, engine, kind, grad_clip, device)
         import_external(model.external_lib)
@@ -219,7 +231,7 @@ class MegatronEngine(TorchEngine):
     def num_parameters(self) -> int:
         return count_parameters(self.blueprint)
 
-    def train_flops(self, lengths: Any) -> float:
+    def train_flops(self, lengths: Sequence[int]) -> float:
         return ModelFlops.of(self.model.config, self.num_parameters).train(lengths)
 
     # ---- passes ------------------------------------------------------------------------------------------------
@@ -305,10 +317,10 @@ class MegatronEngine(TorchEngine):
         run = import_megatron("pipeline_parallel").get_forward_backward_func()
         chunks = list(self.model.chunks)
 
-        def step(waiting: Iterator[Part], stage: nn.Module) -> Any:
+        def step(waiting: Iterator[Part], stage: nn.Module) -> tuple[Tensor, Callable[[Tensor], LossOfPart]]:
             part = next(waiting)
 
-            def loss(output: Tensor) -> Any:
+            def loss(output: Tensor) -> LossOfPart:
                 return loss_of(output, part), torch.zeros((), dtype=torch.int), {}
 
             output = self.forward.run(stage, part)
@@ -476,7 +488,7 @@ class MegatronEngine(TorchEngine):
             move_optimizer_state(self.optimizer, moves)
 
 
-def _detached(blueprint: Any) -> dict[str, Tensor]:
+def _detached(blueprint: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(blueprint).items()}
 
 

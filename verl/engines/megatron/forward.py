@@ -201,7 +201,9 @@ class StageForward:
         """Within the block the head sees (N, 1, H) instead of (l, b, H)."""
         mappings = import_megatron("tensor_parallel.mappings")
 
-        def keep(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        def keep(
+            _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             hidden = inputs[0]
             if stage.config.sequence_parallel:
                 # The head's own backward pass sums the gradient over ranks, so each takes its part of the tokens.

@@ -23,7 +23,7 @@ multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, typ
 class DownProjection(nn.Module):
     """x -> x W^T with all of W on every tensor-parallel rank."""
 
-    def __init__(self, size: int, config: Any, device: Any):
+    def __init__(self, size: int, config: Any, device: str | torch.device):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

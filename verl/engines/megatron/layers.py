@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl.config.rules import megatron_fields
+from verl.config.schema.role import MegatronEngineConfig, MegatronEngineOverrideTransformerConfigConfig
 from verl.engines.megatron.parallel import (
     SECTION,
     MegatronSizes,
@@ -24,6 +25,9 @@ from verl.engines.megatron.parallel import (
 from verl.errors import ConfigError
 from verl.metrics import notice
 from verl.models.megatron import embedding_scale, local_rope_base, norms_behind, rope_settings, soft_caps
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LATENT_EPS = 1e-6
 
@@ -59,7 +63,7 @@ class ValueHead(nn.Module):
 
     sequence_parallel = False
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: Any):
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
@@ -69,11 +73,11 @@ class ValueHead(nn.Module):
 
 
 def build_chunks(
-    hf_config: Any,
+    hf_config: PretrainedConfig,
     settings: Mapping[str, Any],
     sizes: MegatronSizes,
     groups: ParallelGroups,
-    section: Any,
+    section: MegatronEngineConfig,
     dtype: torch.dtype,
     kind: str,
 ) -> list[nn.Module]:
@@ -131,7 +135,7 @@ def build_chunks(
     return chunks
 
 
-def _beyond(chunk: Any, hf_config: Any, config: Any) -> None:
+def _beyond(chunk: Any, hf_config: PretrainedConfig, config: Any) -> None:
     """What some families have beyond Megatron-Core's layers: norms behind attention and MLP, and bounded scores."""
     cap, behind = soft_caps(hf_config)[0], norms_behind(hf_config)
     for layer in chunk.decoder.layers if behind or cap is not None else ():
@@ -150,7 +154,7 @@ def _place_by_row(chunk: Any) -> None:
             owner.rotary_pos_emb = rows.RowPositions(owner.rotary_pos_emb)
 
 
-def _rotate_locally(chunk: Any, hf_config: Any, config: Any) -> None:
+def _rotate_locally(chunk: Any, hf_config: PretrainedConfig, config: Any) -> None:
     """Give layers with a sliding window a rotary base of their own, where the family has one."""
     base = local_rope_base(hf_config)
     if base is None:
@@ -159,7 +163,9 @@ def _rotate_locally(chunk: Any, hf_config: Any, config: Any) -> None:
     rotary = import_megatron("models.common.embeddings.rotary_pos_embedding").RotaryEmbedding
     local = rows.RowPositions(rotary(config.kv_channels, rotary_percent=1.0, rotary_base=base))
 
-    def replace(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def replace(
+        _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         row = options.get("packed_seq_params")
         length = options["rotary_pos_emb"].shape[0] if row is None else row
         return inputs, {**options, "rotary_pos_emb": local(length)}
@@ -169,7 +175,9 @@ def _rotate_locally(chunk: Any, hf_config: Any, config: Any) -> None:
             layer.self_attention.register_forward_pre_hook(replace, with_kwargs=True)
 
 
-def transformer_config(settings: Mapping[str, Any], sizes: MegatronSizes, section: Any, dtype: torch.dtype) -> Any:
+def transformer_config(
+    settings: Mapping[str, Any], sizes: MegatronSizes, section: MegatronEngineConfig, dtype: torch.dtype
+) -> Any:
     """Megatron-Core's TransformerConfig.
 
     Raises:
@@ -241,7 +249,7 @@ def _attention(backend: str) -> dict[str, Any]:
     return {}
 
 
-def _recomputed(section: Any) -> dict[str, Any]:
+def _recomputed(section: MegatronEngineOverrideTransformerConfigConfig) -> dict[str, Any]:
     """Which activations are computed again in the backward pass; ``full`` alone means every layer."""
     if section.recompute_granularity is None:
         return {}

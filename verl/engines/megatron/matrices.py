@@ -9,12 +9,12 @@ experts of a mixture, which Hugging Face stacks, take AdamW.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.config.schema.role import OptimizerConfig
 from verl.distributed import Ranks
 from verl.engines.megatron.weights import Bound, WeightTable
 from verl.engines.muon import Direct, Muon
@@ -23,7 +23,7 @@ from verl.weight_sync.resharding import Weight
 
 
 def build_sharded_muon(
-    table: WeightTable, bound: Iterable[Bound], masters: dict[nn.Parameter, nn.Parameter], optim: Any
+    table: WeightTable, bound: Iterable[Bound], masters: dict[nn.Parameter, nn.Parameter], optim: OptimizerConfig
 ) -> Muon:
     """Of the weights that this rank steps.
 
@@ -37,8 +37,8 @@ def build_sharded_muon(
     # A rank that owns no weight still has learning rates and a state to report.
     parameters = list(of) or [nn.Parameter(torch.zeros(0))]
     arguments = dict(optim.override_optimizer_config or {})
-    spread = Matrices(table, of)
-    return Muon(parameters, matrices, optim.lr, optim.weight_decay, tuple(optim.betas), **arguments, spread=spread)
+    spread, betas = Matrices(table, of), (optim.betas[0], optim.betas[1])
+    return Muon(parameters, matrices, optim.lr, optim.weight_decay, betas, **arguments, spread=spread)
 
 
 class Matrices:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from verl.checkpoint.state import EngineState, StateSection
 from verl.config.rules.optimizers import for_megatron
+from verl.config.schema.role import OptimizerConfig
 from verl.distributed import Ranks
 from verl.engines.megatron.gradients import Gradients
 from verl.engines.megatron.matrices import build_sharded_muon
@@ -48,7 +49,13 @@ class ShardedState:
     """
 
     def __init__(
-        self, table: WeightTable, gradients: Gradients, groups: ParallelGroups, optim: Any, device: str, shares: bool
+        self,
+        table: WeightTable,
+        gradients: Gradients,
+        groups: ParallelGroups,
+        optim: OptimizerConfig,
+        device: str,
+        shares: bool,
     ):
         self.table, self.gradients = table, gradients
         self.owner = dict(_owners(table.trained, groups, shares))
@@ -130,7 +137,7 @@ class ShardedState:
 class _Anonymous(dict):  # type: ignore[type-arg]
     """Names that nobody reads: only the rest of the state is used."""
 
-    def __missing__(self, key: Any) -> str:
+    def __missing__(self, key: object) -> str:
         return ""
 
 
@@ -151,7 +158,7 @@ def _owners(bound: list[Bound], groups: ParallelGroups, shares: bool) -> Iterato
         yield b.slot.ours, (ranks, owner)
 
 
-def optimizer_section(optim: Any) -> Any:
+def optimizer_section(optim: OptimizerConfig) -> OptimizerConfig:
     """The section with Megatron's names of optimizers as torch has them."""
     from verl.config import replace
 

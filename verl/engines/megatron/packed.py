@@ -48,7 +48,13 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
     softcap: float | None = None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any = None, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **options: Any,
     ) -> Tensor:
         """(T, H, d) queries, (T, h, d) keys, (T, h, d_v) values of a packed row -> (T, H * d_v)."""
         if packed_seq_params is None:

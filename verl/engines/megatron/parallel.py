@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from verl.config.schema.role import MegatronEngineConfig
 from verl.distributed import Ranks
 from verl.errors import ConfigError, EngineError
 from verl.weight_sync.resharding import Layout
@@ -35,7 +38,7 @@ class MegatronSizes:
     context: int = 1
 
     @classmethod
-    def of(cls, section: Any, ranks: Ranks) -> MegatronSizes:
+    def of(cls, section: MegatronEngineConfig, ranks: Ranks) -> MegatronSizes:
         """From the ``megatron`` section.
 
         Raises:
@@ -221,7 +224,7 @@ def has_transformer_engine() -> bool:
     return bool(import_megatron("models.gpt.gpt_layer_specs").HAVE_TE)
 
 
-def import_megatron(module: str = "") -> Any:
+def import_megatron(module: str = "") -> ModuleType:
     """A module of Megatron-Core.
 
     Raises:
@@ -243,7 +246,7 @@ def import_megatron(module: str = "") -> Any:
 
 
 def _groups(state: Any, sizes: MegatronSizes, ranks: Ranks) -> ParallelGroups:
-    def as_ranks(group: Any) -> Ranks:
+    def as_ranks(group: dist.ProcessGroup) -> Ranks:
         return Ranks(group.rank(), group.size(), group)
 
     places = sizes.layout.coordinates()

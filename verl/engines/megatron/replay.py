@@ -26,7 +26,7 @@ class LayerReplay:
         number: of its layer among those of the model that have experts.
     """
 
-    def __init__(self, replay: StageReplay, number: int, router: Any):
+    def __init__(self, replay: StageReplay, number: int, router: nn.Module):
         self.replay, self.number, self.router = replay, number, router
         self.waiting: deque[Tensor | None] = deque()
         self.chosen: Tensor | None = None
@@ -135,7 +135,7 @@ class StageReplay:
         finally:
             self.experts, self.is_forward = None, False
 
-    def take(self, chunk: nn.Module, tokens: int, device: Any) -> Tensor:
+    def take(self, chunk: nn.Module, tokens: int, device: str | torch.device) -> Tensor:
         """(tokens, layers of the model, top_k) int16 that a stage chose last, `NO_RECORD` for layers of others."""
         experts = torch.full((tokens, len(self.facts), self.facts[0][1]), NO_RECORD, dtype=torch.int16, device=device)
         for layer in self._layers[chunk]:

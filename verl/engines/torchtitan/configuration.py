@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.schema.torchtitan import FAMILIES
 from verl.engines.torchtitan.modules import parts
@@ -10,10 +10,13 @@ from verl.engines.torchtitan.package import import_torchtitan
 from verl.engines.torchtitan.parallel import TitanSizes
 from verl.errors import NotBuiltError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _EXPERTS = "moe.routed_experts.inner_experts"
 
 
-def titan_family(config: Any) -> str:
+def titan_family(config: PretrainedConfig) -> str:
     """TorchTitan's package for a model, by the configuration of transformers.
 
     Raises:
@@ -41,7 +44,7 @@ def titan_family(config: Any) -> str:
     return FAMILIES[config.model_type]
 
 
-def titan_config(config: Any, rotary: Any, device: str) -> Any:
+def titan_config(config: PretrainedConfig, rotary: Any, device: str) -> Any:
     """TorchTitan's configuration of a model of transformers.
 
     Args:
@@ -108,7 +111,7 @@ def titan_config(config: Any, rotary: Any, device: str) -> Any:
     )
 
 
-def has_experts(config: Any, layer: int) -> bool:
+def has_experts(config: PretrainedConfig, layer: int) -> bool:
     """Whether a layer of a model is a mixture."""
     experts = getattr(config, "num_experts", 0) or 0
     return bool(experts and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0)
@@ -118,7 +121,7 @@ def _as_it_is(weight: Any) -> None:
     """TorchTitan wants to know how weights are drawn; ours are read, so they stay what the memory holds."""
 
 
-def _mixture(config: Any, device: str) -> Any:
+def _mixture(config: PretrainedConfig, device: str) -> Any:
     """The experts of a layer and their router, whose choice no bias and no loss of its own evens out."""
     helpers = import_torchtitan("models.common.config_utils", device)
     experts = parts(device).experts.Config(
@@ -145,7 +148,7 @@ def _mixture(config: Any, device: str) -> Any:
     )
 
 
-def say_how_to_share(config: Any, family: str, sizes: TitanSizes, device: str) -> None:
+def say_how_to_share(config: PretrainedConfig, family: str, sizes: TitanSizes, device: str) -> None:
     """Say how each module is shared by tensor-parallel ranks, which keep parts of a sequence between them.
 
     By the function that the configuration's own method calls; that one also imports TorchTitan's trainer.
@@ -164,7 +167,7 @@ def say_how_to_share(config: Any, family: str, sizes: TitanSizes, device: str) -
             layer.moe.routed_experts.inner_experts.sharding_config = shared
 
 
-def names_in_titan(config: Any, theirs: Any, device: str) -> dict[str, str]:
+def names_in_titan(config: PretrainedConfig, theirs: PretrainedConfig, device: str) -> dict[str, str]:
     """Names in TorchTitan -> names in transformers, by TorchTitan's own adapter of the family.
 
     Args:

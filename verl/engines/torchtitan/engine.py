@@ -22,7 +22,8 @@ from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.losses import LossFn
 from verl.checkpoint.state import StateSection
 from verl.config.schema.node import key_of
-from verl.config.schema.torchtitan import features_not_built
+from verl.config.schema.role import FSDPEngineConfig, MegatronEngineConfig
+from verl.config.schema.torchtitan import TorchTitanEngineConfig, features_not_built
 from verl.distributed import Ranks
 from verl.distributed.metrics import merge_metrics
 from verl.distributed.shards import gather, local_box
@@ -67,7 +68,10 @@ class TorchTitanEngine(FSDP2Engine):
         self.routers = TitanRouters(self.model)
 
     @classmethod
-    def section(cls, fsdp: Any, megatron: Any, torchtitan: Any = None) -> Any:
+    def section(
+        cls, fsdp: FSDPEngineConfig, megatron: MegatronEngineConfig, torchtitan: TorchTitanEngineConfig | None = None
+    ) -> TorchTitanEngineConfig:
+        assert torchtitan is not None, "the role has no section of this engine"
         return torchtitan
 
     def _introduce(self, model: Any, engine: Any, kind: str, grad_clip: float | None, device: str) -> None:

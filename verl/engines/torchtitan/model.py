@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from verl.engines.torchtitan.configuration import names_in_titan, say_how_to_share, titan_config, titan_family
 from verl.engines.torchtitan.package import import_torchtitan
 from verl.engines.torchtitan.parallel import TitanSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TitanModel(nn.Module):
@@ -28,7 +31,7 @@ class TitanModel(nn.Module):
         sizes: the ranks that share it.
     """
 
-    def __init__(self, decoder: nn.Module, names: dict[str, str], blueprint: Any, sizes: TitanSizes):
+    def __init__(self, decoder: nn.Module, names: dict[str, str], blueprint: PreTrainedModel, sizes: TitanSizes):
         super().__init__()
         self.sizes = sizes
         self.decoder = decoder
@@ -72,8 +75,8 @@ class TitanModel(nn.Module):
 
 
 def build_stage(
-    blueprint: Any,
-    rotary: Any,
+    blueprint: PreTrainedModel,
+    rotary: nn.Module,
     sizes: TitanSizes,
     stage: int,
     device: str,

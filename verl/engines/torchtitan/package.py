@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ _KERNEL_NAMES = (
 )
 
 
-def import_torchtitan(module: str, device: str) -> Any:
+def import_torchtitan(module: str, device: str) -> ModuleType:
     """A module of TorchTitan, for models on a kind of device.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,10 +13,13 @@ from torch.distributed.tensor import debug
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 
 from verl.config.schema.node import key_of
-from verl.config.schema.torchtitan import COPIES, EXPERTS, SIZES
+from verl.config.schema.torchtitan import COPIES, EXPERTS, SIZES, TorchTitanEngineConfig
 from verl.distributed import Ranks
 from verl.engines.torchtitan.package import import_torchtitan
 from verl.errors import ConfigError, NotBuiltError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Its default, spmd_types, shards nothing with the tested version of torch: it stops in fully_shard.
 SPMD_BACKEND = "partial_dtensor"
@@ -78,7 +81,7 @@ class TitanSizes:
     dims: Any
 
     @classmethod
-    def of(cls, section: Any, ranks: Ranks, device: str) -> TitanSizes:
+    def of(cls, section: TorchTitanEngineConfig, ranks: Ranks, device: str) -> TitanSizes:
         """From the ``torchtitan`` section.
 
         Raises:
@@ -147,7 +150,7 @@ class TitanSizes:
         stride = ranks.size // self.pipeline
         return list(range(ranks.size - stride, ranks.size, self.context * self.tensor))
 
-    def check(self, config: Any, section: Any) -> None:
+    def check(self, config: PretrainedConfig, section: TorchTitanEngineConfig) -> None:
         """Raise `ConfigError` where heads or experts of a model do not divide, or the sizes do not fit a mixture."""
         for count, what in ((config.num_attention_heads, "attention"), (config.num_key_value_heads, "KV")):
             if count % self.tensor:
@@ -181,7 +184,7 @@ class TitanSizes:
             )
         self._check_experts(int(getattr(config, "num_experts", 0) or 0), section)
 
-    def _check_experts(self, experts: int, section: Any) -> None:
+    def _check_experts(self, experts: int, section: TorchTitanEngineConfig) -> None:
         key = key_of(section, "expert_parallel_size")
         if not experts:
             if self.expert > 1:

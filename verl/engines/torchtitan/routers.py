@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.engines.torchtitan.configuration import has_experts
+from verl.engines.torchtitan.model import TitanModel
 from verl.models.routers import RouterStatistics
 
 
-def routers_of(model: Any) -> dict[int, nn.Module]:
+def routers_of(model: TitanModel) -> dict[int, nn.Module]:
     """Number of a layer -> its router, of the layers that this rank has."""
-    layers = model.decoder.layers
+    layers: Any = model.decoder.layers
     return {int(number): layer.moe.router for number, layer in layers.items() if getattr(layer, "moe_enabled", False)}
 
 
@@ -25,7 +26,7 @@ class TitanRouters(RouterStatistics):
         model: a `TitanModel`.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: TitanModel):
         self.routers: dict[int, Any] = dict(routers_of(model))
         experts = {n for n in range(model.config.num_hidden_layers) if has_experts(model.config, n)}
         self._zeros = {layer: torch.zeros(2, model.config.num_experts) for layer in sorted(experts)}

@@ -7,12 +7,11 @@ exp(score - log-sum-exp), so that with the merged output and log-sum-exp each ca
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from verl.device import AutogradContext
 from verl.models.attention.segments import Grid, Segments
 
 LANES = 16
@@ -25,7 +24,9 @@ class FlashOnCPU(torch.autograd.Function):
     """(T, H, d) queries, (T, h, d) keys and values -> (T, H, d); h divides H."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def forward(
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    ) -> Tensor:
         out = torch.empty(query.shape, dtype=_accumulator(query, segments), device=query.device)
         lse = torch.empty(query.shape[:2], dtype=_at_least_float32(query), device=query.device)
         for grid in segments.grids:
@@ -44,7 +45,7 @@ class FlashOnCPU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Below float32 the kernel's backward pass takes several times as long as in float32.
         query, key, value, out, lse, grad = (x.to(_at_least_float32(x)) for x in (*ctx.saved_tensors, grads[0]))
         segments: Segments = ctx.segments

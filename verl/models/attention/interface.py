@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from verl.models.attention.flash_cpu import FlashOnCPU
 from verl.models.attention.masked import AttentionVariant, Run, causal_attention, masked_attention, seeing_ahead
 from verl.models.attention.mixers import give_back, take_over, token_mixers
 from verl.models.attention.segments import NO_PREFIX, Segments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION_NAME = "verl_packed"
 TAKEN_OVER = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -141,7 +144,7 @@ AttentionInterface.register(ATTENTION_NAME, attention)
 AttentionMaskInterface.register(ATTENTION_NAME, mask)
 
 
-def enable(model: Any, device: torch.device | str) -> bool:
+def enable(model: PreTrainedModel, device: torch.device | str) -> bool:
     """Give a model this attention, if a packed row then gives what its sequences give one by one.
 
     It does what those of `TAKEN_OVER` do, with FlashAttention's own package where that is installed. Another one that
@@ -176,14 +179,14 @@ def enable(model: Any, device: torch.device | str) -> bool:
     return False
 
 
-def _set_attention(model: Any, name: str) -> None:
+def _set_attention(model: PreTrainedModel, name: str) -> None:
     """Of the language model alone: a vision encoder attends in both directions."""
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is model.config.get_text_config()]
     model.set_attn_implementation(dict.fromkeys(parts, name) if parts else name)
 
 
 @torch.no_grad()
-def _packs(model: Any, device: torch.device | str) -> bool:
+def _packs(model: PreTrainedModel, device: torch.device | str) -> bool:
     """Whether a packed row gives what its sequences give one by one, tried out on a few tokens.
 
     Everything that looks sideways outside attention (convolutions, recurrent states) shows here.

@@ -9,6 +9,7 @@ of them, because each continues its state; everything else computes it once.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ class MixerForward:
         segments: of the packed row that its layer computes now; None where rows are padded.
     """
 
-    def __init__(self, original: Any):
+    def __init__(self, original: Callable[..., Any]):
         self.original = original
         self.segments: Segments | None = None
 
     @torch.compiler.disable  # as many calls as there are lengths: compiled layers end in front of them
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.segments is None:
             return self.original(hidden_states, *args, **kwargs)
         tokens, (batches, cells) = hidden_states[0], self.segments.as_batches

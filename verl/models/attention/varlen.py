@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.device import AutogradContext
 from verl.models.attention.masked import AttentionVariant
 from verl.models.attention.segments import Segments
 
@@ -52,7 +53,7 @@ def package_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     return out[0] if isinstance(out, tuple) else out
 
 
-def cumulative(lengths: tuple[int, ...] | list[int], device: Any) -> Tensor:
+def cumulative(lengths: tuple[int, ...] | list[int], device: str | torch.device) -> Tensor:
     """(n + 1,) int32: 0 and where each range ends."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return ends.to(device, non_blocking=True)
@@ -61,7 +62,9 @@ def cumulative(lengths: tuple[int, ...] | list[int], device: Any) -> Tensor:
 class VarlenCall:
     """Ranges of queries and of keys, as the kernel wants them; the k-th query range sees the k-th key range."""
 
-    def __init__(self, queries: list[tuple[int, int]], keys: list[tuple[int, int]], causal: bool, device: Any):
+    def __init__(
+        self, queries: list[tuple[int, int]], keys: list[tuple[int, int]], causal: bool, device: str | torch.device
+    ):
         self.q, self.k = _hull(queries), _hull(keys)
         self.q_ends = cumulative([length for _, length in queries], device)
         self.k_ends = cumulative([length for _, length in keys], device)
@@ -108,7 +111,9 @@ class FlashVarlen(torch.autograd.Function):
     """(T, H, d) queries, (T, h, d) keys and values in half precision -> (T, H, d)."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    def forward(
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    ) -> Tensor:
         causal, to_prefix = calls(segments)
         out, lse, rng = causal.forward(query, key, value, scale)
         rngs = [rng]
@@ -125,7 +130,7 @@ class FlashVarlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *states = ctx.saved_tensors
         causal, to_prefix = ctx.calls
         dq, dk, dv = causal.backward(grads[0], query, key, value, out, lse, tuple(states[:2]), ctx.scale)

@@ -10,13 +10,16 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.models.fused_head.one_pass import OnePassHead
 from verl.models.fused_head.tiled import Shape, TokenStatistics
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 BACKENDS = {
     "torch": "verl.models.fused_head.tiled:TokenStatistics",
@@ -41,7 +44,7 @@ class FusedHead:
     shape: Shape
 
     @classmethod
-    def of(cls, model: Any, backend: str = "torch") -> FusedHead:
+    def of(cls, model: PreTrainedModel, backend: str = "torch") -> FusedHead:
         module, _, name = BACKENDS[backend].partition(":")
         return cls(getattr(importlib.import_module(module), name), logit_shape(model.config.get_text_config()))
 
@@ -122,14 +125,14 @@ def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, base.bias
 
 
-def logit_shape(config: Any) -> Shape:
+def logit_shape(config: PretrainedConfig) -> Shape:
     """What families do with their logits, as their configurations name it."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Shape(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 @torch.no_grad()
-def fusable(model: Any, head: nn.Module, fused: FusedHead, device: torch.device | str) -> bool:
+def fusable(model: PreTrainedModel, head: nn.Module, fused: FusedHead, device: torch.device | str) -> bool:
     """Whether the fused head gives this model's own log-probs, tried out on a few tokens. Collective when sharded."""
     if not isinstance(head, nn.Linear) and not hasattr(head, "get_base_layer"):
         return False

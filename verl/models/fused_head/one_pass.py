@@ -10,11 +10,10 @@ in tiles.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from verl.device import AutogradContext
 from verl.models.fused_head.tiled import Shape, Statistics, Tile, add_product, gradients
 
 NUMBERS = 1 << 26
@@ -35,7 +34,13 @@ class OnePassHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, slopes: Tensor, shape: Shape
+        ctx: AutogradContext,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        slopes: Tensor,
+        shape: Shape,
     ) -> Tensor:
         assert shape.softcap is None, "soft-capped logits have a slope of their own"
         needs = ctx.needs_input_grad
@@ -63,7 +68,7 @@ class OnePassHead(torch.autograd.Function):
         return log_probs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, slopes, log_probs, to_hidden, to_weight, to_bias = ctx.saved_tensors
         grad = grads[0]
         if to_hidden is not None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from verl.device import AutogradContext
 
 CPU_TILE = 1 << 21
 GPU_TILE = 1 << 26
@@ -170,7 +172,7 @@ class TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -181,13 +183,13 @@ class TokenStatistics(torch.autograd.Function):
         return forward_of(Tile, ctx, hidden, weight, bias, labels, shape, extras)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return backward_of(Tile, ctx, *grads)
 
 
 def forward_of(
     kind: type[Tile],
-    ctx: Any,
+    ctx: AutogradContext,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -210,7 +212,7 @@ def forward_of(
     return label_logit - highest - log_total, entropy, squared
 
 
-def backward_of(kind: type[Tile], ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def backward_of(kind: type[Tile], ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """The backward pass of `TokenStatistics` with the tiles of one backend."""
     hidden, weight, bias, labels, highest, log_total, entropy, squared = ctx.saved_tensors
     statistics = Statistics(highest, log_total, entropy if ctx.extras[0] else None, squared if ctx.extras[1] else None)

@@ -6,13 +6,12 @@ tile into its own gradient in place. The tile keeps the dtype of the hidden stat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.device import AutogradContext
 from verl.models.fused_head.tiled import Shape, Statistics, Tile, backward_of, forward_of
 
 BLOCK = 4096
@@ -145,7 +144,7 @@ class TritonStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -156,5 +155,5 @@ class TritonStatistics(torch.autograd.Function):
         return forward_of(TritonTile, ctx, hidden, weight, bias, labels, shape, extras)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return backward_of(TritonTile, ctx, *grads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from verl.errors import ModelError, RolloutError
 from verl.metrics import log
 from verl.models.nf4 import inner_linears
 from verl.models.routers import router_modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEY = "actor_rollout_ref.rollout.quantization"
 BLOCK = 128
@@ -161,7 +164,7 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
 
 
-def quantize_sampler(model: Any, kind: str) -> None:
+def quantize_sampler(model: PreTrainedModel, kind: str) -> None:
     """Put quantized layers into the place of all linear layers but the head and routers, one after the other.
 
     Raises:

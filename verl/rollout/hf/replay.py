@@ -10,12 +10,15 @@ Shapes: R rows of the plans, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from verl.rollout.hf.attention import DecodePlan, StepPlan
 from verl.rollout.hf.native import NativeModel
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 
 class Replay:
@@ -26,7 +29,7 @@ class Replay:
         pool: memory that all recordings of a runner share; only the newest is ever replayed.
     """
 
-    def __init__(self, native: NativeModel, plans: Sequence[DecodePlan], record_after: int, pool: Any):
+    def __init__(self, native: NativeModel, plans: Sequence[DecodePlan], record_after: int, pool: _POOL_HANDLE | None):
         self.native, self.plans = native, list(plans)
         self._steps_left, self._pool = record_after, pool
         count, device = sum(len(plan.rows) for plan in plans), plans[0].positions.device

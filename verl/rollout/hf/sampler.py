@@ -19,7 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from verl import stacks
 from verl.config.rules.sampling import records_experts
+from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import key_of
+from verl.config.schema.rollout import RolloutConfig
 from verl.device import give_memory_back, keep_freed_memory, torch_dtype
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notice
@@ -28,7 +30,6 @@ from verl.models.lora import LoraSettings
 from verl.models.router_replay import ExpertRecorder
 from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import (
-    AtUpdate,
     Completion,
     Request,
     Sampler,
@@ -117,7 +118,7 @@ class HFSampler(Sampler):
         enforce_eager: bool = False,
         cache_bytes: int | None = None,
         adapter: LoraSettings | None = None,
-        at_update: AtUpdate = "wait",
+        at_update: str = "wait",
         logprobs_mode: str = "processed_logprobs",
         record_experts: bool = False,
         quantization: str | None = None,
@@ -179,7 +180,7 @@ class HFSampler(Sampler):
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
 
     @classmethod
-    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> HFSampler:
+    def from_config(cls, rollout: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> HFSampler:
         """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``.
 
         ``rollout.dtype=auto`` is bfloat16 on an accelerator and float32 on CPU.
@@ -208,7 +209,7 @@ class HFSampler(Sampler):
         return cls.configured(rollout, causal_lm, owns_model=True, adapter=separate_adapter(rollout, model))
 
     @classmethod
-    def configured(cls, rollout: Any, model: Any, **options: Any) -> HFSampler:
+    def configured(cls, rollout: RolloutConfig, model: PreTrainedModel, **options: Any) -> HFSampler:
         """Over a model that is there, from the section ``rollout``."""
         sampler = cls(
             model,
@@ -228,7 +229,7 @@ class HFSampler(Sampler):
         return sampler
 
     @classmethod
-    def why_adapter_is_merged(cls, rollout: Any) -> str:
+    def why_adapter_is_merged(cls, rollout: RolloutConfig) -> str:
         return "weights are rounded with the adapter in them" if rollout.quantization is not None else ""
 
     @property

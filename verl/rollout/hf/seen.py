@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from verl.errors import NotBuiltError, RolloutError
 from verl.models.vision import Picture, PlacedPicture, VisionFamily, VisionInputs, family_of, language_backbone
 from verl.rollout.base import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FEATURE_BYTES = 1 << 28
 """Features of images that are kept for prompts to come, such as the next turns of a conversation."""
@@ -72,7 +75,7 @@ class Views:
         return entry[1]
 
 
-def check_sight(request: Request, model: Any, views: Views | None) -> None:
+def check_sight(request: Request, model: PreTrainedModel, views: Views | None) -> None:
     """Refuse pictures that the sampler cannot show its model; one without ``views`` shows none."""
     key, kind = f"request {request.id}", type(model).__name__
     if not request.sees:
@@ -101,7 +104,7 @@ class Features:
         num_encoded: pictures that went through the tower.
     """
 
-    def __init__(self, model: Any, family: VisionFamily, one_by_one: bool = False):
+    def __init__(self, model: PreTrainedModel, family: VisionFamily, one_by_one: bool = False):
         self.model, self.family, self.one_by_one = model, family, one_by_one
         self.num_encoded = 0
         self._kept: OrderedDict[bytes, tuple[Tensor, ...]] = OrderedDict()

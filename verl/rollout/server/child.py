@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from verl.config import to_dict
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.from_sync import run_now
@@ -51,7 +53,7 @@ class ChildHandle(Handle):
         EngineLostError: it did not come up.
     """
 
-    def __init__(self, rollout: Any, model: Any, device: str, transport: str):
+    def __init__(self, rollout: RolloutConfig, model: HFModelConfig, device: str, transport: str):
         super().__init__("the sampler's process")
         # Its own sampler is an ordinary one in its process: the transport is between that process and this one.
         plain = dataclasses.replace(rollout, checkpoint_engine=type(rollout.checkpoint_engine)())

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from verl.errors import RolloutError
+from verl.json_text import Json
 from verl.rollout.lost import EngineBusyError, EngineLostError
 from verl.serving.client import Client, Reply, WireError
 
@@ -21,7 +22,7 @@ SHOWN = 300
 class HttpClient(Client):
     """A `Client` of a server that samples."""
 
-    async def ask(self, method: str, path: str, payload: Any = None, timeout: float = 60.0) -> Reply:
+    async def ask(self, method: str, path: str, payload: Json | None = None, timeout: float = 60.0) -> Reply:
         """One attempt.
 
         Raises:

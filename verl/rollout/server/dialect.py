@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from verl.errors import NotBuiltError, RolloutError
+from verl.json_text import Json, JsonObject
+from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Request
 from verl.rollout.gated import NEVER, Sampled
 from verl.rollout.reload_check import FIX
@@ -17,15 +19,7 @@ from verl.rollout.server.pictures import ByIdentity, Post, png_url
 class AskServer(Protocol):
     """One request to the server, with retries: the JSON of its answer."""
 
-    async def __call__(self, method: str, path: str, payload: Any = None, *, once: bool = False) -> Any: ...
-
-
-class Text(Protocol):
-    """A tokenizer, for servers that take and give text."""
-
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str: ...
-
-    def encode(self, text: str, **options: Any) -> list[int]: ...
+    async def __call__(self, method: str, path: str, payload: Json | None = None, *, once: bool = False) -> Any: ...
 
 
 class Dialect(ABC):
@@ -53,7 +47,7 @@ class Dialect(ABC):
     image_token_id: int | None = None
     """Stands for a part of an image in prompts; None: the model reads only text."""
 
-    def __init__(self, ask: AskServer, model: str, text: Callable[[], Text]):
+    def __init__(self, ask: AskServer, model: str, text: Callable[[], Tokenizer]):
         self.ask, self.model, self.text = ask, model, text
         self._urls = ByIdentity(lambda image: asyncio.ensure_future(asyncio.to_thread(png_url, image)))
 
@@ -66,10 +60,10 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def answer(self, request: Request, content: Any) -> Sampled:
+    def answer(self, request: Request, content: JsonObject) -> Sampled:
         """The completion in an answer; a KeyError, IndexError, TypeError or ValueError means that it is nonsense."""
 
-    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         """The content of the answer to a question, which ``post`` sends to its path.
 
         Raises:
@@ -155,7 +149,7 @@ def resumed_prompt(request: Request) -> list[int]:
     return [*request.token_ids, *request.generated_prefix]
 
 
-def check_prompt(request: Request, used: Any, fix: str) -> None:
+def check_prompt(request: Request, used: Sequence[int] | None, fix: str) -> None:
     """Refuse an answer to another prompt than the request's.
 
     Args:
@@ -184,7 +178,7 @@ def shortest_of(request: Request) -> int:
     return 0 if sampling.ignore_eos else max(0, sampling.min_tokens - len(request.generated_prefix))
 
 
-def token_ids(values: Any) -> tuple[int, ...]:
+def token_ids(values: Iterable[int]) -> tuple[int, ...]:
     """Whole numbers, or a TypeError: a server that says 7.5 does not mean 7."""
     ids = tuple(values)
     if isinstance(values, str) or any(type(value) is not int for value in ids):
@@ -192,6 +186,6 @@ def token_ids(values: Any) -> tuple[int, ...]:
     return ids
 
 
-def log_probs(values: Any) -> tuple[float, ...]:
+def log_probs(values: Iterable[float]) -> tuple[float, ...]:
     """Numbers, or a TypeError."""
     return tuple(float(value) for value in values)

@@ -18,17 +18,19 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
+import torch
 from safetensors import safe_open
 
 from verl import env
 from verl.config import PPOTrainerConfig, replace
 from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, RolloutError, VerlError
+from verl.json_text import JsonObject
 from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler
 from verl.rollout.hosted import WeightIntake
@@ -157,7 +159,7 @@ def answering(call: Callable[[Any], Awaitable[Any]]) -> Handle:
     return handle
 
 
-def number(payload: Any, name: str) -> int:
+def number(payload: JsonObject, name: str) -> int:
     """An integer of a payload.
 
     Raises:
@@ -169,7 +171,7 @@ def number(payload: Any, name: str) -> int:
     return value
 
 
-def folder_tensors(folder: Path) -> Any:
+def folder_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a folder's safetensors files, one at a time."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:

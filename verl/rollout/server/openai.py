@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.json_text import JsonObject
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled, collapsed
 from verl.rollout.lost import EngineLostError
@@ -76,7 +77,7 @@ class VLLMDialect(Dialect):
             "add_special_tokens": False,
         }
 
-    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         if request.sees:
             urls = await self.image_urls(request)
             payload = {**payload, "content_parts": [{"type": "image_url", "url": url} for url in urls]}
@@ -87,7 +88,7 @@ class VLLMDialect(Dialect):
                 raise RolloutError(f"{error.message}. No other call takes images with token ids", fix=IMAGES) from error
             raise
 
-    def answer(self, request: Request, content: Any) -> Sampled:
+    def answer(self, request: Request, content: JsonObject) -> Sampled:
         (choice,) = content["choices"]
         logs = choice["logprobs"]
         if request.sees:
@@ -139,7 +140,7 @@ class VLLMDialect(Dialect):
             raise RolloutError("this vLLM server keeps features of images under old weights", fix=IMAGES)
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
-        payload = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0,
+        payload: JsonObject = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0,
                    "prompt_logprobs": 0}  # fmt: skip
         (choice,) = (await self.ask("POST", PATH, payload))["choices"]
         entries = choice.get("prompt_logprobs")
@@ -190,7 +191,7 @@ class OpenAIDialect(Dialect):
             "seed": seed,
         }
 
-    def answer(self, request: Request, content: Any) -> Sampled:
+    def answer(self, request: Request, content: JsonObject) -> Sampled:
         (choice,) = content["choices"]
         text, why = choice["text"], str(choice["finish_reason"])
         ids = tuple(self.text().encode(text, add_special_tokens=False))[: budget_of(request)]

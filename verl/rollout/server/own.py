@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.json_text import JsonObject
 from verl.rollout.base import PICTURE_FIELDS, Completion, Request, SamplingParams
 from verl.rollout.gated import Sampled
 from verl.rollout.server.dialect import Dialect, log_probs, token_ids
@@ -34,12 +35,12 @@ class OwnDialect(Dialect):
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
         return GENERATE, request_json(request)
 
-    def answer(self, request: Request, content: Any) -> Sampled:
+    def answer(self, request: Request, content: JsonObject) -> Sampled:
         ids = token_ids(content["token_ids"])
         logs = log_probs(content["log_probs"]) if content["log_probs"] or not ids else None
         return Sampled(ids, logs, str(content["finish_reason"]), num_preempted=int(content["num_preempted"]))
 
-    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         return await self._pictures.exchange(request, payload, post)
 
     async def abort(self, keys: Sequence[str]) -> bool:
@@ -83,7 +84,7 @@ def request_json(request: Request) -> dict[str, Any]:
     return {**fields, "sampling": vars(request.sampling)}
 
 
-def from_json(content: Any, pictures: Mapping[str, Any] | None = None) -> Request:
+def from_json(content: JsonObject, pictures: Mapping[str, Any] | None = None) -> Request:
     """The request in a payload.
 
     Args:

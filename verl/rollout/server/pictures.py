@@ -23,6 +23,7 @@ from PIL import Image
 from verl.data.vision.images import MAX_PIXELS
 from verl.data.vision.videos import checked_clip
 from verl.errors import RolloutError
+from verl.json_text import JsonObject
 from verl.protocol.codec import Decoder, Encoder, Refused
 from verl.rollout.base import PICTURE_FIELDS, Request
 from verl.rollout.lost import EngineLostError
@@ -70,7 +71,7 @@ class PictureSender:
         self._send = send
         self._shown: ByIdentity[_Shown] = ByIdentity(_Shown)
 
-    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         """The host's answer to a request, once the host has its images.
 
         Raises:

@@ -20,9 +20,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl import env
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.data import hf_tokenizer
 from verl.errors import ConfigError, RolloutError
+from verl.json_text import Json, JsonObject
 from verl.metrics import notice
+from verl.protocol.tokenizer import Tokenizer
 from verl.rollout import reload_check
 from verl.rollout.base import LOGPROBS_MODES, Request, Sampler, SamplingParams, check_logprobs_mode
 from verl.rollout.from_sync import run_now
@@ -93,7 +97,7 @@ class ServerSampler(GatedSampler):
         weights_dir: str | None = None,
         seed: int = 0,
         wants_log_probs: bool = True,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         logprobs_mode: str = "processed_logprobs",
     ):
         if api not in (*DIALECTS, "auto"):
@@ -122,7 +126,7 @@ class ServerSampler(GatedSampler):
         self._counts.update(retries=0, nonsense=0)
 
     @classmethod
-    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> Sampler:
+    def from_config(cls, rollout: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> Sampler:
         """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``, once the server is up.
 
         Several addresses in ``server.url`` become several replicas: what one of them loses goes to another one.
@@ -133,8 +137,8 @@ class ServerSampler(GatedSampler):
     @classmethod
     def one_of(
         cls,
-        rollout: Any,
-        model: Any,
+        rollout: RolloutConfig,
+        model: HFModelConfig,
         url: str,
         *,
         api: str | None = None,
@@ -233,7 +237,7 @@ class ServerSampler(GatedSampler):
         stops = sorted({*self.facts.stop_token_ids, *request.sampling.stop_token_ids})
         path, payload = dialect.question(request, stops, request_seed(request, self.seed))
 
-        async def post(content: dict[str, Any]) -> Any:
+        async def post(content: dict[str, Any]) -> JsonObject:
             return checked_json(await self._client.ask("POST", path, content, self.timeout), f"{self.url}{path}")
 
         async def attempt() -> Sampled:
@@ -414,7 +418,7 @@ class ServerSampler(GatedSampler):
                 notice(self.url, f"no server answers yet ({last}); the run waits for it, {left}")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _ask(self, method: str, path: str, payload: Any = None, *, once: bool = False) -> Any:
+    async def _ask(self, method: str, path: str, payload: Json | None = None, *, once: bool = False) -> Any:
         """A request for anything but tokens; one that changes the server is never repeated."""
         where = f"{self.url}{path}"
         seconds = UPDATE_SECONDS if method == "POST" else self.timeout
@@ -424,7 +428,7 @@ class ServerSampler(GatedSampler):
 
         return await (attempt() if once or method == "POST" else self._retrying.run(attempt))
 
-    def _text(self) -> Any:
+    def _text(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = hf_tokenizer(self.model, key="actor_rollout_ref.model.path")
         return self._tokenizer
@@ -455,7 +459,7 @@ def server_folder(url: str) -> str:
     return re.sub(r"\W+", "-", f"{socket.gethostname()}-{parts.netloc}" if is_here else parts.netloc + parts.path)
 
 
-def addresses(url: Any) -> list[str]:
+def addresses(url: str | Sequence[str] | None) -> list[str]:
     """One address or several.
 
     Raises:
@@ -472,7 +476,11 @@ def addresses(url: Any) -> list[str]:
 
 
 def over_addresses(
-    urls: Sequence[str], rollout: Any, model: Any, api: str | None = None, api_key: str | None = None
+    urls: Sequence[str],
+    rollout: RolloutConfig,
+    model: HFModelConfig,
+    api: str | None = None,
+    api_key: str | None = None,
 ) -> Sampler:
     """One sampler over all these servers, which share a key if they have one."""
     if len(urls) == 1:

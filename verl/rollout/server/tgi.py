@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.json_text import JsonObject
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled
 from verl.rollout.server.dialect import (
@@ -62,7 +63,7 @@ class TGIDialect(Dialect):
             },
         }
 
-    def answer(self, request: Request, content: Any) -> Sampled:
+    def answer(self, request: Request, content: JsonObject) -> Sampled:
         details = (content[0] if isinstance(content, list) else content)["details"]
         fix = "Serve the model with the tokenizer of actor_rollout_ref.model.path."
         check_prompt(request, [token["id"] for token in details["prefill"]], fix)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.json_text import Json, JsonObject
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled, collapsed
 from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, shortest_of, token_ids
@@ -54,12 +55,12 @@ class SGLangDialect(Dialect):
             },
         }
 
-    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> Any:
+    async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         if request.sees:
             payload = {**payload, "image_data": await self.image_urls(request), "return_prompt_token_ids": True}
         return await post(payload)
 
-    def answer(self, request: Request, content: Any) -> Sampled:
+    def answer(self, request: Request, content: JsonObject) -> Sampled:
         content = content[0] if isinstance(content, list) else content
         if request.sees:
             check_prompt(request, content.get("prompt_token_ids"), IMAGES)
@@ -75,7 +76,7 @@ class SGLangDialect(Dialect):
         return True
 
     async def update(self, folder: str, version: int) -> None:
-        payload = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        payload: dict[str, Json] = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         answer = await self.ask("POST", "/update_weights_from_disk", payload)
         if not answer.get("success"):
             raise RolloutError(f"SGLang does not take the weights: {answer.get('message')}", key=f"version {version}")

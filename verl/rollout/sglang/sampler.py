@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, MissingDependencyError
 from verl.ports import free_port
 from verl.rollout.base import Sampler
@@ -40,7 +42,7 @@ class SGLangSampler(ServerSampler):
     process: ServerProcess | None = None
 
     @classmethod
-    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> Sampler:
+    def from_config(cls, rollout: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> Sampler:
         if rollout.server.url:
             return over_addresses(addresses(rollout.server.url), rollout, model, api="sglang")
         if importlib.util.find_spec("sglang") is None:
@@ -68,7 +70,7 @@ class SGLangSampler(ServerSampler):
             self.process.close()
 
 
-def command(rollout: Any, model: Any, device: str, port: int) -> list[str]:
+def command(rollout: RolloutConfig, model: HFModelConfig, device: str, port: int) -> list[str]:
     """The command line of SGLang's server (https://docs.sglang.ai/advanced_features/server_arguments.html)."""
     auto = "float32" if device == "cpu" else "bfloat16"
     flags: dict[str, Any] = {
@@ -104,7 +106,7 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _user(rollout: Any) -> dict[str, Any]:
+def _user(rollout: RolloutConfig) -> dict[str, Any]:
     """``engine_kwargs.sglang`` as flags.
 
     Raises:

@@ -22,7 +22,7 @@ def as_folder(tensors: Mapping[str, torch.Tensor], settings: LoraSettings) -> It
         tensors: the factors under their names in peft's files.
     """
     config = lora.config_of(settings)
-    config.target_modules = {lora.module_name(name) for name in tensors}
+    config.target_modules = sorted({lora.module_name(name) for name in tensors})
     config.inference_mode = True
     folder = open_folder()
     try:

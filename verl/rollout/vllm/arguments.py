@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, NotBuiltError, RolloutError, suggest
 from verl.metrics import notice
 from verl.models import lora
@@ -32,7 +34,7 @@ SIZES = {
 """Nor these, which have their own keys."""
 
 
-def from_config(rollout: Any, model: Any, device: str, facts: ModelFacts) -> dict[str, Any]:
+def from_config(rollout: RolloutConfig, model: HFModelConfig, device: str, facts: ModelFacts) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs``, ``engine_kwargs.vllm`` included."""
     auto = "float32" if device == "cpu" else "bfloat16"
     adapter = separate_adapter(rollout, model)
@@ -76,7 +78,7 @@ def of_adapter(settings: LoraSettings) -> dict[str, Any]:
         RolloutError: its rank is larger than all of them.
     """
     config = lora.config_of(settings)
-    rank = max([config.r, *config.rank_pattern.values()])
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
     fitting = [most for most in ADAPTER_RANKS if most >= rank]
     if not fitting:
         raise RolloutError(
@@ -203,7 +205,7 @@ def check_quantization(arguments: Mapping[str, Any], on_cpu: bool) -> None:
         )
 
 
-def _overrides(rollout: Any, model: Any) -> dict[str, Any]:
+def _overrides(rollout: RolloutConfig, model: HFModelConfig) -> dict[str, Any]:
     """Of the model's config.json; the second is where vLLM looks for torchao's configuration."""
     overrides = dict(model.override_config or {})
     file = rollout.quantization_config_file
@@ -218,13 +220,13 @@ def _load_format(name: str, device: str, facts: ModelFacts, adapter: LoraSetting
     return "auto" if name == "dummy" and (device == "cpu" or facts.is_moe or adapter is not None) else name
 
 
-def _context(rollout: Any, facts: ModelFacts) -> int:
+def _context(rollout: RolloutConfig, facts: ModelFacts) -> int:
     """No longer than a run needs: vLLM reserves KV cache for one sequence of this length."""
     needed = int(rollout.prompt_length) + int(rollout.response_length)
     return int(rollout.max_model_len or min(needed, facts.max_model_len))
 
 
-def _batched_tokens(rollout: Any, facts: ModelFacts) -> int:
+def _batched_tokens(rollout: RolloutConfig, facts: ModelFacts) -> int:
     """Without chunked prefill a step of vLLM must hold the longest sequence."""
     budget = int(rollout.max_num_batched_tokens)
     longest = _context(rollout, facts)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.models.lora import LoraSettings
@@ -103,7 +105,7 @@ class VLLMSampler(GatedSampler):
         self._counts.update(prompt_tokens=0, cached_tokens=0)
 
     @classmethod
-    def from_config(cls, rollout: Any, model: Any, device: str = "cpu") -> VLLMSampler:
+    def from_config(cls, rollout: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> VLLMSampler:
         """From the sections ``actor_rollout_ref.rollout`` and ``actor_rollout_ref.model``."""
         versions.check_vllm_version(versions.installed_version())
         facts = ModelFacts.of(str(model.path))
@@ -115,7 +117,7 @@ class VLLMSampler(GatedSampler):
         return sampler
 
     @classmethod
-    def why_adapter_is_merged(cls, rollout: Any) -> str:
+    def why_adapter_is_merged(cls, rollout: RolloutConfig) -> str:
         return "weights are rounded with the adapter in them" if rollout.quantization is not None else ""
 
     async def _abort(self, request_ids: Collection[str]) -> int:

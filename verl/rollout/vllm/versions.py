@@ -12,7 +12,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from verl.errors import ConfigError, MissingDependencyError
 from verl.metrics import notice
@@ -89,13 +92,13 @@ def adapter_request(name: str, number: int, folder: str) -> Any:
     return request(lora_name=name, lora_int_id=number, lora_path=folder)
 
 
-def supported(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def supported(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Of these keyword arguments those that the function has in this version."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names}
 
 
-def reload_weights(worker: Any, weights: Any = None) -> None:
+def reload_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
     """Inside a vLLM worker: take these weights, or those of the model's folder again.
 
     The layers of newer versions keep weights in their own form, and only ``reload_weights`` converts new ones;

@@ -11,40 +11,54 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from tensordict import TensorDictBase
 
 from verl.errors import WorkerError
 from verl.protocol import SHARED_ROWS, DataProto, DataProtoFuture, is_reference
 
-DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+DispatchFn = Callable[..., Arguments]
 CollectFn = Callable[[Any, Any], Any]
+T = TypeVar("T")
+Outputs = TypeVar("Outputs", bound=Sequence[Any])
 PADDING_SIZE_KEY = "_padding_size_key_x123d"
 """Keyword under which a dispatch function tells how many rows it added; the caller takes them off the result again."""
+
+
+class DispatchGroup(Protocol):
+    """What the functions below read of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def dispatch_ranks(self, mesh_name: str) -> list[int]: ...
+
+    def collect_flags(self, mesh_name: str) -> list[bool]: ...
 
 
 class CallOptions:
     """Base of frozen dataclasses that say how a call is to be done; all workers get the same."""
 
 
-def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def dispatch_one_to_all(worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> Arguments:
     """The same arguments for every worker."""
     size = worker_group.world_size
     return tuple([value] * size for value in args), {key: [value] * size for key, value in kwargs.items()}
 
 
-def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def dispatch_all_to_all(worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> Arguments:
     """The arguments as given."""
     return args, kwargs
 
 
-def collect_all_to_all(worker_group: Any, output: Any) -> Any:
+def collect_all_to_all(worker_group: DispatchGroup, output: T) -> T:
     """The list of all outputs as it is."""
     return output
 
 
-def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def dispatch_dp_compute(worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Every argument must already be a list with one entry per worker."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, (list, tuple)) or len(value) != worker_group.world_size:
@@ -56,23 +70,19 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[t
     return args, kwargs
 
 
-def collect_dp_compute(worker_group: Any, output: Any) -> Any:
+def collect_dp_compute(worker_group: DispatchGroup, output: Outputs) -> Outputs:
     """One output per worker, as a list."""
     if len(output) != worker_group.world_size:
         raise WorkerError("one output per worker is expected", got=len(output), allowed=(worker_group.world_size,))
     return output
 
 
-def dispatch_dp_compute_data_proto(
-    worker_group: Any, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def dispatch_dp_compute_data_proto(worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Every batch is cut into one part per worker; padding is added where the batch allows it."""
     return split_batches(worker_group.world_size, args, kwargs)
 
 
-def dispatch_dp_compute_data_proto_with_func(
-    worker_group: Any, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def dispatch_dp_compute_data_proto_with_func(worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> Arguments:
     """The first argument, a plain function, goes to every worker; the batches after it are cut."""
     if not args or not isinstance(args[0], FunctionType):
         raise WorkerError(
@@ -82,12 +92,12 @@ def dispatch_dp_compute_data_proto_with_func(
     return ([args[0]] * worker_group.world_size, *parts), keyword_parts
 
 
-def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
+def collect_dp_compute_data_proto(worker_group: DispatchGroup, output: Any) -> Any:
     """The outputs of all workers as one batch, or as the future of one."""
     return join_outputs(output)
 
 
-def split_batches(parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_batches(parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     """Cut every batch among the arguments into ``parts``; the arguments themselves are not changed, `CallOptions`
     go to every part.
 
@@ -167,9 +177,7 @@ def _collect_and_trim(outputs: list[Any], collect_fn: Callable[[list[Any]], Any]
     return trim_padding(collect_fn(outputs), pad_size)
 
 
-def dispatch_nd_compute_data_proto(
-    mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def dispatch_nd_compute_data_proto(mesh_name: str, worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> Arguments:
     """One part per data-parallel rank of a mesh; the workers that share such a rank get the same part.
 
     Such a part says so in its meta information (`SHARED_ROWS`), so that an engine whose ranks compute together knows
@@ -201,7 +209,7 @@ def _fetched_and_shared(whole: Any, before: Callable[[Any], Any] | None) -> Any:
     return _shared(whole if before is None else before(whole))
 
 
-def collect_nd_compute(mesh_name: str, worker_group: Any, output: Any) -> list[Any]:
+def collect_nd_compute(mesh_name: str, worker_group: DispatchGroup, output: Sequence[Any]) -> list[Any]:
     """The outputs of the workers that speak for their data-parallel rank, in the order of these ranks."""
     outputs = collect_dp_compute(worker_group, output)
     ranks, speaks = worker_group.dispatch_ranks(mesh_name), worker_group.collect_flags(mesh_name)
@@ -209,7 +217,7 @@ def collect_nd_compute(mesh_name: str, worker_group: Any, output: Any) -> list[A
     return [outputs[worker] for _, worker in speakers]
 
 
-def collect_nd_compute_data_proto(mesh_name: str, worker_group: Any, output: Any) -> Any:
+def collect_nd_compute_data_proto(mesh_name: str, worker_group: DispatchGroup, output: Any) -> Any:
     """The outputs of those workers as one batch, or as the future of one, without the mark of shared rows."""
     return _joined(collect_nd_compute(mesh_name, worker_group, output))
 
@@ -224,7 +232,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
     return joined
 
 
-def refuse_direct_rollout(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_direct_rollout(worker_group: DispatchGroup, *args: Any, **kwargs: Any) -> NoReturn:
     raise WorkerError(
         "a method with Dispatch.DIRECT_ROLLOUT_METHOD cannot be called through the group",
         fix="The rollout engine's own executor calls it.",

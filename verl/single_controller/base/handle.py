@@ -38,7 +38,7 @@ def noted(where: str) -> Iterator[None]:
         raise
 
 
-def called_method(target: Any, name: str, where: str) -> Callable[..., Any]:
+def called_method(target: object, name: str, where: str) -> Callable[..., Any]:
     """The method that a call names.
 
     Args:

@@ -101,7 +101,7 @@ def _read() -> tuple[Any, Any, torch.Tensor, Any]:
     )
 
 
-def _write(python: Any, numpy: Any, cpu: torch.Tensor, device: Any) -> None:
+def _write(python: Any, numpy: Any, cpu: torch.Tensor, device: str | torch.device) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)

@@ -12,11 +12,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from verl import env
 from verl.errors import WorkerError, suggest
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+
+R = TypeVar("R")
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -50,7 +52,7 @@ class WorkerInfo:
 _placed: ContextVar[WorkerInfo | None] = ContextVar("worker_info", default=None)
 
 
-def build_worker(construct: Callable[[], Any], info: WorkerInfo) -> Any:
+def build_worker(construct: Callable[[], R], info: WorkerInfo) -> R:
     """Construct a worker (or any object that holds workers) in this place."""
     token = _placed.set(info)
     try:
@@ -167,16 +169,16 @@ class Worker:
 
     # ---- other workers and foreign functions -------------------------------------------------------------------
 
-    def get_fused_worker_by_name(self, worker_name: str) -> Any:
+    def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
         """The worker of another role in this process; None if it does not live here."""
         return self.fused_worker_dict.get(worker_name)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_with_func_generator(self, func: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Run a plain function as if it were a method: ``func(self, *args, **kwargs)``."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(self, func: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Run a plain function in the process of rank 0: ``func(*args, **kwargs)``."""
         return func(*args, **kwargs)

@@ -11,9 +11,11 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.errors import WorkerError
+
+T = TypeVar("T")
 
 END_SECONDS = 5.0
 """How long the end of the program waits for what the loop is in the middle of."""
@@ -42,7 +44,7 @@ def _end() -> None:
 atexit.register(_end)  # at import, so that what is registered later and ends earlier may still use the loop
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run to the end on the shared loop and wait; an interrupt of the waiting thread cancels it.
 
     Raises:

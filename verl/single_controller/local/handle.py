@@ -30,7 +30,7 @@ class LocalHandle(Handle):
 
     def __init__(
         self,
-        target: Any,
+        target: object,
         name: str = "",
         timeout: float | None = None,
         max_concurrency: int = 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +16,9 @@ from verl.single_controller.ray.class_with_args import RayClassWithInitArgs
 from verl.single_controller.ray.fleet import Fleet
 from verl.single_controller.ray.launch import REGISTER_SECONDS, LaunchPlan, launch
 from verl.single_controller.ray.resource_pool import ProcessSlot
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 
 class RayHandle(Handle):
@@ -33,7 +36,12 @@ class RayHandle(Handle):
     """
 
     def __init__(
-        self, actor: Any, target: str = "", name: str = "", timeout: float | None = None, fleet: Fleet | None = None
+        self,
+        actor: ActorHandle,
+        target: str = "",
+        name: str = "",
+        timeout: float | None = None,
+        fleet: Fleet | None = None,
     ):
         super().__init__(name, timeout)
         self._actor, self._target, self._fleet = actor, target, fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,7 +97,7 @@ def worker_names(role: str, size: int) -> list[str]:
     return [f"{role}[{rank}]" for rank in range(size)]
 
 
-def has_async_methods(cls: Any) -> bool:
+def has_async_methods(cls: Callable[..., Any]) -> bool:
     """Whether a class, or one of the classes of a colocated one, has public async methods or endpoints."""
     if inspect.isclass(cls) and issubclass(cls, ColocatedWorker):
         return any(has_async_methods(member.cls) for member in cls.class_dict.values())
@@ -152,7 +152,7 @@ def _named(kind: type, worker_class: Any) -> type:
     return type(getattr(worker_class, "__name__", kind.__name__), (kind,), members)
 
 
-def _forward(name: str, concurrent: bool) -> Any:
+def _forward(name: str, concurrent: bool) -> Callable[..., Any]:
     if concurrent:
 
         async def later(self: Any, *args: Any, **kwargs: Any) -> Any:

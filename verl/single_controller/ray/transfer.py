@@ -35,7 +35,7 @@ def install_transfer() -> None:
     register_reference(ray.ObjectRef, failures.fetch_references)
 
 
-def stored(result: Any) -> Any:
+def stored(result: object) -> object:
     """A result in which the columns of a batch stay in this node's object store, and their references travel.
 
     They live as long as a process holds a reference: with the last batch that has their rows the store frees them.
@@ -65,13 +65,13 @@ def count_calls(calls: Sequence[Call]) -> None:
         traffic.count_sent(value_bytes(value))
 
 
-def count_results(results: Any) -> None:
+def count_results(results: object) -> None:
     """Count what came in by value."""
     for value in results if isinstance(results, list) else [results]:
         traffic.count_received(value_bytes(value))
 
 
-def value_bytes(value: Any) -> int:
+def value_bytes(value: object) -> int:
     """The bytes of a batch that travel in the message itself; of a lazy column those of its plan."""
     if not isinstance(value, DataProto):
         return 0
@@ -146,7 +146,7 @@ def refers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(value, BoxedRef | DataProtoFuture) or _is_lazy(value) for value in values)
 
 
-def _is_lazy(value: Any) -> bool:
+def _is_lazy(value: object) -> bool:
     return isinstance(value, DataProto) and value.has_lazy_columns
 
 
@@ -159,7 +159,7 @@ def open_shared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     return tuple(opened_boxes.get(id(v), v) for v in args), {k: opened_boxes.get(id(v), v) for k, v in kwargs.items()}
 
 
-def payload_bytes(value: Any) -> int:
+def payload_bytes(value: object) -> int:
     """About how much there is to send; enough to tell small from large."""
     total = 0
     for number, leaf in enumerate(_leaves(value)):

@@ -36,6 +36,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from verl.json_text import Json
 from verl.protocol import DataProto
 from verl.single_controller.base.rng import worker_seed
 
@@ -50,9 +51,9 @@ class Peers(Protocol):
     @property
     def size(self) -> int: ...
     def sum(self, values: Tensor) -> Tensor: ...
-    def on_first(self, work: Callable[[], Any]) -> Any: ...
+    def on_first(self, work: Callable[[], T]) -> T: ...
     def only_first(self, work: Callable[[], T]) -> T | None: ...
-    def exchange(self, fact: Any) -> list[Any]: ...
+    def exchange(self, fact: Json) -> list[Any]: ...
     def agree(self, what: str, facts: list[Any]) -> None: ...
 
 
@@ -114,11 +115,11 @@ class Spmd:
         """Each number summed over ranks, in double precision."""
         return self.ranks.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
-    def exchange(self, fact: Any) -> list[Any]:
+    def exchange(self, fact: Json) -> list[Any]:
         """A JSON value of every rank, by rank."""
         return self.ranks.exchange(fact)
 
-    def on_main(self, work: Callable[[], Any]) -> Any:
+    def on_main(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0; its JSON result is everyone's, its error is an error on every rank."""
         return self.ranks.on_first(work)
 

@@ -8,7 +8,7 @@ from verl.compat.forms.sequences import index_first_axis, pad_input, unpad_input
 from verl.errors import MissingDependencyError
 
 
-def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Any:
+def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Tensor:
     """As einops' function of that name, from whose package it is."""
     try:
         import einops

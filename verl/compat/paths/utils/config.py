@@ -28,6 +28,6 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type | None = None) -> 
     return dataclass_type(**{name: value for name, value in values.items() if name != "_target_"})
 
 
-def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
+def validate_config(config: PPOTrainerConfig | Mapping[str, Any], use_reference_policy: bool, use_critic: bool) -> None:
     """Check the whole configuration; the two flags follow from it and are accepted for upstream's callers."""
     validate(config) if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)

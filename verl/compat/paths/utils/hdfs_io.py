@@ -7,7 +7,7 @@ from verl.storage import copy, exists
 from verl.storage.paths import HDFS, check_scheme, expand, run_hdfs
 
 
-def makedirs(name: Any, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any) -> None:
+def makedirs(name: str | Path, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any) -> None:
     """Make a folder and those above it; HDFS knows no ``mode``."""
     text = expand(name)
     check_scheme(text)

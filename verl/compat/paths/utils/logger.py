@@ -16,7 +16,7 @@ def log_with_rank(
         logger.log(level, f"[Rank {rank}] {message}")
 
 
-def print_rank_0(message: Any) -> None:
+def print_rank_0(message: object) -> None:
     """Print in the first process of a run alone."""
     if env.get_int("RANK", 0) == 0:
         print(message, flush=True)

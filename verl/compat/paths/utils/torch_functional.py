@@ -23,7 +23,7 @@ from verl.compat.forms.sequences import (
 )
 
 
-def allgather_dict_tensors(tensors: Any, size: int, group: Any, dim: int = 0) -> Any:
+def allgather_dict_tensors(tensors: Any, size: int, group: torch.distributed.ProcessGroup, dim: int = 0) -> Any:
     """The tensors of all ranks of a group joined by name; collective."""
     made = {}
     for name in sorted(tensors.keys()):

@@ -27,7 +27,7 @@ class AgentLoopManager(Manager):
     """
 
     def __init__(
-        self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
+        self, config: Any, llm_client: Any, teacher_client: None = None, reward_loop_worker_handles: None = None
     ):
         if teacher_client is not None:
             raise NotBuiltError("a teacher beside the agent loops is not built yet", key="teacher_client")

@@ -11,7 +11,7 @@ def compute_score(
     concurrent_semaphore: Any,
     memory_limit_mb: int,
     completion: str,
-    test_cases: Any,
+    test_cases: str | dict[str, Any],
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[dict[str, Any]]]:
