@@ -7,7 +7,8 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,16 +124,12 @@ class ToolCalls:
         """Ask for the rewards of the instances, and release them, whatever happened before."""
         for name, instance in data.instances.items():
             tool, kwargs = self.tools[name], _row_kwargs(data, name)
-            try:
+            with self._boundary(data, name, "calc_reward"):
                 reward = await self._run(tool.calc_reward, instance, **(kwargs.get("calc_reward_kwargs") or {}))
                 if reward is not None:
                     data.reward_scores[name] = _finite(reward)
-            except Exception as error:  # boundary: a user's tool
-                self._tell(data, name, "calc_reward", error)
-            try:
+            with self._boundary(data, name, "release"):
                 await self._run(tool.release, instance, **(kwargs.get("release_kwargs") or {}))
-            except Exception as error:  # boundary: a user's tool
-                self._tell(data, name, "release", error)
         data.instances = {}
 
     async def _create(self, data: AgentData, items: Sequence[Any], names: Sequence[str]) -> None:
@@ -142,11 +139,9 @@ class ToolCalls:
             tool = self.tools[name]
             kwargs = dict(_row_kwargs(data, name).get("create_kwargs") or {})
             argument = {"create_kwargs": kwargs} if takes(tool.create, "create_kwargs") else {}
-            try:
+            with self._boundary(data, name, "create"):
                 created = await self._run(tool.create, **{**kwargs, **argument})
                 data.instances[name] = created[0] if isinstance(created, tuple) else created
-            except Exception as error:  # boundary: a user's tool
-                self._tell(data, name, "create", error)
 
     async def _answer(self, data: AgentData, item: Any, names: Sequence[str], form: str) -> ToolReply:
         with traced(f"tool {getattr(item, 'name', '')}".strip(), "tool", {"call": item}) as call:
@@ -229,6 +224,13 @@ class ToolCalls:
         if self.has_special(shown):
             data.metrics.add("tool_calls/special_tokens_as_text", 1, "sum")
         return shown
+
+    @contextmanager
+    def _boundary(self, data: AgentData, name: str, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # boundary: a user's tool; the person hears of it, the trajectory continues
+            self._tell(data, name, method, error)
 
     def _tell(self, data: AgentData, name: str, method: str, error: Exception) -> None:
         """Count a failure of a tool, and show the first of each kind."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import DEFAULT_CONTENTS, HFWriter, write_part
 from verl.checkpoint.state import EngineState
+from verl.outcomes import settle
 
 
 class PartInWork(Protocol):
@@ -39,8 +42,8 @@ class BackgroundPart:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._records: Mapping[str, FileRecord] = {}
-        self._error: BaseException | None = None
+        self._records: Future[Mapping[str, FileRecord]] = Future()
+        self._records.set_result({})
 
     def start(
         self,
@@ -52,16 +55,11 @@ class BackgroundPart:
     ) -> None:
         """Copy ``state`` and return; what it was copied from may change from here on."""
         self._join()
-        self._records, self._error = {}, None
         copy = self._snapshot(state, contents)
-
-        def work() -> None:
-            try:
-                self._records = write_part(folder, copy, contents, hf, point)
-            except BaseException as error:  # carried to `poll` and `wait`, which raise it
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name=f"checkpoint-{folder.name}", daemon=True)
+        self._records = Future()
+        work = partial(write_part, folder, copy, contents, hf, point)
+        name = f"checkpoint-{folder.name}"
+        self._thread = threading.Thread(target=settle, args=(self._records, work), name=name, daemon=True)
         self._thread.start()
 
     def poll(self) -> Mapping[str, FileRecord] | None:
@@ -71,9 +69,7 @@ class BackgroundPart:
 
     def wait(self) -> Mapping[str, FileRecord]:
         self._join()
-        if self._error is not None:
-            raise self._error
-        return self._records
+        return self._records.result()
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ from verl.checkpoint.retention import check_keep, clean, prune_checkpoints
 from verl.checkpoint.state import EngineState
 from verl.errors import CheckpointError, WorkerError
 from verl.metrics import notice
+from verl.outcomes import on_error, settle
 
 WRITING = ".writing-"
 PartWriter = Callable[[Path], "Mapping[str, FileRecord] | PartInWork | None"]
@@ -115,7 +117,7 @@ class CheckpointWriter:
         """Checkpoints that were put in place, the newest last; the caller takes them out."""
         self._save: _Save | None = None
         self._finishing: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._outcome: Future[None] = Future()
         self._background_parts: dict[str, BackgroundPart] = {}
         try:
             self.lock = RunLock(self.root)
@@ -288,9 +290,9 @@ class CheckpointWriter:
 
     def _finish_or_start_it(self, save: _Save) -> None:
         if self.background:
-            self._finishing = threading.Thread(
-                target=self._finish_quietly, args=(save,), name=f"checkpoint-{save.step}"
-            )
+            self._outcome = Future()
+            work = (self._outcome, partial(self._finish, save))
+            self._finishing = threading.Thread(target=settle, args=work, name=f"checkpoint-{save.step}")
             self._finishing.start()
         else:
             with self.guarded():
@@ -302,17 +304,9 @@ class CheckpointWriter:
             return
         self._finishing.join()
         self._finishing = None
-        error, self._error = self._error, None
-        if error is not None:
-            self._give_up(error)
-            raise error
+        with self.guarded():
+            self._outcome.result()
         self._save = None
-
-    def _finish_quietly(self, save: _Save) -> None:
-        try:
-            self._finish(save)
-        except BaseException as error:  # carried to the caller's thread, where `_join` raises it
-            self._error = error
 
     def _finish(self, save: _Save) -> None:
         elsewhere = 0 if self.copies is None else self.copies.sequence
@@ -334,11 +328,8 @@ class CheckpointWriter:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """An error within the block ends the save; an error of the disk becomes a `CheckpointError`."""
-        try:
+        with on_error(self._give_up):
             yield
-        except BaseException as error:
-            self._give_up(error)
-            raise
 
     def _part_point(self, part: str, name: str) -> None:
         self.point(f"{part}/{name}")

@@ -41,6 +41,10 @@ class TracedCall:
     calls: list[TracedCall] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
 
+    def fails(self, error: BaseException) -> None:
+        """What the call raised."""
+        self.error = f"{type(error).__name__}: {error}"
+
     def returns(self, value: object) -> None:
         """What the call gave."""
         shown = plain_copy(value)
@@ -93,20 +97,14 @@ def plain_copy(value: object, depth: int = 0) -> Json:
     """A copy as plain data: numbers, text, lists, dicts; anything else, and what is large or deep, by its ``repr``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if depth < DEEPEST:
-        try:
-            inside = _inside_of(value)
-        except Exception as error:  # boundary: code of any object; a trace that lacks it is better than no sample
-            return f"<{type(value).__name__}: {type(error).__name__}>"
+    try:
+        inside = _inside_of(value) if depth < DEEPEST else None
         if isinstance(inside, dict):
             return {str(name): plain_copy(item, depth + 1) for name, item in inside.items()}
         if isinstance(inside, list):
             return [plain_copy(item, depth + 1) for item in inside]
-        if isinstance(inside, int | float | str):
-            return inside
-    try:
-        return repr(value)[:LONGEST_TEXT]
-    except Exception as error:  # boundary: as above
+        return inside if isinstance(inside, int | float | str) else repr(value)[:LONGEST_TEXT]
+    except Exception as error:  # boundary: code of any object; a trace that lacks it is better than no sample
         return f"<{type(value).__name__}: {type(error).__name__}>"
 
 

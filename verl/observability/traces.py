@@ -22,6 +22,8 @@ from typing import Any
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 from verl.observability.traced_call import KEY, TraceBackend, TracedCall, plain_dict
+from verl.observability.tracker import tracker_boundary
+from verl.outcomes import on_error
 
 BACKENDS = ("mlflow", "weave", "trackio")
 PATIENCE = 60.0
@@ -69,11 +71,9 @@ class Traces:
     def close(self) -> None:
         """Write what there is; nothing follows."""
         self.flush()
-        try:
+        with tracker_boundary(lambda error: self._switch_off(f"{type(error).__name__}: {error}")):
             if not self.is_off and self._last.done():
                 self.backend.close()
-        except (Exception, SystemExit) as error:  # boundary: as in `_work`
-            self._switch_off(f"{type(error).__name__}: {error}")
 
     async def settled(self) -> None:
         """Wait until what was put so far is written; one that hangs switches the tool off."""
@@ -87,11 +87,9 @@ class Traces:
     def _work(self) -> None:
         while True:
             trace, future = self._queue.get()
-            try:
+            with tracker_boundary(lambda error: self._switch_off(f"{type(error).__name__}: {error}")):
                 if not self.is_off:
                     self.backend.write(trace)
-            except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run continues
-                self._switch_off(f"{type(error).__name__}: {error}")
             self._written += 1
             future.set_result(None)
 
@@ -194,10 +192,8 @@ def left_out() -> Iterator[None]:
 def _inside(call: TracedCall) -> Iterator[None]:
     token = _here.set(call)
     try:
-        yield
-    except BaseException as error:
-        call.error = f"{type(error).__name__}: {error}"
-        raise
+        with on_error(call.fails):
+            yield
     finally:
         call.end = time.time_ns()
         _here.reset(token)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,19 @@ class Tracker(ABC):
 
     def finish(self, exit_code: int = 0) -> None:  # noqa: B027 - nothing to close by default
         """Flush and close; called once."""
+
+
+@contextmanager
+def tracker_boundary(
+    switch_off: Callable[[BaseException], None], passes: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
+    """Whatever a tracker does within the block, the run continues: its error goes to ``switch_off``."""
+    try:
+        yield
+    except passes:
+        raise
+    except (Exception, SystemExit) as error:  # boundary: a third-party tracker
+        switch_off(error)
 
 
 def open_picture(picture: bytes) -> Image.Image:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from verl.config.loading.secrets import hide
 from verl.errors import VerlError
 from verl.metrics import notice
-from verl.observability.tracker import Sample, Tracker
+from verl.observability.tracker import Sample, Tracker, tracker_boundary
 from verl.registry import TRACKERS
 
 _current: weakref.ReferenceType[Tracking] | None = None
@@ -51,14 +52,10 @@ class Tracking:
         for name in names:
             TRACKERS.check(name)
         for name in names:
-            try:
+            with tracker_boundary(partial(self._switch_off, name), passes=VerlError):
                 tracker = TRACKERS.get(name)
                 shown_config = config if getattr(tracker, "hides_secrets", False) or config is None else hide(config)
                 self.logger[name] = tracker(project_name, experiment_name, shown_config)
-            except VerlError:
-                raise
-            except (Exception, SystemExit) as error:  # boundary: a third-party tracker that cannot start
-                self._switch_off(name, error)
         _current = weakref.ref(self)
 
     def start(self, total_steps: int, first_step: int = 0, before: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -104,10 +101,8 @@ class Tracking:
         backends = {backend} if isinstance(backend, str) else set(self.logger if backend is None else backend)
         for name, tracker in list(self.logger.items()):
             if name in backends:
-                try:
+                with tracker_boundary(partial(self._switch_off, name)):
                     action(tracker)
-                except (Exception, SystemExit) as error:  # boundary: whatever a tracker does, the run continues
-                    self._switch_off(name, error)
 
     def _switch_off(self, name: str, error: BaseException) -> None:
         self.logger.pop(name, None)

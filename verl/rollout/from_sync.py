@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from verl.outcomes import settle
 
 T = TypeVar("T")
 
@@ -16,18 +19,8 @@ def run_now(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(asyncio.run(work))
-        except BaseException as error:  # carried over to the calling thread
-            failure.append(error)
-
-    thread = threading.Thread(target=target, name="verl-run-now")
+    outcome: Future[T] = Future()
+    thread = threading.Thread(target=settle, args=(outcome, lambda: asyncio.run(work)), name="verl-run-now")
     thread.start()
     thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    return outcome.result()

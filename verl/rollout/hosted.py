@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.outcomes import on_error
 from verl.registry import TRANSPORTS
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.lost import LOSSES
@@ -51,11 +52,8 @@ class WeightIntake:
             self._ends = {key: TRANSPORTS.get(kind).reach(address, self.device)}
         end = self._ends[key]
         end.expect(version)
-        try:
+        with on_error(lambda _: self._ends.pop(key).close()):
             await self.sampler.update_weights(end.receive(), version)
-        except BaseException:
-            self._ends.pop(key).close()
-            raise
         return self.sampler.version
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from verl.outcomes import on_error
 from verl.rollout.base import Request
 
 OLDEST_EVERY = 8
@@ -122,12 +123,13 @@ class Queue:
             self._places[prompt] = self._lines = self._lines + 1
             self._rank(prompt)
         self._by_arrival.put(prompt, (line[0].arrival, 0))
-        try:
+        with on_error(lambda _: self._pass_on(waiter)):
             return await waiter.turn
-        except BaseException:
-            if waiter.turn.done() and not waiter.turn.cancelled():
-                self.call_next()  # pass its turn on
-            raise
+
+    def _pass_on(self, waiter: Waiter) -> None:
+        """Give the turn of one that left to the next one."""
+        if waiter.turn.done() and not waiter.turn.cancelled():
+            self.call_next()
 
     def call_next(self) -> None:
         """A slot is free: the next one's turn."""

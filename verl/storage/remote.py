@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from verl.errors import DataError, MissingDependencyError
+from verl.outcomes import settle
 from verl.storage.fetch import first_line
 from verl.storage.paths import ANSWER_SECONDS, HDFS, expand, run_hdfs
 
@@ -210,15 +211,12 @@ class FsspecFolder(RemoteFolder):
         """
         answer: Future[T] = Future()
 
-        def ask() -> None:
-            try:
-                self._files.invalidate_cache()
-                answer.set_result(work())
-            except BaseException as error:  # carried over to the thread that waits
-                answer.set_exception(error)
+        def ask() -> T:
+            self._files.invalidate_cache()
+            return work()
 
         # File systems hang where a disk or a network does, and nothing can end that: the thread is left behind.
-        threading.Thread(target=ask, name="remote-folder", daemon=True).start()
+        threading.Thread(target=settle, args=(answer, ask), name="remote-folder", daemon=True).start()
         limit = self.seconds if seconds is None else seconds
         if not wait([answer], limit).done:
             raise DataError(f"the remote folder gave no answer within {limit:g} s", got=self.url)

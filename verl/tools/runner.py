@@ -11,9 +11,11 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from verl.metrics import notice
+from verl.outcomes import settle
 
 T = TypeVar("T")
 SIGN_OF_LIFE = 2.0
@@ -107,23 +109,21 @@ async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
-    def deliver(value: T | None, error: BaseException | None) -> None:
+    def deliver(outcome: Future[T]) -> None:
         if result.done():
             return
+        error = outcome.exception()
         if error is None:
-            result.set_result(value)  # type: ignore[arg-type]
+            result.set_result(outcome.result())
         elif isinstance(error, StopIteration):
             result.set_exception(RuntimeError("the function raised StopIteration"))
         else:
             result.set_exception(error)
 
     def target() -> None:
-        try:
-            returned = function(*arguments, **named)
-        except BaseException as error:  # boundary: a user's function; its error goes to the one who waits
-            loop.call_soon_threadsafe(deliver, None, error)
-            return
-        loop.call_soon_threadsafe(deliver, returned, None)
+        outcome: Future[T] = Future()
+        settle(outcome, lambda: function(*arguments, **named))
+        loop.call_soon_threadsafe(deliver, outcome)
 
     context = contextvars.copy_context()  # a function that is traced belongs to the call that runs it
     threading.Thread(target=context.run, args=(target,), name="tool call", daemon=True).start()

@@ -28,6 +28,7 @@ from verl.data.progress import track
 from verl.errors import DataError, RolloutError
 from verl.json_text import read_json
 from verl.metrics import log, notice
+from verl.outcomes import on_error
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Request, Sampler, SamplingParams
 from verl.rollout.lost import EngineLostError
@@ -216,12 +217,9 @@ class Finished:
         """
         with writing(self.path):
             self._file = self.path.open("a+b")
-        try:
+        with on_error(lambda _: self._file.close()):
             self._claim()
             self._take()
-        except BaseException:
-            self._file.close()
-            raise
         return self
 
     def __exit__(self, *error: object) -> None:

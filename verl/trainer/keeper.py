@@ -317,7 +317,7 @@ class ReplicaKeeper:
             await asyncio.wait_for(unit.call_all(ReplicaWorker.init_model), limit)
             replica = Placed(name, unit, slots, rank)
             await self._unless_it_hangs(replica, self._serve(replica))
-        except BaseException:
+        except BaseException:  # also a cancellation: the process must not outlive it; it passes on
             self._gone.append(name)
             await asyncio.to_thread(unit.close)
             raise

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from verl.distributed.store import gloo_group, meet
 from verl.errors import RolloutError
+from verl.outcomes import on_error
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import PeerFailedError, Transport
 from verl.weight_sync.wire import MAX_HEADER, ChunkLayout, chunk_of
@@ -124,7 +125,15 @@ class BroadcastTransport(Transport):
         num_bytes = number = 0
         ended = False
         under_way: deque[list[Broadcast]] = deque()
-        try:
+
+        def give_up(_: BaseException) -> None:
+            with suppress(RolloutError):
+                while under_way:
+                    _wait(under_way.popleft())
+                if not ended and not self._is_alone:
+                    self._start(self._frame(GAVE_UP)).wait()
+
+        with on_error(give_up):
             for chunk in chunks:
                 for piece in pieces(chunk, PIECE_BYTES):
                     if len(under_way) == BUFFERS - 1:
@@ -137,13 +146,6 @@ class BroadcastTransport(Transport):
                 del chunk, piece  # before the next one is made
             if not ended:
                 raise RolloutError("the stream of weights was interrupted")
-        except BaseException:
-            with suppress(RolloutError):
-                while under_way:
-                    _wait(under_way.popleft())
-                if not ended and not self._is_alone:
-                    self._start(self._frame(GAVE_UP)).wait()
-            raise
         return num_bytes
 
     def receive(self) -> Iterator[WeightChunk]:

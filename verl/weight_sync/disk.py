@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl.errors import RolloutError
+from verl.outcomes import on_error
 from verl.protocol.codec import tensor_bytes
 from verl.weight_sync.checksum import checksum, combine
 from verl.weight_sync.chunks import WeightChunk, pieces
@@ -90,7 +91,13 @@ class DiskTransport(Transport):
         self._streams += 1
         version = number = num_bytes = 0
         last = False
-        try:
+
+        def give_up(_: BaseException) -> None:
+            if target is not None:
+                with suppress(OSError):
+                    self._publish(_part(target, number), ChunkLayout(version, False, []), gave_up=True)
+
+        with on_error(give_up):
             for chunk in chunks:
                 version, last = chunk.version, chunk.last
                 with self._writing():
@@ -103,11 +110,6 @@ class DiskTransport(Transport):
                 del chunk, piece  # before the next one is made
             if target is None or not last:
                 raise RolloutError("the stream of weights was interrupted")
-        except BaseException:
-            if target is not None:
-                with suppress(OSError):
-                    self._publish(_part(target, number), ChunkLayout(version, False, []), gave_up=True)
-            raise
         for stale in target.glob(f"*{BYTES}"):
             if int(stale.stem) >= number:
                 stale.unlink()

@@ -15,6 +15,7 @@ from contextvars import copy_context
 from typing import Protocol
 
 from verl.metrics import notice
+from verl.outcomes import settle
 from verl.weight_sync.chunks import WeightChunk, taking
 
 END_SECONDS = 10.0
@@ -93,11 +94,12 @@ class _Source:
         if self._end is not None or any(number <= self._made for number in self._requested.values()):
             return
         self._chunk = None
-        try:
-            self._chunk = next(self._chunks)
+        made: Future[WeightChunk] = Future()
+        settle(made, lambda: next(self._chunks))
+        self._end = made.exception()  # every branch raises it, as it does the end of the stream
+        if self._end is None:
+            self._chunk = made.result()
             self._made += 1
-        except BaseException as error:  # carried over to every branch, as the end of the stream is
-            self._end = error
         self._change.notify_all()
 
 
@@ -128,14 +130,13 @@ class _Taker:
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
+        settle(self.outcome, self._deliver)
+
+    def _deliver(self) -> None:
         try:
             asyncio.run(self._take())
-        except BaseException as error:  # carried over to the waiter
-            self._branch.close()
-            self.outcome.set_exception(error)
-        else:
-            self._branch.close()
-            self.outcome.set_result(None)
+        finally:
+            self._branch.close()  # before the outcome is there
 
     async def _take(self) -> None:
         self._task = asyncio.current_task()

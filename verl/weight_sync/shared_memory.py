@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from verl.errors import RolloutError
+from verl.outcomes import on_error
 from verl.weight_sync.chunks import WeightChunk, pieces
 from verl.weight_sync.transport import PeerFailedError, Transport
 from verl.weight_sync.wire import ChunkLayout, chunk_of, write_into
@@ -98,19 +99,19 @@ class SharedMemoryTransport(Transport):
     def address(self) -> dict[str, Any]:
         return {"path": self.path, "bucket_bytes": self.bucket_bytes}
 
+    def _give_up(self) -> None:
+        with suppress(RolloutError):
+            self._await(EMPTY)
+            self._set(self._next, STATE, GAVE_UP)
+
     def send(self, chunks: Iterable[WeightChunk]) -> int:
         num_bytes = 0
-        try:
+        with on_error(lambda _: self._give_up()):
             for chunk in chunks:
                 for piece in pieces(chunk, min(PIECE_BYTES, self.bucket_bytes)):
                     self._fill(piece)
                 num_bytes += chunk.num_bytes
                 del chunk, piece  # before the next one is made
-        except BaseException:
-            with suppress(RolloutError):
-                self._await(EMPTY)
-                self._set(self._next, STATE, GAVE_UP)
-            raise
         for number in range(SLOTS):
             self._wait(lambda: self._get(number, STATE) != FULL, "the sampler to take the last weights")  # noqa: B023
         return num_bytes

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+
+from verl.outcomes import settle
 
 
 class InBackground:
@@ -20,19 +23,13 @@ class InBackground:
     def __init__(self, name: str):
         self.name = name
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._outcome: Future[None] = Future()
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start; the previous work must have ended (`wait`)."""
         assert self._thread is None, "one piece of work at a time"
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # carried over to `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=self.name)
+        self._outcome = Future()
+        self._thread = threading.Thread(target=settle, args=(self._outcome, work), name=self.name)
         self._thread.start()
 
     def wait(self) -> None:
@@ -41,6 +38,4 @@ class InBackground:
             return
         self._thread.join()
         self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._outcome.result()

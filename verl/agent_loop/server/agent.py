@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, suggest
+from verl.outcomes import settle
 from verl.registry import load_module, load_object
 from verl.rewards.runners.thread import interrupt
 
@@ -89,14 +90,15 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     call = _Call(function, {name: value for name, value in arguments.items() if takes_any or name in parameters})
     try:
-        returned = await asyncio.wait_for(asyncio.wrap_future(call.start()), timeout)
+        outcome = await asyncio.wait_for(asyncio.wrap_future(call.start()), timeout)
     except TimeoutError as error:
         raise AgentFailure(f"took longer than {timeout:g} s and was given up") from error
     finally:
         call.stop()
-    if isinstance(returned, BaseException):
-        raise AgentFailure(f"{type(returned).__name__}: {returned}") from returned
-    return read_outcome(returned)
+    failure = outcome.exception()
+    if failure is not None:
+        raise AgentFailure(f"{type(failure).__name__}: {failure}") from failure
+    return read_outcome(outcome.result())
 
 
 def read_outcome(returned: object) -> AgentOutcome:
@@ -115,16 +117,16 @@ def read_outcome(returned: object) -> AgentOutcome:
 
 
 class _Call:
-    """One call in a daemon thread; its future gets what it returned or the exception that it raised."""
+    """One call in a daemon thread; its future gets how it ended, a future that is done."""
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]):
         self._function, self._arguments = function, arguments
-        self._future: Future[Any] = Future()
+        self._future: Future[Future[Any]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._thread = threading.Thread(target=self._work, name="verl-agent", daemon=True)
 
-    def start(self) -> Future[Any]:
+    def start(self) -> Future[Future[Any]]:
         self._future.set_running_or_notify_cancel()  # from here on it cannot be cancelled from outside, only stopped
         self._thread.start()
         return self._future
@@ -148,13 +150,13 @@ class _Call:
             interrupt(self._thread.ident)
 
     def _work(self) -> None:
-        try:
-            result = self._function(**self._arguments)
-            if inspect.isawaitable(result):
-                result = asyncio.run(self._turn(result))
-        except BaseException as error:  # boundary: the user's code, which may even call sys.exit
-            result = error
-        self._future.set_result(result)
+        outcome: Future[Any] = Future()
+        settle(outcome, self._call)  # the user's code may even call sys.exit
+        self._future.set_result(outcome)
+
+    def _call(self) -> Any:
+        result = self._function(**self._arguments)
+        return asyncio.run(self._turn(result)) if inspect.isawaitable(result) else result
 
     async def _turn(self, work: Any) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()

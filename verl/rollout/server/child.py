@@ -18,6 +18,7 @@ from verl.config import to_dict
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import RolloutError
+from verl.outcomes import on_error
 from verl.rollout.base import Completion, Request, Sampler
 from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import WeightIntake
@@ -61,11 +62,8 @@ class ChildHandle(Handle):
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         file = (FILE, json.dumps(sections))
         self.process = HostProcess([TRANSPORT, transport], device, self.name, file, environment=threads)
-        try:
+        with on_error(lambda _: self.process.close()):
             run_now(self.process.wait_until_up(rollout.server.max_start_wait_time))
-        except BaseException:
-            self.process.close()
-            raise
         self._client = HttpClient(self.process.url, key=self.process.key)
         self._pictures = PictureSender(partial(self._ask, own.SHOW))
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verl import env, lifeline
+from verl.outcomes import on_error
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server.client import HttpClient
 from verl.serving import secret
@@ -163,17 +164,18 @@ class HostProcess(ServerProcess):
         command = [sys.executable, "-m", "verl.rollout.server.host", "--socket", str(path), "--device", device]
         self._pipe, theirs = os.pipe()
         try:
-            if file is not None and self._file is not None:
-                self._file.write_text(file[1])
-                arguments = [*arguments, f"--config-path={self.folder}", f"--config-name={self._file.stem}"]
-            command += [END_WITH_STDIN, ANNOUNCE, str(theirs), *arguments]
-            super().__init__(command, f"unix:{path}", {**(environment or {}), KEY: self.key}, name, (theirs,))
-        except BaseException:
-            self._close_pipe()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
+            with on_error(lambda _: self._abandon()):
+                if file is not None and self._file is not None:
+                    self._file.write_text(file[1])
+                    arguments = [*arguments, f"--config-path={self.folder}", f"--config-name={self._file.stem}"]
+                command += [END_WITH_STDIN, ANNOUNCE, str(theirs), *arguments]
+                super().__init__(command, f"unix:{path}", {**(environment or {}), KEY: self.key}, name, (theirs,))
         finally:
             os.close(theirs)
+
+    def _abandon(self) -> None:
+        self._close_pipe()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def wait_until_up(self, seconds: float) -> None:
         try:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.errors import RolloutError
+from verl.outcomes import on_error
 from verl.weight_sync import WeightChunk
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -45,11 +46,8 @@ class WeightFolder:
                 key="actor_rollout_ref.rollout.server.weights_dir",
                 got=str(self.root),
             ) from error
-        try:
+        with on_error(lambda _: shutil.rmtree(partial, ignore_errors=True)):
             self._fill(partial, chunks)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
         folder = version_of(self.root, version)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)

@@ -10,6 +10,7 @@ from typing import Any
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, MissingDependencyError
+from verl.outcomes import on_error
 from verl.ports import free_port
 from verl.rollout.base import Sampler
 from verl.rollout.from_sync import run_now
@@ -55,12 +56,9 @@ class SGLangSampler(ServerSampler):
         port = free_port()
         variables = {FEATURES: "0", **({RAW: "1"} if rollout.logprobs_mode == "raw_logprobs" else {})}
         process = ServerProcess.foreign(command(rollout, model, device, port), port, variables, "sglang.launch_server")
-        try:
+        with on_error(lambda _: process.close()):
             run_now(process.wait_until_up(rollout.server.max_start_wait_time))
             sampler = cls.one_of(rollout, model, process.url, api="sglang")
-        except BaseException:
-            process.close()
-            raise
         sampler.process = process  # type: ignore[attr-defined]  # of this class
         return sampler
 

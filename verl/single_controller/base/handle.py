@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from verl.errors import WorkerError, suggest
+from verl.outcomes import on_error
 
 H = TypeVar("H", bound="Handle")
 P = ParamSpec("P")
@@ -31,11 +32,8 @@ def note_origin(error: BaseException, where: str) -> None:
 @contextmanager
 def noted(where: str) -> Iterator[None]:
     """An exception passes as it is, with a note that says which worker and method it comes from."""
-    try:
+    with on_error(lambda error: note_origin(error, where)):
         yield
-    except Exception as error:
-        note_origin(error, where)
-        raise
 
 
 def called_method(target: object, name: str, where: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from verl.errors import WorkerError
+from verl.outcomes import on_error
 
 T = TypeVar("T")
 
@@ -58,8 +59,5 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
             fix="Use the group's handle: await group.handle(rank).call(Class.method, ...).",
         )
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    try:
+    with on_error(lambda _: future.cancel()):
         return future.result()
-    except BaseException:
-        future.cancel()
-        raise

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError
 
 from verl import env
 from verl.errors import WorkerError
+from verl.outcomes import on_error
 from verl.single_controller.base.colocated import ColocatedWorker
 from verl.single_controller.base.worker import DEVICE_VARIABLES, Worker, WorkerInfo
 from verl.single_controller.ray import failures, host, transfer
@@ -81,15 +82,11 @@ def launch(recipe: LaunchPlan, slots: Sequence[ProcessSlot | None]) -> tuple[Fle
     """
     transfer.install_transfer()
     actors: list[Any] = []
-    try:
+    with on_error(lambda _: [ray.kill(actor, no_restart=True) for actor in actors]):
         for rank, slot in enumerate(slots):
             actors.append(_actor(recipe, rank, slot))  # one by one: those made before a failure must be stopped
         fleet, master = _introduce(recipe, actors)
         _build(recipe, fleet, master)
-    except BaseException:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        raise
     return fleet, master
 
 

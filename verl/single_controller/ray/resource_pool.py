@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, WorkerError
+from verl.outcomes import on_error
 from verl.single_controller.base.resources import ResourcePool
 from verl.single_controller.ray import cluster
 
@@ -226,7 +227,7 @@ def _reserve(
     deadline = time.monotonic() + PLACEMENT_SECONDS
     reserved: list[PlacementGroup] = []
     used: list[str] = []
-    try:
+    with on_error(lambda _: [remove_placement_group(group) for group in reserved]):
         for number, count in enumerate(sorted(counts, reverse=True)):
             elsewhere = {"ray.io/node-id": f"!in({','.join(used)})"} if used else {}
             group = placement_group(
@@ -240,10 +241,6 @@ def _reserve(
             if not group.wait(max(0.0, deadline - time.monotonic())):
                 raise _occupied(counts, bundle)
             used += {slot.node_id for slot in _of(group)}
-    except BaseException:
-        for group in reserved:
-            remove_placement_group(group)
-        raise
     order = {node.id: position for position, node in enumerate(cluster.nodes())}
     return sorted(reserved, key=lambda group: order[_of(group)[0].node_id])
 

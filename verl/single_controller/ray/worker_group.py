@@ -185,7 +185,7 @@ class RayWorkerGroup(WorkerGroup):
         """
         try:
             results = super().wait(references)
-        except Exception:
+        except Exception:  # whatever a worker raised: it passes on
             self._fleet.remember_unfinished(references if isinstance(references, list) else [references])
             raise
         transfer.count_results(results)

@@ -1,0 +1,39 @@
+"""What becomes of work that fails: it is undone where it stands, or handed to the thread that waits for it.
+
+Both take every error, also a cancellation and an interrupt, and swallow none: this is the place where the library
+does so, and the rooms say only what is to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def on_error(react: Callable[[BaseException], object]) -> Iterator[None]:
+    """Call ``react`` with an error that leaves the block; the error passes on.
+
+    Example:
+        >>> with on_error(lambda _: process.close()):
+        ...     wait_until_up(process)
+    """
+    try:
+        yield
+    except BaseException as error:  # a cancellation leaves as much to undo as a failure, and passes like one
+        react(error)
+        raise
+
+
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Do the work and put its result, or its error, into the future."""
+    try:
+        result = work()
+    except BaseException as error:  # raised in the thread that waits for the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)
