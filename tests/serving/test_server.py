@@ -384,6 +384,23 @@ def test_a_server_that_was_started_again_proves_its_key_again():
     assert asyncio.run(run()) == {"c": 2}
 
 
+def test_an_idle_clients_requests_all_reach_a_server_started_again():
+    async def run():
+        first = server(key=KEY)
+        await first.start()
+        client = Client(first.address, max_connections=8, key=KEY)
+        await client.ask("POST", "/a", {})
+        await first.close()
+        second = server(key=KEY)
+        await second.start(loopback(int(client.url.rpartition(":")[2])))
+        try:
+            return await asyncio.gather(*(client.ask("POST", "/a", {"n": n}) for n in range(30)))
+        finally:
+            await second.close()
+
+    assert [(reply.status, reply.json()) for reply in asyncio.run(run())] == [(200, {"n": n}) for n in range(30)]
+
+
 def signed(run: str, method="POST", target="/a", body=b"{}") -> str:
     """What a client signs for a run of a server, as text of a request to POST /a with the body {}."""
     proof = secret.of_request(KEY, run, "n", method, "localhost", target, secret.digest(body))

@@ -33,6 +33,8 @@ MAX_BODY = 512 << 20
 UNIX = "unix:"
 KEEP_SECONDS = 4.0
 """For which an idle connection is kept: servers end theirs after 5 s or later, and a request must not meet that end."""
+MOST_RUNS = 4
+"""Runs of a server for which one request is signed, while the server is started again and again."""
 
 
 class WireError(Exception):
@@ -126,7 +128,7 @@ class Client:
 
     async def _signed(self, method: str, target: str, body: bytes, key: str) -> Reply:
         pool = self._pool()
-        while True:
+        for _ in range(MOST_RUNS):
             async with pool.lock:
                 if pool.run is None:
                     pool.run = await self._run_of_server(key)
@@ -144,11 +146,14 @@ class Client:
             except (OSError, WireError):
                 pool.run = None  # another program may come to the address
                 raise
-            if reply.status != 401 or pool.run != run:
+            if reply.status != 401:
                 return reply
-            pool.run = await self._run_of_server(key)  # it may have been started again since the proof
-            if pool.run == run:
-                return reply
+            async with pool.lock:
+                if pool.run == run:  # else another request has got the proof of a server that was started again
+                    pool.run = await self._run_of_server(key)
+                if pool.run == run:
+                    return reply
+        raise WireError(f"the server there was started again during each of {MOST_RUNS} attempts")
 
     async def _run_of_server(self, key: str) -> str | None:
         """The name of the server's run, with the proof that it knows the key; None if it has no answer to that."""
