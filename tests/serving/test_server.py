@@ -384,6 +384,32 @@ def test_a_server_that_was_started_again_proves_its_key_again():
     assert asyncio.run(run()) == {"c": 2}
 
 
+@pytest.mark.parametrize(
+    "claim, head",
+    [
+        ({"run": "r", "proof": "\ud800"}, b""),
+        ({"run": "\ud800", "proof": "0"}, b""),
+        ({}, b"x-verl-proof: \xff\r\n"),
+    ],
+)
+def test_a_proof_that_is_no_text_is_a_wrong_one(claim, head):
+    async def answer(reader, writer):
+        request = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        nonce = request.partition(f"{secret.NONCE}: ")[2].partition("\r\n")[0]
+        body = json.dumps({"run": "r", "proof": secret.of_server(KEY, nonce, "r"), **claim}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\n%bconnection: close\r\ncontent-length: %d\r\n\r\n" % (head, len(body)) + body)
+        await writer.drain()
+        writer.close()
+
+    async def run():
+        there = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with there:
+            with pytest.raises(WireError, match=r"not from a server that knows the key|does not know the key"):
+                await Client(f"http://127.0.0.1:{there.sockets[0].getsockname()[1]}", key=KEY).ask("POST", "/a", {})
+
+    asyncio.run(run())
+
+
 def test_an_idle_clients_requests_all_reach_a_server_started_again():
     async def run():
         first = server(key=KEY)

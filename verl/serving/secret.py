@@ -51,8 +51,8 @@ def of_answer(key: str, nonce: str, status: int, body: bytes) -> str:
 
 def same(one: str, other: str) -> bool:
     """Takes the same time for any wrong one."""
-    return hmac.compare_digest(one.encode(), other.encode())
+    return hmac.compare_digest(one.encode(errors="surrogatepass"), other.encode(errors="surrogatepass"))
 
 
 def _hash(key: str, *parts: str) -> str:
-    return hmac.new(key.encode(), "\n".join(parts).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key.encode(), "\n".join(parts).encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
