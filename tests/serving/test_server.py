@@ -384,6 +384,31 @@ def test_a_server_that_was_started_again_proves_its_key_again():
     assert asyncio.run(run()) == {"c": 2}
 
 
+def test_a_body_is_hashed_once_and_a_long_one_not_on_the_event_loop(monkeypatch):
+    hashed, digest = [], secret.digest
+
+    def recorded(body):
+        hashed.append((len(body), threading.current_thread() is threading.main_thread()))
+        return digest(body)
+
+    async def answer(request):
+        return HttpResponse(len(request.body))
+
+    async def run():
+        here = Server({("POST", "/a"): answer}, authorize=lambda token: token == KEY or None, key=KEY)
+        await here.start()
+        try:
+            client = Client(here.address, key=KEY)
+            return [(await client.ask("POST", "/a", "x" * n)).json() for n in (98, 2 << 20)]
+        finally:
+            await here.close()
+
+    monkeypatch.setattr(secret, "digest", recorded)
+    lengths = [100, (2 << 20) + 2]
+    assert asyncio.run(run()) == lengths
+    assert [entry for entry in hashed if entry[0] in lengths] == [(100, True), (lengths[1], False)]
+
+
 @pytest.mark.parametrize(
     "claim, head",
     [
