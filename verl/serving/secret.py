@@ -1,9 +1,10 @@
 """A key that both sides of a connection know and neither sends: the server proves that it knows it, and requests and
 answers are signed with it.
 
-A server that took the port of another one first cannot prove it, so a client sends it nothing and believes nothing of
-it. The proof is a keyed hash over a number of the client's that is used once. A signature is one over the head of a
-request and the hash of its body, for one run of one server: a program that hears a request cannot use it elsewhere.
+A server that took the port of another one first cannot prove it: a client sends it nothing and believes nothing of it.
+The proof is a keyed hash over a number of the client's that is used once. A signature is one over the head of a request
+and the hash of its body, for one run of one server. Servers remember no numbers: a program that hears a request cannot
+change it or use it elsewhere, but may send it again to the same run.
 """
 
 from __future__ import annotations
