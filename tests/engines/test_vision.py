@@ -49,7 +49,7 @@ def test_log_probs_of_rows_with_and_without_images_are_those_of_each_row_alone(s
 @pytest.mark.parametrize("family", WITH_VIDEOS)
 @pytest.mark.parametrize("packed", [True, False])
 def test_log_probs_of_rows_with_videos_are_those_of_each_row_alone(seeing_model, family, packed):
-    """Beside rows with pictures and of text alone, with frames at several distances in time, and an odd number."""
+    """In a batch with rows of pictures and of text alone; frames at several distances in time, and an odd number."""
     path = seeing_model(family)
     engine = make_engine(path, trains=False, passes=PassSettings(packed=packed, share_prompts=packed))
     sizes = (((4, 56, 56),), (), ((5, 84, 56), (56, 56), (2, 28, 112)), ((56, 84),), ((6, 56, 28),))

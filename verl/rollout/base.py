@@ -98,7 +98,7 @@ class Request:
         uid: second part of the key of the random numbers: the prompt's identity, the same for its n samples.
         sample_index: third part: which of the n samples of ``uid`` this is.
         images, videos: pictures (``PIL.Image``) and `VideoClip` mappings, in the order of their placeholders, for
-            samplers that run a processor of their own (vLLM, SGLang, servers); None for text.
+            samplers that run their processor themselves (vLLM, SGLang, servers); None for text.
         multi_modal_inputs: the same as the model's processor made them for this prompt alone (``pixel_values``,
             ``image_grid_thw``, ...), for samplers that call the model itself (`hf`). ``token_ids`` holds as many
             placeholders as the images have features. Requests for one prompt share the object.

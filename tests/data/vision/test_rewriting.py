@@ -19,7 +19,7 @@ RED = Image.new("RGB", (56, 56), "red")
 
 
 def sampled(tokenizer: Any, answers: list[str], media: list[Any], prompts: list[Any]) -> DataProto:
-    """What the policy answered; of its own prompts only the messages are read."""
+    """What the policy answered; of its prompts only the messages are read."""
     ids = [tokenizer(answer + "<|im_end|>")["input_ids"] for answer in answers]
     width = max(map(len, ids))
     responses = torch.tensor([row + [0] * (width - len(row)) for row in ids])

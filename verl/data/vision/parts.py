@@ -20,7 +20,7 @@ def with_media(
 ) -> list[Message]:
     """The messages with a part for every image and video of a row, which holds it.
 
-    ``<image>`` in a text, and image parts without an image of their own, take the images of the column in order; so do
+    ``<image>`` in a text, and image parts that hold none, take the images of the column in order; so do
     videos.
 
     Args:

@@ -72,7 +72,10 @@ class VisionProcessor:
         for kind, token in self.placeholders.items():
             number = int(wrapped.tokenizer.convert_tokens_to_ids(token))
             if number == unknown or number < 0:
-                raise ModelError(f"the tokenizer has no token {token!r}, which stands for an {kind}", got=str(folder))
+                raise ModelError(
+                    f"the tokenizer has no token {token!r}, which stands for {'an' if kind == 'image' else 'a'} {kind}",
+                    got=str(folder),
+                )
             self.placeholder_ids[number] = kind
         of_images = getattr(wrapped.tokenizer, "image_token_id", None)
         self.image_token_ids = frozenset({*self.placeholder_ids, *(() if of_images is None else (int(of_images),))})

@@ -313,7 +313,7 @@ def _sampled(
 
 
 def _numbers(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rates as finite numbers above 0, counts as whole ones."""
+    """Rates as finite numbers above 0, counts as integers."""
     made: dict[str, Any] = {}
     for name, value in entry.items():
         try:
