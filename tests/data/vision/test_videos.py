@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.config.schema.sft import SFTDataConfig
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.data.tokenizer import hf_tokenizer
+from verl.data.vision import processor as processor_module
 from verl.data.vision.frames import FrameProcessor
 from verl.data.vision.images import ImageLimits
 from verl.data.vision.processor import load_processor
@@ -188,6 +190,33 @@ def test_expanded_ids_are_those_that_transformers_expands_in_text(tmp_path, fami
     assert processor.expand(processor.wrapped.tokenizer(text)["input_ids"], pieces) == expanded["input_ids"][0].tolist()
     for name, tensor in inputs.items():
         assert torch.equal(tensor, torch.as_tensor(expanded[name])), name
+
+
+@pytest.mark.parametrize("family", WITH_VIDEOS)
+def test_the_ids_of_a_video_are_computed_from_its_shape_without_pixels(tmp_path, family):
+    folder = vision_dir(tmp_path, family)
+    processor = load_processor(folder, hf_tokenizer(folder))
+    videos = [clip(9, 300, 500, fps=3.0), clip(9, 500, 300, fps=3.0), clip(4, 14, 100), clip(16, 1000, 1000)]
+    _, pieces = processor.process(videos[:3])
+    assert [processor.clip_piece(clip_shape(one)) for one in videos[:3]] == pieces["video"]
+    tracemalloc.start()
+    try:
+        processor.clip_piece(clip_shape(videos[3]))
+        assert tracemalloc.get_traced_memory()[1] < 16 * 1000 * 1000  # a third of its pixels
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_ids_of_the_newest_shapes_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(processor_module, "REMEMBERED", 2)
+    folder = vision_dir(tmp_path, "qwen2_vl")
+    processor = load_processor(folder, hf_tokenizer(folder))
+    first = processor.piece((56, 56))
+    assert processor.piece((56, 56)) is first
+    processor.clip_piece(((56, 84), (0, 1), 2.0, 2))
+    processor.piece((84, 84))
+    assert len(processor._pieces) == 2
+    assert processor.piece((56, 56)) == first and processor.piece((56, 56)) is not first
 
 
 @pytest.mark.parametrize(

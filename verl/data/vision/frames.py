@@ -62,13 +62,23 @@ class FrameProcessor:
         of_videos = nested if isinstance(nested, dict) else read_json(file.read_bytes()) if file.is_file() else None
         return cls(config.model_type, facts if of_videos is None else of_videos, of_images)
 
-    def __call__(self, videos: Sequence[np.ndarray], video_metadata: Any = None, **_: Any) -> dict[str, Any]:
-        """(frames, height, width, 3) uint8 of each video, as tensors by the names of transformers."""
+    def __call__(
+        self, videos: Sequence[np.ndarray], video_metadata: Any = None, device: str | None = None, **_: Any
+    ) -> dict[str, Any]:
+        """(frames, height, width, 3) uint8 of each video, as tensors by the names of transformers.
+
+        Args:
+            device: ``meta`` makes the grids alone: pixels are neither read nor computed.
+        """
         made, grids = [], []
         for video in videos:
-            frames = torch.from_numpy(np.ascontiguousarray(video)).permute(0, 3, 1, 2)
-            frames = F.interpolate(frames, self._target(*frames.shape), mode="bicubic", antialias=True)
-            scaled = (frames.float() - self.mean) / self.std
+            if device == "meta":
+                target = self._target(len(video), 3, *video.shape[1:3])
+                scaled = torch.empty(len(video), 3, *target, device=device)
+            else:
+                frames = torch.from_numpy(np.ascontiguousarray(video)).permute(0, 3, 1, 2)
+                frames = F.interpolate(frames, self._target(*frames.shape), mode="bicubic", antialias=True)
+                scaled = (frames.float() - self.mean) / self.std
             if self.is_tiled:
                 made.append(scaled)
                 continue

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from verl.config.machine.models import SEEN, TEXT_TOO
 from verl.config.schema.node import full_keys
 from verl.data.tokenizer import PROCESSOR_FILES, brief, source_of
 from verl.data.vision.frames import FrameProcessor
-from verl.data.vision.videos import ClipShape, VideoClip, clip_shape, describe_clip
+from verl.data.vision.videos import ClipShape, VideoClip, clip_shape
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError, suggest
 from verl.json_text import read_json
 
@@ -38,6 +38,10 @@ OF_IMAGES = ("image_processor_type", "image_processor", "processor_class", "imag
 """What a processor's files have if it takes images; those for sounds alone have none of it."""
 OWN_SIZES = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 """Arguments that are applied before the processor, so that samplers get the same pictures (`VideoLimits`)."""
+
+
+REMEMBERED = 256
+"""Sizes of images and shapes of videos whose ids are kept: one of a long video has 100,000 ids."""
 
 
 class VisionProcessor:
@@ -115,24 +119,24 @@ class VisionProcessor:
         for one in media:
             kind = "image" if isinstance(one, Image.Image) else "video"
             place = f"{where}, {kind} {len(pieces[kind])}"
-            inputs, ids = self._one(one, place) if isinstance(one, Image.Image) else self._clip(one, place)
+            if isinstance(one, Image.Image):
+                inputs, ids = self._one(one, place)
+            else:
+                frames = np.stack([np.asarray(frame.convert("RGB")) for frame in one["frames"]])
+                inputs, ids = self._clip(clip_shape(one), frames, place)
             made.append(inputs)
             pieces[kind].append(ids)
         return join_inputs(made), pieces
 
     def piece(self, size: tuple[int, int], where: str = "images") -> list[int]:
         """The ids that stand for an image of this (width, height): they depend on nothing else."""
-        if size not in self._pieces:
-            self._pieces[size] = self._one(Image.new("RGB", size), where)[1]
-        return self._pieces[size]
+        return self._remembered(size, lambda: self._one(Image.new("RGB", size), where)[1])
 
     def clip_piece(self, shape: ClipShape, where: str = "videos") -> list[int]:
         """The ids that stand for a video of this shape: they depend on nothing else."""
-        if shape not in self._pieces:
-            size, indices, fps, total = shape
-            blank = [Image.new("RGB", size)] * len(indices)
-            self._pieces[shape] = self._clip(VideoClip(frames=blank, indices=indices, fps=fps, total=total), where)[1]
-        return self._pieces[shape]
+        (width, height), indices = shape[:2]
+        blank = np.broadcast_to(np.uint8(0), (len(indices), height, width, 3))  # of one byte
+        return self._remembered(shape, lambda: self._clip(shape, blank, where, "meta")[1])
 
     def pieces(self, images: Sequence[Image.Image], videos: Sequence[VideoClip] = ()) -> Pieces:
         """Of each image and video, the ids that stand for it."""
@@ -208,17 +212,31 @@ class VisionProcessor:
             "image", f"{image.width} x {image.height}", where, images=[image], images_kwargs=dict(self.call)
         )
 
-    def _clip(self, clip: VideoClip, where: str) -> tuple[Inputs, list[int]]:
+    def _remembered(self, key: Hashable, make: Callable[[], list[int]]) -> list[int]:
+        ids = self._pieces.get(key)
+        if ids is None:
+            ids = make()
+            while len(self._pieces) >= REMEMBERED:
+                self._pieces.pop(next(iter(self._pieces)), None)  # the oldest
+            self._pieces[key] = ids
+        return ids
+
+    def _clip(
+        self, shape: ClipShape, frames: np.ndarray, where: str, device: str | None = None
+    ) -> tuple[Inputs, list[int]]:
+        """Inputs and ids of a video; of ``device="meta"``, the ids alone are of use."""
         self.check_videos(where)
         from transformers.video_utils import VideoMetadata
 
-        (width, height), indices, fps, total = clip_shape(clip)
+        (width, height), indices, fps, total = shape
         about = VideoMetadata(total, fps, width, height, total / fps, frames_indices=list(indices))
-        options = {"video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
+        options: dict[str, Any] = {"video_metadata": [about], "do_sample_frames": False, "return_metadata": True}
         if "cap_pixels_per_frame" in _argument_names(self.wrapped.video_processor):
             options["cap_pixels_per_frame"] = False
-        frames = np.stack([np.asarray(frame.convert("RGB")) for frame in clip["frames"]])
-        return self._call("video", describe_clip(clip), where, videos=[frames], videos_kwargs=options)
+        if device is not None and isinstance(self.wrapped.video_processor, FrameProcessor):
+            options["device"] = device
+        size = f"video {len(indices)}x{width}x{height}"
+        return self._call("video", size, where, videos=[frames], videos_kwargs=options)
 
     def _call(self, kind: str, size: str, where: str, **media: Any) -> tuple[Inputs, list[int]]:
         try:
