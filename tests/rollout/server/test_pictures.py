@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import threading
 from dataclasses import replace
 
@@ -144,6 +145,18 @@ def test_images_that_have_no_encoding_are_refused_by_name(seeing_model, jobs):
     odd = replace(jobs[0], images=[object()], multi_modal_inputs=None)
     (said,), _ = through_a_host(Seer(), seeing_model(), [odd])
     assert isinstance(said, RolloutError) and "images cannot be sent: values of type builtins.object" in str(said)
+
+
+def test_images_too_large_for_a_host_are_refused_before_they_are_sent(seeing_model, jobs, monkeypatch):
+    request = replace(jobs[0], images=pictures([(56, 84)] * 3))
+    body = json.dumps({"pictures": "x" * 32, **module.pack(request, ["images"])}).encode()
+    monkeypatch.setattr(module, "MOST_BYTES", len(body) + module.ENVELOPE)
+    module.pack(request, ["images"])
+    monkeypatch.setattr(module, "MOST_BYTES", len(body) - 1)
+    (said,), host = through_a_host(Seer(), seeing_model(), [request])
+    assert isinstance(said, RolloutError) and host.shown == []
+    for words in (f"request {request.id}", f"{len(body) - 1} bytes", "max_frames", "data.mm_processor_kwargs"):
+        assert words in str(said)
 
 
 def test_a_video_arrives_at_a_host_as_it_was_sent(seeing_model, jobs):

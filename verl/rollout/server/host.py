@@ -35,7 +35,7 @@ from verl.registry import SAMPLERS
 from verl.rollout.base import Sampler
 from verl.rollout.hosted import WeightIntake
 from verl.rollout.server import own
-from verl.rollout.server.pictures import LACKS, NAME, PictureStore
+from verl.rollout.server.pictures import LACKS, MOST_BYTES, NAME, PictureStore
 from verl.rollout.server.process import ANNOUNCE, END_WITH_STDIN, KEY, TRANSPORT
 from verl.rollout.server.weights import version_of
 from verl.rollout.threaded import threaded
@@ -46,8 +46,8 @@ from verl.weight_sync import chunk_weights
 BUCKET_BYTES = 256 << 20
 LISTENING = "listening on "
 EVERYWHERE = ("0.0.0.0", "::")
-BODIES = {own.SHOW: 256 << 20}
-"""A prompt's images fit: 24 bytes for each pixel as the model's processor makes them, and a third more in JSON."""
+BODIES = {own.SHOW: MOST_BYTES}
+"""Clients refuse larger images before they send them."""
 
 
 class Host:

@@ -37,6 +37,12 @@ REMEMBERED = 64
 KEPT_BYTES = 2 << 30
 """Images that a host keeps; requests in flight hold theirs besides."""
 ATTEMPTS = 8
+ENVELOPE = 128
+"""Bytes of a transfer in JSON around its content and blobs, at most."""
+MOST_BYTES = 256 << 20
+"""Of a prompt's images and videos in JSON. As the processors of the Qwen family make them, a pixel of an image takes 32
+bytes, and a pixel of each frame of a video 16: 8.4 million pixels of images, or 58 frames of 640 x 448.
+"""
 
 
 class ByIdentity(Generic[T]):
@@ -104,7 +110,7 @@ def pack(request: Request, fields: Sequence[str]) -> dict[str, Any]:
         fields: those of `PICTURE_FIELDS` that the engine reads; all, where the request has none of these.
 
     Raises:
-        RolloutError: an image has no encoding.
+        RolloutError: an image has no encoding, or they are more than `MOST_BYTES`.
     """
     encoder, key = Encoder(images="raw"), f"request {request.id}"
     values = {name: getattr(request, name) for name in PICTURE_FIELDS if getattr(request, name)}
@@ -113,7 +119,17 @@ def pack(request: Request, fields: Sequence[str]) -> dict[str, Any]:
         content = encoder.encode({n: dict(v) if isinstance(v, Mapping) else list(v) for n, v in values.items()})
     except Refused as refused:
         raise RolloutError(f"images cannot be sent: {refused.reason}", key=key + refused.path) from refused
-    return {"content": json.dumps(content), "blobs": [base64.b64encode(blob.data).decode() for blob in encoder.blobs()]}
+    text, blobs = json.dumps(content), list(encoder.blobs())
+    size = len(json.dumps(text)) + sum(4 * -(-blob.nbytes // 3) + 4 for blob in blobs) + ENVELOPE
+    if size > MOST_BYTES:
+        raise RolloutError(
+            "the images and videos of one prompt are too large to be sent to a host",
+            key=key,
+            got=f"{size} bytes",
+            allowed=f"{MOST_BYTES} bytes",
+            fix="Set max_pixels, or max_frames for videos, lower in data.mm_processor_kwargs.",
+        )
+    return {"content": text, "blobs": [base64.b64encode(blob.data).decode() for blob in blobs]}
 
 
 def unpack(payload: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
