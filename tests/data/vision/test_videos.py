@@ -74,6 +74,13 @@ def test_frames_are_drawn_at_equal_distances_by_rate_or_number(entry, shown):
     assert clip_shape(made) == open_video({"bytes": animation(), **entry}, "row 0", LIMITS, step=2)
 
 
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+@pytest.mark.parametrize("milliseconds", [50, 250])
+def test_the_rate_of_an_animation_is_that_of_its_file(kind, milliseconds):
+    content = animation(milliseconds=milliseconds, kind=kind)
+    assert open_video(content, "row 0", LIMITS)[2] == load_video(content, "row 0", LIMITS)["fps"] == 1000 / milliseconds
+
+
 def test_every_form_of_a_video_gives_the_same_frames(tmp_path):
     import base64
 

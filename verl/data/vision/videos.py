@@ -261,7 +261,11 @@ def _of_file(source: io.BytesIO | Path, where: str, limits: ImageLimits, named: 
     if not kinds:
         content = source if isinstance(source, Path) else source.getvalue()
         image = open_image(content, where, limits, ANIMATIONS, "a video, or damaged at its beginning")
-        total = int(getattr(image, "n_frames", 1))
+        try:
+            total = int(getattr(image, "n_frames", 1))
+            image.load()  # of a WebP, the rate is known only then
+        except (OSError, ValueError, SyntaxError, EOFError, IndexError) as failure:
+            raise DataError(f"the video is damaged: {failure}", key=where, got=named) from failure
         return Animation(where, limits, total, 1000 / (image.info.get("duration") or 100), image.size, image)
     if importlib.util.find_spec("av") is None:
         fix = "pip install av, or give the frames of the video as a list of images."
