@@ -88,7 +88,12 @@ def test_every_form_of_a_video_gives_the_same_frames(tmp_path):
     file.write_bytes(animation())
     url = "data:image/webp;base64," + base64.b64encode(animation()).decode()
     forms = [animation(), str(file), file, f"file://{file}", url, {"path": str(file)}, {"video": str(file)}]
-    for form in [*forms, {"type": "video_url", "video_url": {"url": url}}, {"bytes": animation(), "path": None}]:
+    for form in [
+        *forms,
+        {"video": file},
+        {"type": "video_url", "video_url": {"url": url}},
+        {"bytes": animation(), "path": None},
+    ]:
         assert reds(load_video(form, "row 0", LIMITS)) == [0, 60, 120, 180]
 
 
@@ -113,6 +118,10 @@ def test_frames_are_scaled_to_the_limits_on_pixels():
         ("absent.mp4", r"row 0, video 1: no such video. Got 'absent.mp4'"),
         ({"path": None}, "not a video"),
         ([], "a video without frames"),
+        ({"video": []}, "row 0, video 1: a video without frames"),
+        ({"video": 5}, "row 0, video 1: not a video. Got 'int'"),
+        ({"video": Image.new("RGB", (56, 56))}, "row 0, video 1: not a video. Got 'Image'"),
+        ({"video": ""}, "row 0, video 1: not a video"),
         (b"#EXTM3U\nhttp://example.com/a.ts\n", "not a video, or damaged at its beginning"),
         (b"", "not a video, or damaged"),
         ("https://example.com/a.mp4", "videos are not fetched from the network"),
@@ -327,6 +336,8 @@ def test_markers_and_videos_that_do_not_match_name_file_and_row(tmp_path, seeing
 def test_a_missing_file_and_too_many_frames_name_file_and_row(tmp_path, seeing_tokenizer, processor):
     with pytest.raises(DataError, match=r"rows\.parquet, row 0, video 0: no such video. Got 'absent.mp4'"):
         prompts(tmp_path, seeing_tokenizer, processor, [shown_video(["absent.mp4"])])
+    with pytest.raises(DataError, match=r"rows\.parquet, row 0, video 0: not a video. Got 'int'"):
+        prompts(tmp_path, seeing_tokenizer, processor, [shown_video([{"video": 5}])])
     with pytest.raises(DataError, match=r"row 0, video 0: the video has 5 frames, more than data.max_video_frames=4"):
         prompts(tmp_path, seeing_tokenizer, processor, [shown_video([frame_files(5)])], max_video_frames=4)
 

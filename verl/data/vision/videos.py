@@ -232,7 +232,9 @@ def _source(value: Any, where: str, limits: VideoLimits) -> tuple[dict[str, Any]
     while isinstance(value, Mapping):
         entry |= {name: inner for name, inner in value.items() if inner is not None}
         named = [entry.pop(name, None) for name in VIDEO_NAMES]
-        value = next((one for one in named if one is not None and len(one)), None)
+        value = next(
+            (one for one in named if one is not None and not (isinstance(one, (str, bytes)) and not one)), None
+        )
     entry.pop("type", None)
     strange = sorted(set(entry) - set(ENTRY))
     if strange:
