@@ -151,18 +151,25 @@ def test_a_file_that_ends_early_names_the_frame():
         load_video(content[: len(content) // 2] + bytes(len(content) // 2), "row 0", LIMITS)
 
 
-def film(count: int = 10, fps: int = 5) -> bytes:
-    """A film whose frame k has about the red value 20 k; needs PyAV."""
+def film(count: int = 10, fps: int = 5, kind: str = "mp4", sound: int = 0) -> bytes:
+    """A film whose frame k has about the red value 20 k, with this many seconds of silence; needs PyAV."""
     import av
 
     out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
+    with av.open(out, "w", format=kind) as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        silent = container.add_stream("aac", rate=16000) if sound else None
         for number in range(count):
             image = Image.new("RGB", (64, 64), (20 * number, 0, 0))
             container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode(None))
+        for start in range(0, 16000 * sound, 1000):
+            samples = av.AudioFrame.from_ndarray(np.zeros((1, 1000), np.float32), format="fltp", layout="mono")
+            samples.sample_rate, samples.pts = 16000, start
+            container.mux(silent.encode(samples))
+        if silent:
+            container.mux(silent.encode(None))
     return out.getvalue()
 
 
@@ -177,6 +184,13 @@ def test_a_film_is_read_at_its_rate_and_a_damaged_one_is_refused(tmp_path):
         load_video(film()[:200], "row 0", LIMITS)
     with pytest.raises(DataError, match=r"row 0: a frame has 64 x 64 pixels, more than data.max_image_pixels=100"):
         load_video(film(), "row 0", replace(LIMITS, images=ImageLimits(decoded=100)))
+
+
+@pytest.mark.skipif(not HAS_AV, reason="PyAV is not installed")
+@pytest.mark.parametrize("kind", ["mp4", "matroska"])
+def test_a_film_whose_sound_is_longer_has_the_frames_of_its_pictures(kind):
+    made = load_video({"bytes": film(kind=kind, sound=4), "nframes": 2}, "row 0", LIMITS)
+    assert list(made["indices"]) == [0, 9] and made["total"] == 10
 
 
 @pytest.mark.skipif(HAS_AV, reason="PyAV is installed")

@@ -11,11 +11,12 @@ import contextlib
 import importlib.util
 import io
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 from PIL import Image
@@ -33,6 +34,9 @@ from verl.data.vision.images import (
     upright_size,
 )
 from verl.errors import DataError, NotBuiltError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
 
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 CONTAINERS = {b"ftyp": (4, "mp4"), b"\x1a\x45\xdf\xa3": (0, "matroska"), b"AVI ": (8, "avi")}
@@ -197,7 +201,7 @@ class Animation(VideoSource):
 class DecodedFile(VideoSource):
     """A file that PyAV reads."""
 
-    container: Any
+    container: InputContainer
 
     def read(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         from av.error import FFmpegError
@@ -275,10 +279,10 @@ def _of_file(source: io.BytesIO | Path, where: str, limits: ImageLimits, named: 
     import av
 
     try:
-        container = av.open(f"file:{source}" if isinstance(source, Path) else source, format=kinds[0])
+        container = av.open(f"file:{source}" if isinstance(source, Path) else source, "r", format=kinds[0])
         stream = container.streams.video[0]
         fps = float(stream.average_rate or 0)
-        total = stream.frames or int((container.duration or 0) / av.time_base * fps)
+        total = stream.frames or int(_seconds(container) * fps)
         size = stream.codec_context.width, stream.codec_context.height
     except (av.error.FFmpegError, IndexError, ValueError) as failure:
         raise DataError(f"the video cannot be read: {failure}", key=where, got=named) from failure
@@ -288,6 +292,21 @@ def _of_file(source: io.BytesIO | Path, where: str, limits: ImageLimits, named: 
         fault = f"a frame has {size[0]} x {size[1]} pixels, more than data.max_image_pixels={limits.decoded}"
         raise DataError(fault, key=where, got=named)
     return DecodedFile(where, limits, total, fps, size, container)
+
+
+def _seconds(container: InputContainer) -> float:
+    """Of the pictures: sound may be longer, so the duration of the container comes last."""
+    import av
+
+    stream = container.streams.video[0]
+    unit = float(stream.time_base or 0)
+    if stream.duration is not None:
+        return stream.duration * unit
+    end = re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", ""))  # Matroska has a tag
+    if end is None:
+        return (container.duration or 0) / av.time_base
+    hours, minutes, seconds = map(float, end.groups())
+    return 3600 * hours + 60 * minutes + seconds - (stream.start_time or 0) * unit
 
 
 def _sampled(
