@@ -7,6 +7,7 @@ import io
 import json
 import tracemalloc
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import MultiTurnSFTDataset
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision import processor as processor_module
+from verl.data.vision import videos as module
 from verl.data.vision.frames import FrameProcessor
 from verl.data.vision.images import ImageLimits
 from verl.data.vision.processor import load_processor
@@ -151,6 +153,13 @@ def test_a_file_that_ends_early_names_the_frame():
         load_video(content[: len(content) // 2] + bytes(len(content) // 2), "row 0", LIMITS)
 
 
+def test_frames_that_are_decoded_are_bounded_whether_shown_or_not(monkeypatch):
+    monkeypatch.setattr(module, "MOST_DECODED", 10 * 56 * 56)
+    assert open_video({"bytes": animation(10), "nframes": 2}, "row 0", LIMITS)[3] == 10
+    with pytest.raises(DataError, match="row 0: 11 frames of 56 x 56 pixels in a file are more than 31,360 together"):
+        open_video({"bytes": animation(11), "nframes": 2}, "row 0", LIMITS)
+
+
 def film(count: int = 10, fps: int = 5, kind: str = "mp4", sound: int = 0) -> bytes:
     """A film whose frame k has about the red value 20 k, with this many seconds of silence; needs PyAV."""
     import av
@@ -173,6 +182,27 @@ def film(count: int = 10, fps: int = 5, kind: str = "mp4", sound: int = 0) -> by
     return out.getvalue()
 
 
+def film_that_grows() -> bytes:
+    """Four frames of 64 x 64 pixels, then four of 256 x 256; the header says 64 x 64. Needs PyAV."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        stream = container.add_stream("mjpeg", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuvj420p"
+        larger = av.CodecContext.create("mjpeg", "w")
+        larger.width, larger.height, larger.pix_fmt = 256, 256, "yuvj420p"
+        larger.time_base = Fraction(1, 5)
+        for number in range(8):
+            encoder, edge = (stream, 64) if number < 4 else (larger, 256)
+            frame = av.VideoFrame.from_image(Image.new("RGB", (edge, edge))).reformat(format="yuvj420p")
+            frame.pts, frame.time_base = number, Fraction(1, 5)
+            for packet in encoder.encode(frame):
+                packet.stream = stream
+                container.mux(packet)
+    return out.getvalue()
+
+
 @pytest.mark.skipif(not HAS_AV, reason="PyAV is not installed")
 def test_a_film_is_read_at_its_rate_and_a_damaged_one_is_refused(tmp_path):
     (tmp_path / "red.mp4").write_bytes(film())
@@ -191,6 +221,16 @@ def test_a_film_is_read_at_its_rate_and_a_damaged_one_is_refused(tmp_path):
 def test_a_film_whose_sound_is_longer_has_the_frames_of_its_pictures(kind):
     made = load_video({"bytes": film(kind=kind, sound=4), "nframes": 2}, "row 0", LIMITS)
     assert list(made["indices"]) == [0, 9] and made["total"] == 10
+
+
+@pytest.mark.skipif(not HAS_AV, reason="PyAV is not installed")
+def test_frames_of_a_film_that_are_larger_than_its_header_says_are_refused(monkeypatch):
+    assert len(load_video(film_that_grows(), "row 0", LIMITS)["frames"]) == 4
+    with pytest.raises(DataError, match=r"row 0: a frame has 256 x 256 pixels, more than data.max_image_pixels=20000"):
+        load_video(film_that_grows(), "row 0", replace(LIMITS, images=ImageLimits(decoded=20000)))
+    monkeypatch.setattr(module, "MOST_DECODED", 9 * 64 * 64)
+    with pytest.raises(DataError, match="row 0: 10 frames of 64 x 64 pixels in a file are more than 36,864 together"):
+        open_video(film(), "row 0", LIMITS)
 
 
 @pytest.mark.skipif(HAS_AV, reason="PyAV is installed")

@@ -46,6 +46,10 @@ ENTRY = (*SAMPLING, "sample_fps", "min_pixels", "max_pixels")
 """What an entry says besides where its video is; the names of qwen-vl-utils, which upstream's rows use."""
 FPS, FEWEST, MOST = 2.0, 4, 768
 """Frames per second, and fewest and most frames of a video, where nothing says otherwise: those of qwen-vl-utils."""
+MOST_DECODED = 10_000_000_000
+"""Pixels of all frames of a file: those between the frames that are shown are decoded, too, at about 100 million pixels
+per second. Six minutes of 1280 x 720 at 30 frames per second have as many.
+"""
 
 
 class VideoClip(TypedDict):
@@ -209,6 +213,8 @@ class DecodedFile(VideoSource):
         shown_ones = set(indices)
         with self.container, contextlib.suppress(FFmpegError):
             for number, frame in zip(range(indices[-1] + 1), self.container.decode(video=0)):
+                if frame.width * frame.height > self.limits.decoded:
+                    raise _too_large(self.where, (frame.width, frame.height), self.limits)
                 if number in shown_ones:
                     yield frame.to_image()
 
@@ -272,6 +278,7 @@ def _of_file(source: io.BytesIO | Path, where: str, limits: ImageLimits, named: 
             image.load()  # of a WebP, the rate is known only then
         except (OSError, ValueError, SyntaxError, EOFError, IndexError) as failure:
             raise DataError(f"the video is damaged: {failure}", key=where, got=named) from failure
+        _check_total(total, image.size, where, named)
         return Animation(where, limits, total, 1000 / (image.info.get("duration") or 100), image.size, image)
     if importlib.util.find_spec("av") is None:
         fix = "pip install av, or give the frames of the video as a list of images."
@@ -289,8 +296,8 @@ def _of_file(source: io.BytesIO | Path, where: str, limits: ImageLimits, named: 
     if total < 1 or fps <= 0 or min(size) < 1:
         raise DataError("a video without frames, or of unknown rate", key=where, got=named)
     if size[0] * size[1] > limits.decoded:
-        fault = f"a frame has {size[0]} x {size[1]} pixels, more than data.max_image_pixels={limits.decoded}"
-        raise DataError(fault, key=where, got=named)
+        raise _too_large(where, size, limits)
+    _check_total(total, size, where, named)
     return DecodedFile(where, limits, total, fps, size, container)
 
 
@@ -307,6 +314,17 @@ def _seconds(container: InputContainer) -> float:
         return (container.duration or 0) / av.time_base
     hours, minutes, seconds = map(float, end.groups())
     return 3600 * hours + 60 * minutes + seconds - (stream.start_time or 0) * unit
+
+
+def _check_total(total: int, size: tuple[int, int], where: str, named: str) -> None:
+    if total * size[0] * size[1] > MOST_DECODED:
+        fault = f"{total} frames of {size[0]} x {size[1]} pixels in a file are more than {MOST_DECODED:,} together"
+        raise DataError(fault, key=where, got=named, fix="Cut the video, or store it with smaller or fewer frames.")
+
+
+def _too_large(where: str, size: tuple[int, int], limits: ImageLimits) -> DataError:
+    fault = f"a frame has {size[0]} x {size[1]} pixels, more than data.max_image_pixels={limits.decoded}"
+    return DataError(fault, key=where, fix="Store smaller frames, or set data.max_image_pixels higher.")
 
 
 def _sampled(
