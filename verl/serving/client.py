@@ -42,6 +42,10 @@ class WireError(Exception):
     """The other side does not speak HTTP, stopped in the middle, or is not who it should be."""
 
 
+class ServerBusyError(WireError):
+    """A 503 that nobody signed: the server is over its limit of connections, or another program has its address."""
+
+
 @dataclass
 class Reply:
     """What a server answered.
@@ -122,7 +126,7 @@ class Client:
         """Whether the server knows a key, which is not sent to it; False if it has no answer to that.
 
         Raises:
-            WireError: it claims to, and does not. As `ask` besides.
+            WireError: it claims to, and does not, or it is busy. As `ask` besides.
         """
         async with asyncio.timeout(timeout):
             return await self._run_of_server(key) is not None
@@ -144,6 +148,7 @@ class Client:
                 reply = await self._exchange(method, target, headers, body)
                 proof = secret.of_answer(key, nonce, reply.status, reply.body)
                 if not secret.same(reply.headers.get(secret.PROOF, ""), proof):
+                    _check_busy(reply)
                     raise WireError("the answer is not from a server that knows the key")
             except (OSError, WireError):
                 pool.run = None  # another program may come to the address
@@ -162,6 +167,7 @@ class Client:
         nonce = secret.new_nonce()
         plain = {name: value for name, value in self._headers.items() if name != "authorization"}
         reply = await self._exchange("GET", secret.PATH, {**plain, secret.NONCE: nonce}, b"")
+        _check_busy(reply)
         if reply.status != 200:
             return None
         claim = reply.json()
@@ -216,6 +222,12 @@ class Client:
         ) as session:
             while True:
                 yield session
+
+
+def _check_busy(reply: Reply) -> None:
+    """Raise for an unsigned 503, of which nothing but the status is used."""
+    if reply.status == 503:
+        raise ServerBusyError("the server has as many connections as it takes (503)")
 
 
 def _check_owner(path: str) -> None:

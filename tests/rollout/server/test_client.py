@@ -8,10 +8,12 @@ import gc
 import pytest
 
 from tests.harness.servers import Hangup, completion, raw, serving
+from tests.harness.waiting import wait_until
 from verl.errors import RolloutError
 from verl.rollout.lost import EngineBusyError, EngineLostError
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, checked_json
-from verl.serving.client import Client, Reply, WireError
+from verl.serving import HttpResponse, Server, ServerLimits
+from verl.serving.client import Client, Reply, ServerBusyError, WireError
 
 
 class Clock:
@@ -19,6 +21,10 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+async def echo(request):
+    return HttpResponse(request.json())
 
 
 @pytest.fixture
@@ -114,6 +120,42 @@ def test_who_makes_one_attempt_only_does_not_wait_for_an_open_breaker(pauses):
 def test_these_answers_are_asked_again(status):
     with pytest.raises(EngineLostError, match=f"there answered {status}: ill"):
         checked_json(Reply(status, {}, b'{"error": {"message": "ill"}}'), "there")
+
+
+def test_a_server_with_too_many_connections_is_busy_and_no_impostor():
+    async def run():
+        limits = ServerLimits(connections=2)
+        here = Server({("POST", "/a"): echo}, lambda token: token == "k" or None, limits, key="k")
+        await here.start()
+        try:
+            known, new = (HttpClient(here.address, key="k") for _ in range(2))
+            await known.ask("POST", "/a", {})  # its connection stays open
+            lines = [await asyncio.open_connection("127.0.0.1", here.port) for _ in range(2)]
+            await asyncio.to_thread(wait_until, lambda: len(here.connections) == 3)
+            for work in (known.ask("POST", "/a", {}), new.ask("POST", "/a", {}), new.proves("k")):
+                with pytest.raises(EngineBusyError, match="as many connections as it takes"):
+                    await work
+            for _, writer in lines:
+                writer.close()
+            await asyncio.to_thread(wait_until, lambda: not here.connections)
+            return [(await client.ask("POST", "/a", {"n": 1})).json() for client in (known, new)]
+        finally:
+            await here.close()
+
+    assert asyncio.run(run()) == [{"n": 1}] * 2
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, ServerBusyError), (200, WireError), (429, WireError)])
+def test_nothing_but_the_503_of_an_unsigned_answer_is_used(status, kind):
+    async def run(server):
+        client = Client(server.url, key="k")
+        client._pool().run = "r"  # as if the server had proved its key
+        with pytest.raises(WireError) as caught:
+            await client.ask("POST", "/a", {})
+        assert type(caught.value) is kind and "ill" not in str(caught.value) and client._pool().run is None
+
+    with serving({"/a": raw(status, {"error": "ill"}, **{"retry-after": "9999"})}) as server:
+        asyncio.run(run(server))
 
 
 def test_the_seconds_that_a_busy_server_asks_for_are_read():

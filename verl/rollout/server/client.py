@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from verl.errors import RolloutError
 from verl.json_text import Json
 from verl.rollout.lost import EngineBusyError, EngineLostError
-from verl.serving.client import Client, Reply, WireError
+from verl.serving.client import Client, Reply, ServerBusyError, WireError
 
 T = TypeVar("T")
 BUSY = (408, 425, 429, 502, 503, 504)
@@ -26,7 +26,7 @@ class HttpClient(Client):
         """One attempt.
 
         Raises:
-            EngineLostError: no answer, or none in time.
+            EngineBusyError: the server has too many connections. EngineLostError: no answer, or none in time.
         """
         return await self._heard(super().ask(method, path, payload, timeout), path, timeout)
 
@@ -44,7 +44,8 @@ class HttpClient(Client):
         except TimeoutError as error:
             raise EngineLostError(f"{self.url}{path} did not answer within {timeout:g} s") from error
         except (OSError, WireError) as error:
-            raise EngineLostError(f"{self.url}{path} is not answering: {error or type(error).__name__}") from error
+            kind = EngineBusyError if isinstance(error, ServerBusyError) else EngineLostError
+            raise kind(f"{self.url}{path} is not answering: {error or type(error).__name__}") from error
 
 
 class Breaker:
