@@ -224,12 +224,20 @@ def test_the_number_of_connections_follows_what_the_process_may_open(monkeypatch
     assert ServerLimits().most == 512 and ServerLimits(connections=7).most == 7
 
 
-def test_a_client_that_leaves_its_answer_unread_is_dropped():
+async def one_long_event():
+    yield b"x" * (32 << 20)
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda: HttpResponse("x" * (32 << 20)), lambda: HttpResponse(events=one_long_event())]
+)
+def test_a_client_that_leaves_its_answer_unread_is_dropped(answer):
+    """In the middle of it, and when nothing but its end is left to send."""
     begun = threading.Event()
 
-    async def long(asked):
+    async def long(request):
         begun.set()
-        return HttpResponse("x" * (32 << 20))
+        return answer()
 
     async def run():
         here = Server({("POST", "/a"): long}, authorize=lambda token: True, limits=ServerLimits(write_seconds=0.3))

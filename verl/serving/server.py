@@ -338,19 +338,23 @@ class _Endpoint:
             proof = self.server.proof(request, answered.status, body)
             parts, headers = _parts(body), {"content-type": JSON, "content-length": str(len(body)), **proof}
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": answered.status, "headers": head})
+
+        async def write(**message: object) -> None:
+            async with asyncio.timeout(self.server.limits.write_seconds):
+                await send(message)
+
         try:
+            await write(type="http.response.start", status=answered.status, headers=head)
             async for part in parts:
                 if gone.done():
                     return False
-                async with asyncio.timeout(self.server.limits.write_seconds):
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await write(type="http.response.body", body=part, more_body=True)
+            if gone.done():
+                return False
+            await write(type="http.response.body", body=b"", more_body=False)
         except TimeoutError:  # the client leaves its answer unread
             self.server.drop(request.scope["client"])
             return False
-        if gone.done():
-            return False
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True
 
 
