@@ -15,8 +15,9 @@ from tests.harness.open_files import ends, is_there
 from tests.rewards.files import reward_file, samples
 from verl.metrics import notices
 from verl.rewards import Scorer, ScoringLimits, load_reward_function, wire
-from verl.rewards.runners.process import Child, ProcessRunner, _portions, _room
+from verl.rewards.runners.process import TOO_LONG, Child, ProcessRunner, _portions, _room
 from verl.rewards.samples import RewardFailure
+from verl.sandbox import frames
 
 CODE = """
     import contextlib, os, pathlib, time
@@ -184,6 +185,13 @@ def test_calls_and_answers_that_are_larger_than_a_pipe_do_not_block_each_other(f
     assert answers == ["y" * 50_000] * 12
 
 
+def test_a_call_that_is_too_long_to_send_fails_alone(make, tmp_path, monkeypatch):
+    child = make()
+    monkeypatch.setattr(frames, "MAX_REQUEST", 10_000)
+    assert ask(child, "a", "x" * 20_000, "b") == ["a", TOO_LONG.message, "b"]
+    assert began(tmp_path) == ["a", "b"] and child._process is not None
+
+
 def test_half_of_a_pipe_is_filled_and_of_the_smallest_one_where_its_size_is_unknown(monkeypatch):
     reader, writer = os.pipe()
     with open(reader, "rb"), open(writer, "wb") as pipe:
@@ -193,8 +201,8 @@ def test_half_of_a_pipe_is_filled_and_of_the_smallest_one_where_its_size_is_unkn
 
 
 def test_frames_are_written_together_as_far_as_there_is_room():
-    frames = [b"a" * 4, b"b" * 6, b"c", b"d" * 30, b"e"]
-    assert list(_portions(frames, 10)) == [frames[:2], frames[2:3], frames[3:4], frames[4:]]
+    packed = [b"a" * 4, b"b" * 6, b"c", b"d" * 30, b"e"]
+    assert list(_portions(packed, 10)) == [packed[:2], packed[2:3], packed[3:4], packed[4:]]
 
 
 def test_closing_amid_several_calls_answers_the_one_that_runs_and_leaves_the_others(make, tmp_path):

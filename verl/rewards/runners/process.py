@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -41,6 +41,9 @@ MOST_KILLS = 3
 """Processes that are killed from outside over one call, before the call has failed."""
 SMALLEST_PIPE = 16 << 10
 NONE_YET = object()
+TOO_LONG = RewardFailure(
+    "refused", f"the samples of a call have more than the {frames.MAX_REQUEST >> 20} MiB of a message"
+)
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
 
 
@@ -214,11 +217,11 @@ class Child:
             yield RewardFailure("died", "the reward function was closed")
             return
         try:
-            for portion in _portions([frames.pack(message) for message in messages], _room(process.stdin)):
+            for portion in _portions(map(_packed, messages), _room(process.stdin)):
                 process.stdin.write(b"".join(portion))
                 process.stdin.flush()
-                for _ in portion:
-                    yield self._receive(process, time.monotonic() + timeout)
+                for frame in portion:
+                    yield self._receive(process, time.monotonic() + timeout) if frame else TOO_LONG
         except TimeoutError:
             self._end()
             yield too_slow(timeout, "and was stopped")
@@ -292,7 +295,15 @@ def _room(pipe: IO[bytes]) -> int:
     return (SMALLEST_PIPE if asks is None else int(fcntl.fcntl(pipe, asks))) // 2
 
 
-def _portions(frames: Sequence[bytes], room: int) -> Iterator[list[bytes]]:
+def _packed(message: object) -> bytes:
+    """Its frame; empty where it would be too long."""
+    try:
+        return frames.pack(message)
+    except ValueError:
+        return b""
+
+
+def _portions(frames: Iterable[bytes], room: int) -> Iterator[list[bytes]]:
     """Frames to write at once: up to ``room`` bytes, or one of any size.
 
     Several must not fill the pipe: a child that waits until its answer is read does not read further calls.
