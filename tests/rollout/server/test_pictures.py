@@ -31,7 +31,7 @@ from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own
 from verl.rollout.server import pictures as module
 from verl.rollout.server.host import Host
-from verl.rollout.server.openai import GENERATE
+from verl.rollout.server.openai import GENERATE, VLLMDialect
 from verl.rollout.server.pictures import png_url
 from verl.rollout.server.sampler import ServerSampler
 from verl.rollout.threaded import threaded
@@ -337,6 +337,42 @@ def test_images_become_png_outside_the_event_loop_and_once(seeing_model, seen, m
         assert len(server.payloads(GENERATE)) == 3
     assert [id(image) for _, image in encoded] == [id(image) for image in first.images]
     assert threading.main_thread() not in [thread for thread, _ in encoded]
+
+
+class OddImage:
+    """Fails to be written once, in the middle of it."""
+
+    def __init__(self):
+        self.begun, self.may_fail = threading.Event(), threading.Event()
+
+    def save(self, file, *_, **__):
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.may_fail.wait(60)
+            raise OSError("no memory")
+        Image.new("RGB", (2, 3)).save(file, "PNG")
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_encoding_that_failed_or_was_cancelled_is_made_again(is_cancelled):
+    image = OddImage()
+    request = Request("a", (5,), SamplingParams(), images=[image])
+
+    async def run():
+        dialect = VLLMDialect(None, "m", None)
+        first = asyncio.ensure_future(dialect.image_urls(request))
+        await asyncio.to_thread(image.begun.wait, 60)
+        if is_cancelled:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+        else:
+            image.may_fail.set()
+        (error,) = await asyncio.gather(first, return_exceptions=True)
+        image.may_fail.set()
+        return error, await dialect.image_urls(request)
+
+    error, (url,) = asyncio.run(run())
+    assert isinstance(error, asyncio.CancelledError if is_cancelled else OSError) and pixels(url).shape == (3, 2, 3)
 
 
 @pytest.mark.parametrize(

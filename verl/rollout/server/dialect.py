@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from PIL import Image
+
 from verl.errors import NotBuiltError, RolloutError
 from verl.json_text import Json, JsonObject
 from verl.protocol.tokenizer import Tokenizer
@@ -49,7 +51,7 @@ class Dialect(ABC):
 
     def __init__(self, ask: AskServer, model: str, text: Callable[[], Tokenizer]):
         self.ask, self.model, self.text = ask, model, text
-        self._urls = ByIdentity(lambda image: asyncio.ensure_future(asyncio.to_thread(png_url, image)))
+        self._urls = ByIdentity(self._encoding)
 
     @abstractmethod
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
@@ -88,6 +90,16 @@ class Dialect(ABC):
     async def image_urls(self, request: Request) -> list[str]:
         """Its images as data URLs, encoded in threads; the samples of a prompt share the work."""
         return [await asyncio.shield(self._urls.of(image)) for image in request.images or ()]
+
+    def _encoding(self, image: Image.Image) -> asyncio.Future[str]:
+        work = asyncio.ensure_future(asyncio.to_thread(png_url, image))
+
+        def check(done: asyncio.Future[str]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                self._urls.drop(image)
+
+        work.add_done_callback(check)
+        return work
 
     @property
     def bias(self) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class ByIdentity(Generic[T]):
         self._known.move_to_end(key)
         return self._known[key][1]
 
+    def drop(self, *objects: object) -> None:
+        """Make it again when it is next needed."""
+        self._known.pop(tuple(map(id, objects)), None)
+
 
 class _Shown:
     """The name of images, which no other client can guess, and their last transfer."""
