@@ -1,7 +1,7 @@
 """What becomes of work that fails: it is undone where it stands, or handed to the thread that waits for it.
 
-Both take every error, also a cancellation and an interrupt, and swallow none: this is the place where the library
-does so, and the rooms say only what is to be undone.
+Both take every error, also a cancellation and an interrupt, and swallow none. The library does this nowhere else:
+the rooms say only what is to be undone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
     """Do the work and put its result, or its error, into the future."""
     try:
         result = work()
-    except BaseException as error:  # raised in the thread that waits for the future
+    except BaseException as error:  # carried to the thread that waits for the future
         future.set_exception(error)
     else:
         future.set_result(result)

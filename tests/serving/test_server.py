@@ -47,25 +47,25 @@ def visited(visit, on=None, limits=None, **options):
     return asyncio.run(run())
 
 
-def said(here: Server, data: bytes | str, half: bool = False) -> bytes:
+def said(here: Server, data: bytes | str, ends: bool = False) -> bytes:
     """All that comes back for some bytes."""
     with socket.create_connection(("127.0.0.1", here.port), timeout=WAIT) as line:
-        found = b""
+        answer = b""
         try:
             line.sendall(data.encode("latin-1") if isinstance(data, str) else data)
-            if half:
+            if ends:
                 line.shutdown(socket.SHUT_WR)
             while piece := line.recv(1 << 16):
-                found += piece
+                answer += piece
         except OSError:  # a head that is too long may be ended by a reset
-            if not half:
+            if not ends:
                 raise
-        return found
+        return answer
 
 
 def works(here: Server) -> bool:
-    found = said(here, HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}")
-    return found.startswith(b"HTTP/1.1 200") and found.endswith(b"{}")
+    answer = said(here, HEAD + "connection: close\r\ncontent-length: 2\r\n\r\n{}")
+    return answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"{}")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def works(here: Server) -> bool:
 )
 def test_what_is_no_request_gets_an_answer_and_the_next_one_is_served(data, caplog, capfd):
     def visit(here):
-        found = said(here, data, half=True)
-        assert not found or found.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 501")), found[:80]
+        answer = said(here, data, ends=True)
+        assert not answer or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 501")), answer[:80]
         return works(here)
 
     assert visited(visit)

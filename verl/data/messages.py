@@ -37,7 +37,7 @@ def as_messages(value: Any, where: Where, media: Sequence[str] = (), padded: boo
 
     A plain string becomes one user message, with a notice. Contents that consist of text parts are joined; one with an
     image stays a list of parts, ``{"type": "text", "text": ...}`` and ``{"type": "image"}``, with the image, if the
-    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too); so does one with a video. Arguments of calls stay
+    part has one, as ``"image"`` (OpenAI's ``image_url`` parts, too); likewise one with a video. Arguments of calls stay
     the text that they are: a `ChatTemplate` knows which form its template writes.
 
     Args:

@@ -20,8 +20,6 @@ from verl.weight_sync.chunks import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
-"""What new weights do to running requests: wait for their end, pause them (the engine resumes them by itself), or
-abort them (the caller resumes from the prefix, perhaps at another replica)."""
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy: dividing by it would only amplify rounding."""
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")

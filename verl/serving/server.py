@@ -43,14 +43,14 @@ class ServerLimits:
     Args:
         head: bytes of a request's head.
         body: bytes of its body.
-        connections: open at once, at most half of the descriptors that the process may have; a request over one more
+        connections: open at once, at most 50 % of the descriptors that the process may have; a request over one more
             is answered with 503.
         strangers: of them, connections that have shown no key; a burst of a client's is one, too, for a moment.
         head_seconds: in which a connection has to show a key.
         read_seconds: for a body.
         idle_seconds: between two requests.
         write_seconds: for which a client may leave an answer unread.
-        linger_seconds: how long the rest of a refused body is taken, so that its sender gets to read the answer.
+        linger_seconds: how long the rest of a refused body is taken, without which its sender could lose the answer.
     """
 
     head: int = 64 << 10
@@ -243,7 +243,7 @@ class Server:
         assert self.key is not None
         body = as_json({"run": self._run, "proof": secret.of_server(self.key, nonce, self._run)})
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-        return Response(body, 200, {"connection": "close"} if has_body else None, JSON)  # the key comes on the same one
+        return Response(body, 200, {"connection": "close"} if has_body else None, JSON)
 
     def refusal(self, error: ApiError, request: Request) -> Response:
         body = as_json(error.body())

@@ -25,7 +25,7 @@ def sampler(tmp_path_factory):
     return HFSampler(str(tiny_model_dir(tmp_path_factory.mktemp("model"))), device="cpu")
 
 
-def asked(sampler, *requests: tuple[str, object]) -> list[Reply]:
+def replies(sampler, *requests: tuple[str, object]) -> list[Reply]:
     """The answers to requests that come at the same time, each over a connection of its own."""
 
     async def one(address, path, payload):
@@ -80,14 +80,14 @@ def generate(**changes) -> bytes:
     ],
 )
 def test_a_bad_request_is_refused_by_name_and_the_one_beside_it_is_answered(sampler, bad, said):
-    refused, good = asked(sampler, bad, (own.GENERATE, GOOD))
+    refused, good = replies(sampler, bad, (own.GENERATE, GOOD))
     assert refused.status == 400 and said in refused.json()["error"]["message"]
     assert good.status == 200 and len(good.json()["token_ids"]) == 4
 
 
 def test_only_images_may_have_a_long_body(sampler):
     long = {"pictures": "p", "content": "{}", "blobs": ["x" * (17 << 20)]}
-    tokens, images = asked(sampler, (own.GENERATE, long), (own.SHOW, long))
+    tokens, images = replies(sampler, (own.GENERATE, long), (own.SHOW, long))
     assert tokens.status == 413 and f"at most {16 << 20} are allowed" in tokens.json()["error"]["message"]
     assert images.status == 400 and "not the images of a request" in images.json()["error"]["message"]
 
