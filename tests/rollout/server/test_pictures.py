@@ -113,6 +113,26 @@ def test_images_that_a_host_has_dropped_are_sent_again(seeing_model, jobs, expec
     assert isinstance(lost, EngineLostError) and len(host.shown) == module.ATTEMPTS
 
 
+def test_images_whose_transfer_failed_are_sent_again_by_the_next_attempt():
+    faults, sent = [EngineLostError("gone")], []
+
+    async def send(payload):
+        if faults:
+            raise faults.pop()
+        sent.append(payload)
+
+    async def post(payload):
+        return {"tokens": 1} if sent else {module.LACKS: ["images"]}
+
+    async def run():
+        sender, request = module.PictureSender(send), Request("a", (5,), SamplingParams(), images=pictures([(2, 3)]))
+        with pytest.raises(EngineLostError, match="gone"):
+            await sender.exchange(request, {}, post)
+        return await sender.exchange(request, {}, post)
+
+    assert asyncio.run(run()) == {"tokens": 1} and len(sent) == 1
+
+
 class Seer:
     """Reads pictures, and keeps its requests; each field of a host's sampler that is used here."""
 

@@ -92,7 +92,7 @@ class PictureSender:
         shown = self._shown.of(*(request.images or ()), *(request.videos or ()), request.multi_modal_inputs)
         for _ in range(ATTEMPTS):
             before = shown.transfer
-            if before is not None:
+            if before is not None and not before.done():  # one that failed is made again
                 await asyncio.shield(before)
             answer = await post({**payload, NAME: shown.name})
             if not isinstance(answer, dict) or LACKS not in answer:
