@@ -75,7 +75,7 @@ class RouterReplayConfig(ConfigNode):
     mode: str = setting(
         "disabled",
         "replay of a mixture's experts in updates: R3 takes the sampler's (rollout.enable_rollout_routing_replay=true; also "
-        "in the pass over old log-probs), R2 those of the pass over old log-probs; disabled: no replay",
+        "in the pass over old log-probs), R2 those of that pass",
         choices=("disabled", "R2", "R3"),
     )
 
@@ -86,8 +86,8 @@ class RefRouterReplayConfig(ConfigNode):
 
     mode: str = setting(
         "disabled",
-        "replay of experts in the reference's pass: the actor's mode (actor.router_replay.mode), whose experts it then "
-        "takes too; disabled: it chooses its own",
+        "replay of experts in the reference's pass: the actor's mode (actor.router_replay.mode), to take its experts; "
+        "disabled: it chooses its own",
         choices=("disabled", "R2", "R3"),
     )
 

@@ -16,13 +16,12 @@ class ImageDataConfig(ConfigNode):
     video_key: str = setting("videos", "column with a row's videos, in the order of <video> in its messages")
     mm_processor_kwargs: dict = setting(
         {},
-        "arguments of the image processor; min_pixels and max_pixels bound every image that names no bounds of its own, "
-        "fps, min_frames and max_frames draw the frames of videos that do not say",
+        "arguments of the image processor, for images and videos that name none; min_pixels and max_pixels, fps, "
+        "min_frames and max_frames",
     )
     max_image_pixels: int = setting(
         50_000_000,
-        "an image with more pixels is refused before it is decoded, and a video of which more would be shown; "
-        "Pillow itself refuses more than 178,956,970",
+        "an image with more pixels is refused before it is decoded, and a video of which more would be shown",
         upstream=ABSENT,
     )
     max_video_frames: int = setting(768, "a video of which more frames would be shown is refused", upstream=ABSENT)
@@ -102,8 +101,8 @@ class DataConfig(ImageDataConfig):
     )
     oversample_factor: float = setting(
         1.0,
-        "prompts to sample per step, in multiples of the training batch; prompts that pass the "
-        "filters below are trained on first, then the earliest others; the rest is dropped",
+        "prompts to sample per step, in training batches; those that pass the filters below are trained on first, then "
+        "the earliest others; the rest is dropped",
         upstream=ABSENT,
     )
     filter_accuracy: bool = setting(

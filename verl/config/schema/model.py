@@ -31,7 +31,7 @@ class MegatronLoraConfig(ConfigNode):
 
     type: str = setting(
         "lora",
-        "kind of adapter: lora or canonical_lora, which mean the same here: every Hugging Face weight has its own factors",
+        "kind of adapter: lora and canonical_lora mean the same: each Hugging Face weight has its own factors",
         choices=("lora", "canonical_lora", "dora", "vlm_lora"),
     )
     rank: int = setting(0, "another spelling of lora_rank; 0: nothing else here but merge counts")

@@ -231,8 +231,8 @@ class OptimizerConfig(ConfigNode):
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 COPY_CHECK = (
-    "steps between bitwise comparisons of weights and optimizer states that several ranks hold alike (data-parallel "
-    "replicas, norms under tensor parallelism); every checkpoint compares them, too; -1: only then"
+    "steps between bitwise comparisons of the weights and optimizer states that several ranks hold alike; -1: only at "
+    "checkpoints"
 )
 
 
@@ -270,7 +270,7 @@ class CheckpointConfig(CriticCheckpointConfig):
     save_lora_only: bool = setting(
         False,
         "write only the adapters of a LoRA model",
-        no_effect="a checkpoint of a LoRA model always holds the adapter alone; its base stays where model.path says",
+        no_effect="a checkpoint of a LoRA model always holds the adapter alone; its base stays at model.path",
     )
     mbridge_config: dict = setting(
         {},
@@ -367,9 +367,8 @@ class GlobalProfilerGlobalToolNsysConfig(ConfigNode):
     )
     worker_nsight_options: dict = setting(
         {},
-        "options of nsys for the workers, on top of trace=cuda,nvtx,cublas,ucx, "
-        "cuda-memory-usage=true, cuda-graph-trace=graph, capture-range=cudaProfilerApi, kill=none and "
-        "capture-range-end=repeat-shutdown:n, n = 6 times the number of steps",
+        "options of nsys for the workers, on top of trace=cuda,nvtx,cublas,ucx, memory, graphs, and a capture range "
+        "that ends with the recorded steps",
     )
 
 

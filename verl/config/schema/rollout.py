@@ -97,8 +97,8 @@ class AgentLoopConfig(ConfigNode):
 
     num_workers: int = setting(
         1,
-        "processes that run agent loops; 1: the first process that samples. More are processes on Ray without a device; "
-        "they pay where tools, templates or parsers keep a core busy. A run of one process has no others",
+        "processes that run agent loops; 1: the first process that samples; more, on Ray and without a device, pay where "
+        "tools, templates or parsers keep a core busy",
         upstream=8,
         within=COUNT,
     )
@@ -195,8 +195,7 @@ class RolloutConfig(ConfigNode):
     max_replacements: int = setting(
         0,
         "replicas of the samplers' pool that may be replaced in a run after they died or hung (trainer.hang_seconds); "
-        "one more ends the run. The service then has its own process, and the first trainer keeps the weights sent last "
-        "in memory; 0: a lost replica ends the run",
+        "one more ends the run",
         upstream=ABSENT,
     )
     enable_vision: bool = setting(
@@ -338,13 +337,13 @@ class RolloutConfig(ConfigNode):
     keep_unfinished: bool = setting(
         False,
         "partial rollouts: with over_sample_rate, sample more prompts than a step trains on, and continue unfinished "
-        "responses in the next step instead of masking them; with a queue: requests_at_update=abort",
+        "responses in the next step; with a queue: requests_at_update=abort",
         upstream=ABSENT,
     )
     requests_at_update: str = setting(
         "wait",
-        "requests in flight when weights arrive while samplers work: wait: they end "
-        "first; pause: they stop, and go on from their prefix with the new weights; abort: as pause, on any replica",
+        "requests in flight when weights arrive: wait: they end first; pause: they stop, and continue from their prefix "
+        "with the new weights; abort: as pause, on any replica",
         upstream=ABSENT,
         choices=("wait", "pause", "abort"),
     )
@@ -374,8 +373,8 @@ class RolloutConfig(ConfigNode):
     )
     quantization: str | None = setting(
         None,
-        "format in which the sampler keeps the weights of linear layers, rounded at each weight sync: fp8, int8 (hf), or "
-        "torchao (vllm); null: in dtype",
+        "format of the sampler's linear layers, rounded at each weight sync: fp8, int8 (hf), or torchao (vllm); "
+        "null: dtype",
         planned="quantized rollout",
         engines=("hf", "vllm", "sglang"),
         choices=("fp8", "int8", "torchao"),
@@ -395,7 +394,7 @@ class RolloutConfig(ConfigNode):
     )
     standalone_gpu_memory_utilization: float | None = setting(
         None,
-        "share of GPU memory of replicas in a pool of their own; null: gpu_memory_utilization",
+        "share of GPU memory of replicas in a separate pool; null: gpu_memory_utilization",
         no_effect="the hf engine's cache takes the memory that its requests need",
         engines=("vllm",),
     )

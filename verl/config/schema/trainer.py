@@ -32,8 +32,8 @@ class QueueRulesConfig(ConfigNode):
 
     order: str = setting(
         "admission",
-        "order in which groups are trained on: admission (in which sampling began: the same in every run) or completion "
-        "(in which it ended: none waits for a slow one, but quick answers come first)",
+        "order of training on groups: admission (as sampling began: the same in every run) or completion (as it ended: "
+        "none waits for a slow one, but quick answers come first)",
         upstream=ABSENT,
         choices=("admission", "completion"),
     )
@@ -44,8 +44,8 @@ class QueueRulesConfig(ConfigNode):
     )
     max_off_policy_strategy: str = setting(
         "drop",
-        "in order of completion, what happens to a group that would become staler than the bound: drop: it is dropped and "
-        "counted; wait: it is waited for in time; reweight: it is trained on, which requires a correction",
+        "in order of completion, what happens to a group that would become staler than the bound: drop (counted), wait for it "
+        "in time, or reweight: train on it, which requires a correction",
         choices=("drop", "wait", "reweight"),
     )
 
@@ -140,16 +140,15 @@ class TrainerConfig(ConfigNode):
     )
     journal_max_bytes: int | None = setting(
         1 << 30,
-        "bytes of the journal beyond which its oldest segments are dropped, each a sixteenth of it; never what a run that "
-        "resumes from the newest checkpoint needs; null: no bound",
+        "bytes of the journal beyond which its oldest segments are dropped, each a sixteenth of it; never what a resume "
+        "from the newest checkpoint needs; null: no bound",
         upstream=ABSENT,
         within=POSITIVE,
     )
     hang_seconds: float | None = setting(
         None,
-        "end the run with an error after so many seconds in which no stage began or ended, no mini-batch was trained on, "
-        "and no token was drawn; it names the process that hangs (stacks: hang.txt); set it above the longest stage "
-        "besides sampling; null: never",
+        "end the run with an error after this many seconds without a stage's begin or end, a mini-batch or a token; it "
+        "names the process that hangs (stacks: hang.txt); null: never",
         upstream=ABSENT,
         within=POSITIVE,
     )
@@ -185,8 +184,8 @@ class TrainerConfig(ConfigNode):
     )
     replay_from: str | None = setting(
         None,
-        "folder of a run under an asynchronous schedule (default_local_dir), whose recorded decisions (journal.jsonl) this "
-        "run takes again, for the same weights bit for bit; null: none",
+        "default_local_dir of an asynchronous run, whose recorded decisions (journal.jsonl) this run takes "
+        "again, for the same weights bit for bit; null: none",
         upstream=ABSENT,
         path=True,
     )
