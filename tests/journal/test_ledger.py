@@ -237,7 +237,7 @@ def test_a_line_that_asks_for_more_than_a_run_does_is_refused(tmp_path, each):
 
 def test_a_line_of_which_a_byte_changed_is_refused(tmp_path):
     """Each byte of the entry and of its checksum in turn; 2 answers to a prompt would balance as well as 1."""
-    line = entry_line({"event": "asked", "step": 1, "first": 0, "each": 1})
+    line = entry_line({"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1})
     assert parse_entry(line) == {"event": "asked", "step": 1, "first": 0, "uid": ["a"], "each": 1}
     marker = line.index(b',"crc":"')
     places = [at for at in range(len(line) - 3) if not marker <= at < marker + 8]

@@ -20,7 +20,7 @@ from verl.weight_sync.transport import PeerFailedError
 
 TRAINER = """
 import sys, time
-from verl.config.loading import read_config
+from verl.config.loading.configuration import read_config
 from verl.rollout.place import place_sampler
 
 policy = read_config("ppo_trainer", sys.argv[1:]).actor_rollout_ref

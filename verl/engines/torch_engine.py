@@ -28,9 +28,8 @@ from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import prepare_weights, write_hf
 from verl.checkpoint.state import EngineState, StateSection, prefixed
 from verl.checkpoint.tensors import write_tensors
-from verl.config.schema.model import HFModelConfig
+from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.schema.node import key_of
-from verl.config.schema.role import FSDPEngineConfig, OptimizerConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.device import torch_dtype
 from verl.distributed import Ranks
@@ -64,7 +63,6 @@ from verl.models.compiled import compile_layers
 from verl.models.flops import ModelFlops
 from verl.models.liger import apply_liger
 from verl.models.loading import value_head
-from verl.models.lora import LoraSettings
 from verl.models.router_replay import COLUMN
 from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
@@ -562,7 +560,7 @@ class TorchEngine(Engine):
         tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
         if tiled:
             tile_mlps(loaded, num_tiles)
-        adapter = LoraSettings.of(model)
+        adapter = lora.LoraSettings.of(model)
         family = family_of(loaded.config)
         if self.freezes_tower and family is not None:
             freeze_tower(loaded, family)

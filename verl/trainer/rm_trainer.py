@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from verl.config import RMTrainerConfig
 from verl.data.look import look_at_pairs
-from verl.protocol.tokenizer import Tokenizer
 from verl.trainer import launch
 
 if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
     from verl.single_controller.spmd import Spmd
     from verl.trainer.pairs import RMTrainer
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from verl.config import SFTTrainerConfig
 from verl.data.look import look_at_conversations
-from verl.protocol.tokenizer import Tokenizer
 from verl.trainer import launch
 
 if TYPE_CHECKING:
     from verl.distributed import Ranks
+    from verl.protocol.tokenizer import Tokenizer
     from verl.single_controller.spmd import Spmd
     from verl.trainer.supervised import SupervisedTrainer
 

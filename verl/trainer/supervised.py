@@ -29,7 +29,6 @@ from verl.config.schema.sft import EACH_EPOCH
 from verl.data import StatefulLoader
 from verl.data.progress import timed
 from verl.distributed import Ranks
-from verl.engines.base import Engine
 from verl.metrics import notice
 from verl.observability.profiler import ProfiledSteps, RoleProfiler
 from verl.observability.tracking import Tracking
@@ -108,7 +107,7 @@ class SupervisedTrainer:
         self.places: dict[str, str] = {}
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Any:
         """The training backend (`verl.engines.base.Engine`) behind the model."""
         return self.part.engine
 
@@ -126,7 +125,7 @@ class SupervisedTrainer:
         )
         return ModelPart(engine, train_limits=self.limits, loss_fn=self.loss_fn)
 
-    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Engine:
+    def make_engine(self, model: HFModelConfig, **arguments: Any) -> Any:
         """A model on the run's backend and device; without ``optim`` a frozen one.
 
         Rows that belong together have one prompt, which is computed once where rows are packed.

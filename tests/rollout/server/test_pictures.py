@@ -24,7 +24,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.rollout import place
-from verl.rollout.base import Completion, Request, SamplingParams
+from verl.rollout.base import PICTURE_FIELDS, Completion, Request, SamplingParams
 from verl.rollout.gated import NEVER
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.lost import EngineLostError
@@ -285,7 +285,7 @@ def test_inputs_that_would_fail_in_the_tower_harm_no_other_request(seeing_model,
 
 def test_a_request_cannot_bring_images_in_another_way_than_under_a_name():
     plain = own.request_json(Request("a", (5,), SamplingParams()))
-    for name in own.PICTURES:
+    for name in PICTURE_FIELDS:
         with pytest.raises(RolloutError, match=f"multiple values for keyword argument '{name}'"):
             own.from_json({**plain, name: ["x"]})
 
