@@ -100,7 +100,7 @@ def _machine(folder: Path) -> Iterator[None]:
     """Every device, package and file is there, and a program stops where its configuration is resolved."""
     from verl.config.loading import configuration, overrides
     from verl.config.machine import host
-    from verl.config.rules import reward_model
+    from verl.config.rules import distillation, reward_model
     from verl.trainer import export, main_generation_server
 
     check_whole = configuration._check_whole
@@ -118,6 +118,7 @@ def _machine(folder: Path) -> Iterator[None]:
         (host, "sft_files", lambda cfg: []),
         (host, "nsys", lambda cfg: []),
         (reward_model, "bad_model_folder", lambda *arguments: []),
+        (distillation, "bad_model_folder", lambda *arguments: []),
         (main_generation_server, "missing_folder", lambda key, path: []),
         (configuration, "_check_whole", checked),
         (export, "_run", resolved),

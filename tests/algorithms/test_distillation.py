@@ -123,6 +123,22 @@ def test_as_a_reward_it_is_a_policy_loss_with_the_negative_divergence():
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
+def test_as_a_reward_it_takes_the_importance_weights_of_the_samples():
+    outputs, batch = worked()
+    settings = {"loss_mode": "k1", "use_task_rewards": False, "use_policy_gradient": True}
+    plain, _ = computed(loss_fn(**settings), outputs, batch)
+    weights = torch.full_like(batch["advantages"], 0.1)
+    weighted, _ = computed(loss_fn(**settings), outputs, {**batch, "rollout_is_weights": weights})
+    assert weighted.item() == pytest.approx(0.1 * plain.item(), abs=1e-7)
+
+
+def test_a_floor_leaves_the_probability_of_the_tail_as_it_is():
+    student, teacher = logs([0.9, 0.01]), logs([0.6, 0.01])
+    expected = 0.9 * math.log(0.9 / 0.6) + 0.09 * math.log(0.09 / 0.39)
+    divergence = top_k_divergence(student, teacher, "reverse_kl_topk", floor=math.log(0.05))
+    assert divergence.item() == pytest.approx(expected, abs=1e-6), "both rare tokens are at the floor, and equal"
+
+
 def test_junk_outside_the_mask_changes_no_gradient():
     outputs, batch = worked()
     loss, _ = computed(loss_fn(loss_mode="k3"), outputs, batch)

@@ -73,6 +73,27 @@ def test_what_cannot_be_is_refused_with_its_key(words, more, key, says):
     assert key in str(caught.value) and says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["trainer.v1.trainer_mode=one_step_off", f"{L}.policy_loss_mode=gpg"], "no ratio to the policy that drew"),
+        ([f"{L}.policy_loss_mode=dro"], "actor.policy_loss.dro_beta"),
+        ([f"{L}.policy_loss_mode=bypass_mode"], "the loss of the bypass mode"),
+        (["actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=3"], "ulysses_sequence_parallel_size"),
+        (
+            [
+                "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
+                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=10",
+            ],
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        ),
+    ],
+)
+def test_what_a_teacher_or_its_policy_loss_cannot_run_by_is_refused(words, more, says):
+    two = ["trainer.n_gpus_per_node=2", f"{L}.use_policy_gradient=true", f"{L}.loss_mode=k1"]
+    assert says in refused(load_config, "ppo_trainer", [*words, *two, *more])
+
+
 def test_a_run_without_a_teacher_names_the_setting(words):
     said = refused(load_config, "ppo_trainer", [word for word in words if not word.startswith(T)])
     assert f"{T}.teacher_model.model_path=FOLDER" in said
@@ -102,6 +123,13 @@ def test_several_tokens_per_position_need_the_logits(words, more, kind):
 def test_a_loss_without_a_gradient_says_what_has_one(words, caplog):
     load_config("ppo_trainer", [*words, f"{L}.loss_mode=k1"])
     assert "the gradient of k1 is 0 on average" in caplog.text and f"{L}.use_policy_gradient=true" in caplog.text
+
+
+def test_a_group_of_one_is_enough_where_no_reward_is_learned_from(words):
+    n = "actor_rollout_ref.rollout.n"
+    single = [*(word for word in words if not word.startswith(f"{n}=")), f"{n}=1"]
+    load_config("ppo_trainer", [*single, f"{L}.use_task_rewards=false"])
+    assert n in refused(load_config, "ppo_trainer", single)
 
 
 def test_settings_of_a_server_that_samples_have_no_effect(words, caplog):

@@ -51,6 +51,7 @@ READ_ELSEWHERE = {
     *(f"distillation.{name}" for name, _ in leaves(DistillationConfig)),
     # Only data of a model that sees reads them in fine-tuning: tests/data/vision.
     "data.max_image_pixels",
+    "data.max_video_frames",
     "data.allow_remote_images",
     # The actor reads its mirror, actor.policy_loss.rollout_correction.loss_type.
     "algorithm.rollout_correction.loss_type",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from verl.config import ConfigNode, replace, section, setting
-from verl.config.rules.checks import NOTICE, Rule, judged, out_of_bounds, tell, tell_without_effect
+from verl.config.rules.checks import NOTICE, Rule, out_of_bounds, problems_of_rows, tell, tell_without_effect
 from verl.config.schema.tree import COUNT, SHARE, at_most
 from verl.errors import ConfigError, NotBuiltError
 
@@ -66,7 +66,7 @@ TABLE = {
 
 def test_a_row_speaks_of_its_section_with_full_keys(told):
     cfg = replace(Show(), **{"end.steps": 6, "begin.enable": True})
-    refused, long = judged(TABLE)(cfg)
+    refused, long = problems_of_rows(TABLE)(cfg)
     assert keys([refused, long]) == [
         (NotBuiltError, "begin.enable", None, [False]),
         (ConfigError, "end.shape", "line", None),

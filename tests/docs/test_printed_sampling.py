@@ -14,12 +14,13 @@ from tests.docs.test_statements import blocks
 from tests.sanity.source_tree import ROOT
 from verl.config.loading.configuration import read_config
 
-ENGINES, DYNAMIC = "docs/howto/engines.md", "docs/howto/dynamic_sampling.md"
+ENGINES, DYNAMIC, TEACHERS = (f"docs/howto/{name}.md" for name in ("engines", "dynamic_sampling", "distillation"))
 SAMPLING, ALGORITHMS = "docs/concepts/sampling.md", "docs/concepts/algorithms.md"
 CORRECTION, SPEED = "docs/advance/rollout_is_migration.md", "docs/howto/perf_tuning.md"
 RUN: dict[str, tuple[str, ...]] = {
     ENGINES: ("export VERL_SERVER_KEY", "verl generate"),
     DYNAMIC: ("verl train dapo",),
+    TEACHERS: ("verl train grpo",),
     SAMPLING: ("import asyncio", "verl train grpo"),
     ALGORITHMS: ("verl train rloo",),
     CORRECTION: ("bash examples/rollout_importance_sampling/run_with_rollout_is.sh",),
@@ -73,6 +74,13 @@ def test_the_printed_dynamic_sampling_fills_the_batch_with_groups_that_differ(fi
     assert sum(row["training/filter_groups/dropped_groups"] for row in rows) > 0
     assert {"training/zero_variance_groups", "training/num_gen_batches"} <= {*rows[0]}
     assert "training/filter_groups/carried_samples" in rows[0]
+
+
+@pytest.mark.slow
+def test_the_printed_distillation_moves_a_new_model_towards_its_teacher(fine_tuned):
+    rows, _ = trained(fine_tuned, TEACHERS, "verl train grpo", steps=20)
+    first, last = (sum(row["distillation/loss"] for row in part) for part in (rows[:3], rows[-3:]))
+    assert last < 0.8 * first and "actor/pg_loss" not in rows[0]
 
 
 @pytest.mark.slow

@@ -69,6 +69,11 @@ def test_a_vocabulary_below_k_is_listed_completely(qwen2):
     assert computed.exp().sum(-1)[mask].tolist() == pytest.approx([1.0] * int(mask.sum()), abs=1e-5)
 
 
+def test_a_batch_without_the_listed_tokens_names_the_column(qwen2):
+    with pytest.raises(EngineError, match="candidate_ids"):
+        make_engine(qwen2).infer(ragged_batch(), ("candidate_log_probs",))
+
+
 def test_a_fused_head_has_no_logits_to_read_several_tokens_from(qwen2):
     engine = make_engine(qwen2, model={"use_fused_kernels": True})
     with pytest.raises(EngineError, match="use_fused_kernels=false"):

@@ -1,4 +1,4 @@
-"""On-policy distillation: on samples of its own the student learns what a frozen teacher finds likely.
+"""On-policy distillation: on the samples that it draws the student learns what a frozen teacher finds likely.
 
 Agarwal et al. 2024 (GKD, arXiv 2306.13649). With s the student's and t the teacher's distribution at one position:
 
@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, agg_loss, loss_metric, token_means
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import PPOPolicyLoss, field
+from verl.algorithms.losses import Fields, PPOPolicyLoss, field, optional_field
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
 from verl.config import replace as replace_settings
+from verl.config.schema.distillation import DistillationLossConfig
 from verl.metrics import Metric, as_float
 from verl.registry import POLICY_LOSSES
 
@@ -41,12 +41,18 @@ OF_TOKEN, OF_CANDIDATES = "teacher_log_probs", "candidate_teacher_log_probs"
 """Columns of a batch, (B, T) and (B, T, K): the teacher's log-probs of sampled tokens, and of its most likely ones."""
 
 
-def top_k_divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
-    """(..., K) log-probs of the same tokens under both -> (...): one of `TOP_K_KINDS`."""
+def top_k_divergence(student: Tensor, teacher: Tensor, kind: str, floor: float | None = None) -> Tensor:
+    """(..., K) log-probs of the same tokens under both -> (...): one of `TOP_K_KINDS`.
+
+    Args:
+        floor: lower bound of the log-probs of tokens; the tail is counted without it.
+    """
+    of_student, of_teacher = ((1 - x.exp().sum(-1)).clamp(min=TAIL_FLOOR) for x in (student, teacher))
+    if floor is not None:
+        student, teacher = student.clamp(min=floor), teacher.clamp(min=floor)
     if kind == "forward_kl_topk":
         return (teacher.exp() * (teacher - student)).sum(-1)
     assert kind == "reverse_kl_topk", f"{kind} reads single tokens"
-    of_student, of_teacher = ((1 - x.exp().sum(-1)).clamp(min=TAIL_FLOOR) for x in (student, teacher))
     return (student.exp() * (student - teacher)).sum(-1) + of_student * (of_student.log() - of_teacher.log())
 
 
@@ -65,7 +71,7 @@ class DistilledPolicyLoss:
         settings: the section ``distillation.distillation_loss``.
     """
 
-    def __init__(self, task: PPOPolicyLoss, settings: Any):
+    def __init__(self, task: PPOPolicyLoss, settings: DistillationLossConfig):
         self.task, self.settings = task, settings
         self.top_k = settings.loss_mode in TOP_K_KINDS
         more = ("candidate_log_probs",) if self.top_k else ()
@@ -77,7 +83,9 @@ class DistilledPolicyLoss:
         names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high") if settings.use_policy_gradient else ()
         self.policy_settings = replace_settings(task.config, **{name: settings[name] for name in names})
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
         mask, mode = field(batch, "response_mask"), self.task.config.loss_agg_mode
         scaled = norm if self.task.scale is None else replace(norm, loss_scale_factor=float(self.task.scale))
         tokens, metrics = self.divergence(outputs, batch, mask)
@@ -94,7 +102,9 @@ class DistilledPolicyLoss:
             total, metrics = of_task + total, {**measured, **metrics}
         return total, metrics
 
-    def divergence(self, outputs: Mapping[str, Tensor], batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    def divergence(
+        self, outputs: Mapping[str, Tensor], batch: Fields, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """(b, T) of each token, 0 outside the mask, with what is measured of it."""
         settings, metrics = self.settings, dict[str, Metric]()
         student, teacher = (
@@ -105,14 +115,14 @@ class DistilledPolicyLoss:
         # What lies outside the mask is never read: junk there must not become NaN times zero.
         inside = mask.bool()[..., None] if self.top_k else mask.bool()
         student, teacher = torch.where(inside, student, 0.0), torch.where(inside, teacher.to(student), 0.0)
-        if settings.log_prob_min_clamp is not None:
-            student, teacher = (x.clamp(min=settings.log_prob_min_clamp) for x in (student, teacher))
+        floor = settings.log_prob_min_clamp
         if self.top_k:
-            tokens = top_k_divergence(student, teacher, settings.loss_mode)
+            tokens = top_k_divergence(student, teacher, settings.loss_mode, floor)
             masses = {"student_mass": student.detach().exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
             metrics |= token_means({f"distillation/{name}": mass for name, mass in masses.items()}, mask)
         else:
-            tokens = kl_penalty(student, teacher, settings.loss_mode)
+            bounded = (student, teacher) if floor is None else (student.clamp(min=floor), teacher.clamp(min=floor))
+            tokens = kl_penalty(*bounded, settings.loss_mode)
         bound = settings.loss_max_clamp
         if bound is not None:
             metrics |= token_means({"distillation/clamped_tokens": (tokens.abs() > bound).float()}, mask)
@@ -120,8 +130,8 @@ class DistilledPolicyLoss:
         tokens = zero_outside(tokens, mask)
         return tokens, metrics | _spread(tokens.detach(), mask)
 
-    def _policy_gradient(self, log_prob: Tensor, divergence: Tensor, batch: Any, norm: LossNorm) -> Tensor:
-        """The policy loss whose advantages are the negative divergences (b, T); its own metrics are dropped."""
+    def _policy_gradient(self, log_prob: Tensor, divergence: Tensor, batch: Fields, norm: LossNorm) -> Tensor:
+        """The policy loss whose advantages are the negative divergences (b, T); its metrics are dropped."""
         loss, _ = call_policy_loss(
             self.policy_loss,
             old_log_prob=self.task.old_log_prob(batch, log_prob),
@@ -131,6 +141,7 @@ class DistilledPolicyLoss:
             loss_agg_mode=aggregation_of(self.policy_loss, self.task.config.loss_agg_mode),
             config=self.policy_settings,
             norm=norm,
+            rollout_is_weights=optional_field(batch, "rollout_is_weights"),
         )
         return loss
 

@@ -29,6 +29,7 @@ from verl.models.fused_head import FusedHead, fusable
 from verl.models.head import output_head, select_positions
 from verl.models.router_replay import COLUMN, RouterReplay
 from verl.models.vision import family_of, placing
+from verl.protocol import CANDIDATES
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
 OF_SEVERAL_TOKENS = ("candidate_log_probs", "top_k_ids", "top_k_log_probs")
@@ -145,6 +146,8 @@ class TokenForward:
     def _of_candidates(self, logits: Tensor, candidates: Tensor | None) -> Tensor:
         """(N, V) logits -> (N, K) log-probs of the tokens that the batch lists; (0, 1) for a filler without any."""
         if candidates is None:
+            if len(logits):
+                raise EngineError("log-probs of listed tokens need the list", got=f"a batch without {CANDIDATES!r}")
             return logits[:, :1]
         return candidate_log_probs(logits, candidates)
 

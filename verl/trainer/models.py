@@ -23,7 +23,8 @@ RM = str(Role.RewardModel)
 def model_roles(config: PPOTrainerConfig) -> dict[str, ModelRole]:
     """The models that a run may hold, by their roles: the library's own, and those that its schedule adds."""
     roles = [make(config) for make in (actor, reference, critic, frozen_reward_model)]
-    return {role.name: role for role in [*roles, *added_roles(config)]}
+    added = [teacher(config, role) if isinstance(role, Teacher) else role for role in added_roles(config)]
+    return {role.name: role for role in [*roles, *added]}
 
 
 def actor(config: PPOTrainerConfig) -> ModelRole:
@@ -91,10 +92,18 @@ def reference(config: PPOTrainerConfig) -> ModelRole:
 def teacher(config: PPOTrainerConfig, described: Teacher) -> ModelRole:
     """A frozen model that scores samples of the policy; it runs as the reference policy does."""
     like, loss = reference(config), config.distillation.distillation_loss
+    runs_by = {name: value for name, value in like.model.override_config.items() if name == "attn_implementation"}
     return dataclasses.replace(
         like,
         name=described.name,
-        model=replace(like.model, path=described.path, tokenizer_path=None, hf_config_path=None),
+        model=replace(
+            like.model,
+            path=described.path,
+            tokenizer_path=None,
+            hf_config_path=None,
+            lora_base_quantization=None,
+            override_config=runs_by,
+        ),
         key=described.setting,
         pool=described.pool,
         router_replay="disabled",

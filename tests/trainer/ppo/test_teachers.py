@@ -1,16 +1,20 @@
 """Teachers in the dataflow: which rows each scores, and that a run with several equals runs with each alone."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from tests.harness.configs import changed
 from tests.harness.models import tiny_model_dir
-from tests.harness.rows import addition_rows
-from tests.harness.runs import prepare, train
-from verl.config import leaves, record_reads
+from tests.harness.rows import addition_rows, write_prompts
+from tests.harness.runs import COMMON, prepare, train
+from verl.config import leaves, load_config, record_reads
 from verl.config.schema.distillation import DistillationConfig, Teacher
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
+from verl.trainer.models import model_roles
 from verl.trainer.ppo.teachers import rows_of_teachers
 
 ON = ("distillation.enabled=true", "actor_rollout_ref.actor.optim.lr=1e-3")
@@ -88,6 +92,14 @@ def test_a_teacher_with_the_students_weights_leaves_nothing_to_learn(run):
     assert steps[0]["distillation/abs_loss"] < 1e-6 and steps[0]["actor/grad_norm"] < 1e-3
 
 
+def test_one_answer_to_each_prompt_is_learned_from(run):
+    """As upstream's commands have it: the negative divergence is the advantage, and no rewards are compared."""
+    loss = ("loss_mode=k1", "use_task_rewards=false", "use_policy_gradient=true", "loss_max_clamp=10.0")
+    words = (f"distillation.distillation_loss.{word}" for word in loss)
+    [step] = train(*ALONE, *words, "actor_rollout_ref.rollout.n=1").metrics
+    assert step["actor/grad_norm"] > 0 and step["distillation/rows/teacher_model"] == 4
+
+
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_the_divergence_falls_under_a_schedule(run, mode):
     tiny_model_dir("certain", seed=5, initializer_range=0.3)
@@ -106,8 +118,42 @@ def test_each_setting_of_distillation_is_read(run):
     assert unread <= {"n_gpus_per_node", "teacher_key"}, "the size of a pool, and what several teachers share rows by"
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(run):
-    tiny_model_dir("other", vocab=300)
-    with pytest.raises(ConfigError, match="vocabulary of 259 tokens and this teacher one of 300") as caught:
-        train(*ON, "distillation.teacher_models.teacher_model.model_path=other")
+def test_a_head_with_rows_of_padding_serves_estimators_alone(run):
+    tiny_model_dir("padded", vocab=300)
+    padded = (*ON, "distillation.teacher_models.teacher_model.model_path=padded")
+    assert train(*padded).metrics[0]["distillation/abs_loss"] > 0
+    with pytest.raises(ConfigError, match="head has 259 rows and this teacher's 300") as caught:
+        train(*padded, *TOP_K)
     assert caught.value.key == "distillation.teacher_models.teacher_model.model_path"
+
+
+def test_a_teacher_with_other_tokens_is_refused(run):
+    file = tiny_model_dir("other") / "tokenizer.json"
+    tokens = json.loads(file.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokens))
+    with pytest.raises(ConfigError, match=r"other tokens than the policy \(2 differ, such as 'a'\)"):
+        train(*ON, "distillation.teacher_models.teacher_model.model_path=other")
+
+
+def test_a_number_is_a_key_like_any_other(run):
+    rows = [{**row, "level": n % 2} for n, row in enumerate(addition_rows(8))]
+    write_prompts("train.parquet", rows)
+    words = ("distillation.teacher_key=level", "data.shuffle=false")
+    both = (
+        "+distillation.teacher_models.0={model_path: first, key: 0}",
+        "+distillation.teacher_models.rest.model_path=second",
+    )
+    metrics = train(*ON, *words, *both).metrics[0]
+    assert [metrics[f"distillation/rows/teacher_{name}"] for name in ("0", "rest")] == [8, 8]
+
+
+def test_a_quantized_policy_leaves_its_teacher_in_full_precision(run):
+    words = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_base_quantization=nf4")
+    config = load_config(
+        "ppo_trainer",
+        changed(COMMON, *ALONE, *words, "+actor_rollout_ref.model.override_config={num_hidden_layers: 1}"),
+    )
+    model = model_roles(config)["teacher_model"].model
+    assert (model.lora_base_quantization, model.lora_rank, model.override_config) == (None, 0, {})

@@ -38,6 +38,17 @@ def config_json(path: str | None) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+def tokens_of(path: str | None) -> dict[str, int] | None:
+    """Token -> id of the tokenizer.json in a folder of this machine; None where there is none that lists them so."""
+    try:
+        facts = read_json((Path(env.expand(path or "")) / "tokenizer.json").read_bytes())
+        added = {token["content"]: token["id"] for token in facts.get("added_tokens") or ()}
+        vocabulary = facts["model"]["vocab"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return {**vocabulary, **added} if isinstance(vocabulary, dict) else None
+
+
 def facts_of(path: str | None) -> dict[str, Any] | None:
     """The language model's part of `config_json`; None where there is none."""
     facts = config_json(path)

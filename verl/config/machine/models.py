@@ -22,7 +22,7 @@ from verl.config.machine.config_json import (
     facts_of,
 )
 from verl.config.machine.pools import OWN_PROCESSES, starts_no_engine
-from verl.config.rules.checks import Problems, caught, divisors
+from verl.config.rules.checks import Problems, caught, divisors_of
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.sft import SFTTrainerConfig
@@ -71,7 +71,7 @@ def _hybrid(role: MegatronRole) -> Problems:
         return []
     message = f"{role.processes} processes do not divide into groups of {size} that share one copy of the weights"
     fix = "Set it to one of these, or to -1 for one copy over all of them."
-    return [ConfigError(message, key=f"{key}.fsdp_size", got=size, allowed=divisors(role.processes), fix=fix)]
+    return [ConfigError(message, key=f"{key}.fsdp_size", got=size, allowed=divisors_of(role.processes), fix=fix)]
 
 
 def _divided(role: MegatronRole) -> Problems:
@@ -196,7 +196,7 @@ def of_sampler(cfg: PPOTrainerConfig) -> Problems:
 
 def _uneven(key: str, size: int, count: int, what: str) -> ConfigError:
     message = f"the model's {count} {what} cannot be split evenly over {size} processes"
-    return ConfigError(message, key=key, got=size, allowed=divisors(count), fix="Set it to one of these.")
+    return ConfigError(message, key=key, got=size, allowed=divisors_of(count), fix="Set it to one of these.")
 
 
 MOST_RANK = 512

@@ -25,7 +25,7 @@ from verl.config.machine.pools import (
     starts_no_engine,
 )
 from verl.config.machine.pools import problems as problems_of_pools
-from verl.config.rules.checks import Problems, divisors
+from verl.config.rules.checks import Problems, divisors_of
 from verl.config.rules.refusals import raise_all
 from verl.config.schema.distillation import teachers_of
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
@@ -336,7 +336,8 @@ def _trained(cfg: PPOTrainerConfig, pools: Pools) -> Iterator[RolePlacement]:
 def _added(role: AddedRole, pools: Pools) -> RolePlacement:
     pool = pools.of_role(role.pool)
     backend = backend_of(role.strategy, pool.size)
-    return RolePlacement(role.name, pool.name, backend, sizes_of(backend, role.fsdp, role.megatron, pool.size))
+    titan = getattr(role, "torchtitan", None)
+    return RolePlacement(role.name, pool.name, backend, sizes_of(backend, role.fsdp, role.megatron, pool.size, titan))
 
 
 def _runtime(cfg: PPOTrainerConfig, pools: tuple[PoolSpec, ...]) -> str:
@@ -464,7 +465,7 @@ def _shares(cfg: PPOTrainerConfig, pools: Pools) -> Problems:
     message = f"{_count(processes, 'process', 'processes')}{where} {verb} {_count(held, 'replica')} of {spec} = {each}"
     message += f", and {left} of them would hold nothing"
     got = rollout[key.rpartition(".")[2]]
-    allowed = divisors(processes) if got == each else f"sizes whose product divides {processes}"
+    allowed = divisors_of(processes) if got == each else f"sizes whose product divides {processes}"
     fix = f"Change it, or the number of processes ({_setting_of(cfg, pools)})."
     return [ConfigError(message, key=key, got=got, allowed=allowed, fix=fix)]
 

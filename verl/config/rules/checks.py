@@ -80,7 +80,7 @@ def known_name(registry: Registry, key: str, name: str, instead: str) -> Problem
     ]
 
 
-def divisors(number: int) -> list[int]:
+def divisors_of(number: int) -> list[int]:
     """The sizes into which a number of processes, heads or layers can be cut."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
@@ -210,7 +210,7 @@ def value_at(node: Any, key: str) -> Any:
     return reduce(lambda section, name: section[name], key.split("."), node) if key else node
 
 
-def judged(table: Table) -> Callable[[Any], list[ConfigError]]:
+def problems_of_rows(table: Table) -> Callable[[Any], list[ConfigError]]:
     """A rule of the validation: every error of the rows."""
     return lambda cfg: [_error(row, words) for row, words in _speaking(table, cfg) if row.kind != NOTICE]
 

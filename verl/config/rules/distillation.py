@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl import registry
-from verl.config.machine.config_json import facts_of
-from verl.config.rules.checks import NOTICE, Problems, Rule, bad_model_folder, known_name
-from verl.config.schema.distillation import TEACHER_FIELDS, TOP_K_MODES, teachers_of
-from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
+from verl.config.machine.config_json import facts_of, tokens_of
+from verl.config.rules.checks import NOTICE, Problems, Rule, bad_model_folder, known_name, value_at
+from verl.config.rules.losses import weighs_samples
+from verl.config.schema.distillation import TEACHER_FIELDS, TOP_K_MODES, Teacher, teachers_of
+from verl.config.schema.node import changed_names
+from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs, learns_from_teachers_alone, trains_on_older
 from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -45,11 +47,7 @@ def _idle(name: str) -> Rule:
     return Rule(
         f"{_A}.actor.{name}",
         f"has no effect with {_L}.use_task_rewards=false",
-        lambda cfg: (
-            cfg.distillation.enabled
-            and not cfg.distillation.distillation_loss.use_task_rewards
-            and cfg.actor_rollout_ref.actor[name]
-        ),
+        lambda cfg: learns_from_teachers_alone(cfg) and name in changed_names(cfg.actor_rollout_ref.actor),
         kind=NOTICE,
     )
 
@@ -67,7 +65,8 @@ ROWS = (
     _no_logits("ref"),
     Rule(f"{_L}.loss_mode", f"the gradient of {{got}} is 0 on average: {_L}.loss_mode=k1+ has the gradient of the KL, and "
          f"{_L}.use_policy_gradient=true takes it as a reward", _has_no_slope, kind=NOTICE),
-    *map(_idle, ("use_kl_loss", "entropy_coeff", "positive_lm_coef")),
+    *map(_idle, ("use_kl_loss", "entropy_coeff", "positive_lm_coef", "calculate_entropy", "clip_ratio", "clip_ratio_low",
+                 "clip_ratio_high", "clip_ratio_c")),
 )  # fmt: skip
 
 
@@ -78,6 +77,11 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
         return problems
     problems += [p for name, described in cfg.distillation.teacher_models.items() for p in _teacher(name, described)]
     return problems or _together(cfg)
+
+
+def teacher_folders(cfg: PPOTrainerConfig) -> Problems:
+    """Folders of teachers that this machine does not have."""
+    return [problem for teacher in teachers_of(cfg) for problem in bad_model_folder(teacher.setting, teacher.path)]
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
@@ -95,11 +99,9 @@ def _teacher(name: str, described: Any) -> Problems:
         allowed = f"a mapping with {', '.join(TEACHER_FIELDS)}"
         return [ConfigError("not the description of a teacher", key=key, got=described, allowed=allowed)]
     problems = [problem for field in described for problem in one_of(key, field, TEACHER_FIELDS)]
-    path = described.get("model_path")
-    if not path:
-        missing = ConfigError("a teacher needs a model", key=f"{key}.model_path", got=path, fix="Name its folder.")
-        return [*problems, missing]
-    return problems + bad_model_folder(f"{key}.model_path", str(path))
+    if not described.get("model_path"):
+        problems.append(ConfigError("a teacher needs a model", key=f"{key}.model_path", fix="Name its folder."))
+    return problems
 
 
 def _together(cfg: PPOTrainerConfig) -> Problems:
@@ -114,24 +116,42 @@ def _together(cfg: PPOTrainerConfig) -> Problems:
             fix = f"Give each the {cfg.distillation.teacher_key} of its rows; one may be without, for all others."
             message = "several teachers serve the same rows"
             problems.append(ConfigError(message, key=f"{_T}.*.key", got=value, fix=fix))
-    student = _vocabulary(cfg.actor_rollout_ref.model.path)
-    for teacher in teachers:
-        theirs = _vocabulary(teacher.path)
-        if None not in (student, theirs) and student != theirs:
-            message = f"the policy has a vocabulary of {student} tokens and this teacher one of {theirs}"
-            fix = "Take a teacher of the same family: its probabilities are of the policy's tokens."
-            problems.append(ConfigError(message, key=teacher.setting, got=teacher.path, fix=fix))
-    return problems
+    return problems + [problem for teacher in teachers for problem in _other_tokens(cfg, teacher)]
 
 
-def _vocabulary(path: str | None) -> Any:
-    return (facts_of(path) or {}).get("vocab_size")
+def _other_tokens(cfg: PPOTrainerConfig, teacher: Teacher) -> Problems:
+    """A teacher whose probabilities are of other tokens; rows of padding in its head do no harm to a sampled token."""
+    policy, fix = cfg.actor_rollout_ref.model, "Take a teacher of the same family."
+    student, theirs = tokens_of(policy.tokenizer_path or policy.path), tokens_of(teacher.path)
+    if student and theirs and student != theirs:
+        differing = sorted({token for token, _ in student.items() ^ theirs.items()})
+        message = f"this teacher has other tokens than the policy ({len(differing)} differ, such as {differing[0]!r})"
+        return [ConfigError(message, key=teacher.setting, got=teacher.path, fix=fix)]
+    sizes = [(facts_of(path) or {}).get("vocab_size") for path in (policy.path, teacher.path)]
+    if _reads_top_k(cfg) and None not in sizes and sizes[0] != sizes[1]:
+        message = f"the policy's head has {sizes[0]} rows and this teacher's {sizes[1]}"
+        return [
+            ConfigError(message, key=teacher.setting, got=teacher.path, fix=_SINGLE.removeprefix("Or ").capitalize())
+        ]
+    return []
 
 
 def _policy_loss(cfg: PPOTrainerConfig) -> Problems:
-    loss, key = cfg.distillation.distillation_loss, f"{_L}.policy_loss_mode"
-    problems = known_name(registry.POLICY_LOSSES, key, loss.policy_loss_mode, "Leave it out to take the default.")
-    if not problems and loss.use_policy_gradient and registry.POLICY_LOSSES.facts(loss.policy_loss_mode).pairs:
-        fix = "Leave it out: vanilla."
-        return [ConfigError("a loss on pairs reads no advantages", key=key, got=loss.policy_loss_mode, fix=fix)]
-    return problems
+    """A loss that takes the negative divergences as its advantages, with the actor's other settings."""
+    loss, key, actor = cfg.distillation.distillation_loss, f"{_L}.policy_loss_mode", cfg.actor_rollout_ref.actor
+    mode, fix = loss.policy_loss_mode, "Leave it out: vanilla."
+    problems = known_name(registry.POLICY_LOSSES, key, mode, "Leave it out to take the default.")
+    if problems or not (cfg.distillation.enabled and loss.use_policy_gradient):
+        return problems
+    facts = registry.POLICY_LOSSES.facts(mode)
+    if facts.pairs or mode in ("bypass_mode", "rollout_correction"):
+        message = "a loss on pairs reads no advantages" if facts.pairs else "it is the loss of the bypass mode"
+        return [ConfigError(message, key=key, got=mode, fix=fix)]
+    if facts.on_policy and trains_on_older(cfg) and not weighs_samples(cfg):
+        message = (
+            "this loss has no ratio to the policy that drew a sample, and samples of older versions are trained on"
+        )
+        return [ConfigError(message, key=key, got=mode, fix=fix)]
+    message = f"the policy loss {mode!r} has no default for it"
+    missing = [name for name in facts.required if value_at(actor, name) is None]
+    return [ConfigError(message, key=f"{_A}.actor.{name}", got=None, fix="Set it.") for name in missing]

@@ -9,14 +9,14 @@ from verl.config.schema.tree import in_range
 from verl.metrics import notice
 
 
-def candidates(data: DataConfig, prompts: int) -> int:
+def candidate_prompts(data: DataConfig, prompts: int) -> int:
     """Groups among which a step, or a part of one, chooses those of ``prompts`` that it trains on."""
     return int(prompts * data.oversample_factor)
 
 
 def prompts_at_once(data: DataConfig) -> int:
     """Prompts that are sampled together."""
-    return data.gen_batch_size or candidates(data, data.train_batch_size)
+    return data.gen_batch_size or candidate_prompts(data, data.train_batch_size)
 
 
 def key_of_prompts_at_once(cfg: PPOTrainerConfig) -> str:

@@ -6,7 +6,7 @@ import math
 
 from verl.config.machine.pools import Pools
 from verl.config.rules.checks import Problems
-from verl.config.rules.oversampling import candidates
+from verl.config.rules.oversampling import candidate_prompts
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, of_schedule, sampler_is_old_policy
 from verl.config.schema.tree import in_range
@@ -72,7 +72,7 @@ def _bound(cfg: PPOTrainerConfig) -> Problems:
     problems: Problems = []
     if mode != "fully_async" and allowed is not None:
         warmup = cfg.trainer.v1[mode].num_warmup_batches
-        prompts = candidates(cfg.data, cfg.data.train_batch_size)
+        prompts = candidate_prompts(cfg.data, cfg.data.train_batch_size)
         ahead = math.floor(warmup * prompts)
         needed = -(-ahead // prompts)
         if needed > allowed:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from verl import registry
 from verl.config.machine.topology import backend_of, sizes_of
-from verl.config.rules.checks import NOTICE, Problems, Rule, divisors, value_at
+from verl.config.rules.checks import NOTICE, Problems, Rule, divisors_of, value_at
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.config.schema.node import ConfigNode, changed_names
 from verl.config.schema.root import (
     PPOTrainerConfig,
     learns_from_pairs,
+    learns_from_teachers_alone,
     of_estimator,
     of_schedule,
     skips_old_log_prob,
@@ -88,7 +89,7 @@ def _groups(role: MegatronRole) -> Problems:
             fix = "Run several processes with strategy=fsdp2, or leave it out."
         else:
             message = f"{role.processes} processes do not divide into groups of {size} that share their {what}"
-            allowed = divisors(role.processes)
+            allowed = divisors_of(role.processes)
             fix = _CHANGE if role.pool else f"Change it, or {role.started}."
         return [ConfigError(message, key=f"{key}.{name}", got=size, allowed=allowed, fix=fix)]
     return []
@@ -172,8 +173,8 @@ def _copy(key: str, of: str, says: str, fix: str) -> Rule:
 
 
 def _compares(cfg: PPOTrainerConfig) -> bool:
-    rollout = cfg.actor_rollout_ref.rollout
-    return of_estimator(cfg).groups and not (rollout.n < 2 and cfg.algorithm.singleton == "raw")
+    alone = cfg.actor_rollout_ref.rollout.n < 2 and cfg.algorithm.singleton == "raw"
+    return of_estimator(cfg).groups and not alone and not learns_from_teachers_alone(cfg)
 
 
 def _longest(cfg: PPOTrainerConfig) -> int:
@@ -244,7 +245,7 @@ ROWS = (
 )  # fmt: skip
 
 
-def mini_batches(cfg: PPOTrainerConfig) -> Problems:
+def uneven_mini_batches(cfg: PPOTrainerConfig) -> Problems:
     """A step is a number of mini-batches, of the actor and of the critic."""
     sections = {_A: cfg.actor_rollout_ref.actor, **({"critic": cfg.critic} if uses_critic(cfg) else {})}
     sizes = {f"{key}.ppo_mini_batch_size": section.ppo_mini_batch_size for key, section in sections.items()}
@@ -254,7 +255,7 @@ def mini_batches(cfg: PPOTrainerConfig) -> Problems:
 def _divides(key: str, mini: int, batch: int) -> Problems:
     if mini < 1 or batch < 1 or batch % mini == 0:
         return []
-    sizes = divisors(batch)
+    sizes = divisors_of(batch)
     near = sorted(sizes, key=lambda size: abs(size - mini))[:4]
     message = f"data.train_batch_size={batch} prompts cannot be cut into mini-batches of {mini}"
     allowed = f"a divisor of {batch}, such as {', '.join(str(size) for size in sorted(near))}"

@@ -33,11 +33,11 @@ from verl.config.rules.checks import (
     Table,
     bad_model_folder,
     collect,
-    judged,
     known_name,
     missing_files,
     missing_folder,
     out_of_bounds,
+    problems_of_rows,
     tell,
     tell_without_effect,
 )
@@ -52,7 +52,7 @@ _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ONE_DEVICE = "Leave it out (auto) to train on one device."
 TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS, *distillation.ROWS)}
 """Every row there is."""
-_ALWAYS: tuple[Check, ...] = (out_of_bounds, judged(TABLE))
+_ALWAYS: tuple[Check, ...] = (out_of_bounds, problems_of_rows(TABLE))
 
 
 def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
@@ -70,6 +70,7 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
         host.files,
         host.kernel_problems,
         reward_model.files,
+        distillation.teacher_folders,
         _resume_folder,
     )
     with unrecorded():
@@ -93,7 +94,7 @@ def check_printed(program: str, cfg: Any) -> None:
 def _rules(served: bool) -> tuple[Check, ...]:
     """What no machine changes."""
     placed = (pools.served_problems,) if served else (topology.problems,)
-    return (_names, *_ALWAYS, optimizers.problems, losses.problems, runs.mini_batches, *placed,
+    return (_names, *_ALWAYS, optimizers.problems, losses.problems, runs.uneven_mini_batches, *placed,
             runs.row_problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, distillation.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
             profiling.problems, sampling.thresholds, queues.problems, pools.elastic_problems)  # fmt: skip
 
@@ -198,7 +199,7 @@ def _sft_names(cfg: SFTTrainerConfig) -> Problems:
 def validate_generation(cfg: GenerationConfig) -> None:
     """All problems in one `ConfigError`."""
     with unrecorded():
-        collect((_names_of_generation, out_of_bounds, judged(TABLE), _sampler, _files_of_generation), cfg)
+        collect((_names_of_generation, out_of_bounds, problems_of_rows(TABLE), _sampler, _files_of_generation), cfg)
 
 
 def _names_of_generation(cfg: GenerationConfig) -> Problems:

@@ -16,10 +16,11 @@ from verl.config.machine.config_json import adapter_on_experts, experts_of, fact
 from verl.config.machine.pools import Pools
 from verl.config.machine.topology import trained_roles
 from verl.config.rules import megatron_fields
-from verl.config.rules.checks import Problems, divisors
+from verl.config.rules.checks import Problems, divisors_of
+from verl.config.schema.distillation import teachers_of
 from verl.config.schema.model import HFModelConfig
-from verl.config.schema.node import ConfigNode, follows_another, was_typed
-from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.node import ConfigNode, follows_another, replace, was_typed
+from verl.config.schema.root import PPOTrainerConfig, uses_reference
 from verl.config.schema.sft import SFTTrainerConfig
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
@@ -28,7 +29,7 @@ from verl.metrics import notice
 NAME, PACKAGE = "megatron", "megatron-core"
 VERSIONS = ((0, 16), (0, 17))
 """From the first, and before the second."""
-_MODEL = "actor_rollout_ref.model"
+_MODEL, _REF, _TEACHERS = "actor_rollout_ref.model", "actor_rollout_ref.ref", "distillation.teacher_models"
 _T, _P, _V, _E, _ET, _C = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -96,6 +97,12 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[MegatronRole]:
         "critic": (cfg.critic.model.path, _adapter("critic.model", cfg.critic.model), "critic.model", cfg.critic.model),
         "rm": (model.model_path, None, "reward.reward_model", model),
     }
+    for teacher in teachers_of(cfg):  # first: what is keyed by the section is of the reference policy, if there is one
+        pool, ref = pools.of_role(teacher.pool), policy.ref
+        if not (uses_reference(cfg) and pool == pools.of_role("ref")):
+            of_fsdp = (f"{_REF}.fsdp_config", ref.fsdp_config)
+            bare = replace(policy.model, lora_rank=0, lora_adapter_path=None, lora_base_quantization=None)
+            yield MegatronRole(_REF, ref, of_fsdp, teacher.path, pool.name, pool.size, model_key=_TEACHERS, model=bare)
     for name, key, section, fsdp in trained_roles(cfg):
         pool, (path, adapter, model_key, settings) = pools.of_role(name), held[name]
         others = (f"{key}.{fsdp}", section[fsdp])
@@ -204,7 +211,7 @@ def _processes(role: MegatronRole) -> Problems:
         message = (
             f"the {copies} copies of {tensor} x {pipeline} processes cannot be cut into groups of {context} (context)"
         )
-        allowed = divisors(copies)
+        allowed = divisors_of(copies)
         fix = f"Set it to one of these, or change {role.started}."
         return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix=fix)]
     stage, shared = world // pipeline, tensor if shared is None else shared
@@ -276,7 +283,7 @@ def _context(role: MegatronRole, heads: Any) -> Problems:
     if each % context == 0:
         return []
     message = f"the {each} attention heads of a tensor-parallel process cannot be split evenly over {context}"
-    allowed = divisors(each)
+    allowed = divisors_of(each)
     return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix="Set it to one of these.")]
 
 
@@ -284,7 +291,7 @@ def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     size = role.sizes[name]
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
-    sizes = divisors(count)
+    sizes = divisors_of(count)
     message = f"the model's {count} {what} cannot be split evenly over {size}"
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 

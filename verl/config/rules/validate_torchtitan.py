@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from verl.config.machine.config_json import experts_of, facts_of
-from verl.config.rules.checks import Problems, divisors
+from verl.config.rules.checks import Problems, divisors_of
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles, set_names, tell_names
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
@@ -111,7 +111,7 @@ def _processes(role: MegatronRole) -> Problems:
     shared, copies = math.prod(section[name] for name in SIZES), section[COPIES]
     if world % (shared * copies):
         sizes = {name: section[name] for name in (*SIZES, COPIES) if section[name] > 1}
-        products = ", ".join(map(str, divisors(world)))
+        products = ", ".join(map(str, divisors_of(world)))
         message = f"{world} process(es) cannot be shared by {' x '.join(f'{n} {size}' for n, size in sizes.items())}"
         fix = f"Change the sizes, or {role.started}."
         allowed = f"sizes whose product is one of {products}"
@@ -119,7 +119,7 @@ def _processes(role: MegatronRole) -> Problems:
     per_copy = world // (copies * section["pipeline_parallel_size"])
     if per_copy % section[EXPERTS]:
         message = f"the {per_copy} process(es) that hold a copy of the weights cannot share the experts evenly"
-        return [ConfigError(message, key=_key(role, EXPERTS), got=section[EXPERTS], allowed=divisors(per_copy))]
+        return [ConfigError(message, key=_key(role, EXPERTS), got=section[EXPERTS], allowed=divisors_of(per_copy))]
     left = {"data_parallel_size": world // shared, "data_parallel_shard_size": world // (shared * copies)}
     return [
         ConfigError(
@@ -152,10 +152,10 @@ def _heads(role: MegatronRole, facts: dict[str, Any]) -> Problems:
     for count, what in ((heads, "attention heads"), (kv, "KV heads")):
         if isinstance(count, int) and count > 0 and count % tensor:
             message = f"the model's {count} {what} cannot be split evenly over {tensor}"
-            return [_number(role, "tensor_parallel_size", message, divisors(count))]
+            return [_number(role, "tensor_parallel_size", message, divisors_of(count))]
     if isinstance(heads, int) and heads > 0 and heads // tensor % context:
         message = f"the {heads // tensor} attention heads of a process cannot be exchanged for tokens evenly"
-        return [_number(role, "context_parallel_size", message, divisors(heads // tensor))]
+        return [_number(role, "context_parallel_size", message, divisors_of(heads // tensor))]
     return []
 
 
@@ -180,7 +180,7 @@ def _experts(role: MegatronRole, facts: dict[str, Any]) -> Problems:
         return [] if size == 1 else [_number(role, EXPERTS, "a dense model has no experts to share", [1])]
     if experts % size:
         message = f"the model's {experts} experts cannot be shared evenly"
-        return [_number(role, EXPERTS, message, divisors(experts))]
+        return [_number(role, EXPERTS, message, divisors_of(experts))]
     if tensor > 1 and size == 1:
         message = "experts cut by tensor-parallel ranks are not built yet: these share whole experts"
         fix = f"Set it to {tensor}, or tensor_parallel_size to 1."

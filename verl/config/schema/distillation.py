@@ -42,9 +42,7 @@ class DistillationLossConfig(ConfigNode):
     log_prob_min_clamp: float | None = setting(
         None, "lower bound of both log-probs; null: none", within=ValueBound("below 0", lambda value: value < 0)
     )
-    use_policy_gradient: bool = setting(
-        False, "take the negative divergence of each token as its advantage, in place of its gradient"
-    )
+    use_policy_gradient: bool = setting(False, "take the negative divergence of each token as its advantage")
     policy_loss_mode: str = setting("vanilla", "policy loss with use_policy_gradient", needs=_GRADIENT)
     clip_ratio: float = setting(0.2, "clip range of that policy loss", within=AMOUNT, needs=_GRADIENT)
     clip_ratio_low: float | None = setting(0.2, "its lower clip range", within=AMOUNT, needs=_GRADIENT)
@@ -57,7 +55,7 @@ class DistillationConfig(ConfigNode):
 
     enabled: bool = setting(False, "learn from teachers on the samples of the policy")
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig, needs="..enabled=true")
-    n_gpus_per_node: int = setting(8, "processes per node of the teachers' own pool", within=COUNT, needs=".nnodes")
+    n_gpus_per_node: int = setting(8, "processes per node of a pool for the teachers", within=COUNT, needs=".nnodes")
     nnodes: int = setting(0, "nodes of that pool; 0: teachers share the trainers' processes", within=AMOUNT)
     teacher_models: dict = setting(
         {}, "by name: {math: {model_path: FOLDER, key: gsm8k}}; without a key: all rows that no other serves"
@@ -75,7 +73,7 @@ class Teacher:
         setting: the key of ``path``, for messages.
         serves: value of ``distillation.teacher_key`` in its rows; None: all rows that no other serves.
         pool: in which its role is placed, as ``trainer.resource_pools`` names it.
-        strategy, fsdp, megatron: as the reference policy has them.
+        strategy, fsdp, megatron, torchtitan: as the reference policy has them.
     """
 
     name: str
@@ -85,6 +83,7 @@ class Teacher:
     strategy: str
     fsdp: Any
     megatron: Any
+    torchtitan: Any = None
     pool: str = "teacher"
 
 
@@ -94,5 +93,6 @@ def teachers_of(cfg: Any) -> Iterator[Teacher]:
     for name, described in (cfg.distillation.teacher_models if cfg.distillation.enabled else {}).items():
         if isinstance(described, Mapping) and described.get("model_path"):
             key, serves = f"distillation.teacher_models.{name}.model_path", described.get("key")
-            path, role = str(described["model_path"]), name if name.startswith("teacher_") else f"teacher_{name}"
-            yield Teacher(role, path, key, serves, ref.strategy, ref.fsdp_config, ref.megatron)
+            role = str(name) if str(name).startswith("teacher_") else f"teacher_{name}"
+            engine = (ref.strategy, ref.fsdp_config, ref.megatron, ref.torchtitan)
+            yield Teacher(role, str(described["model_path"]), key, None if serves is None else str(serves), *engine)

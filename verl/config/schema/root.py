@@ -93,8 +93,8 @@ class TransferQueueConfig(ConfigNode):
 
     enable: bool = setting(
         False,
-        "on Ray, columns stay in the object store of the node that made them, and the controller holds references; "
-        "false: they travel through the controller. One process needs neither",
+        "on Ray, columns stay in the object store of the node that made them; false: they travel through the controller. "
+        "One process needs neither",
     )
 
 
@@ -155,6 +155,11 @@ def uses_critic(cfg: PPOTrainerConfig) -> bool:
 def learns_from_pairs(cfg: PPOTrainerConfig) -> bool:
     """Whether the actor learns from the best and the worst answer to each prompt."""
     return of_loss(cfg).pairs
+
+
+def learns_from_teachers_alone(cfg: PPOTrainerConfig) -> bool:
+    """Whether no reward enters the loss (``distillation.distillation_loss.use_task_rewards=false``)."""
+    return cfg.distillation.enabled and not cfg.distillation.distillation_loss.use_task_rewards
 
 
 def corrects_rollout(cfg: PPOTrainerConfig) -> bool:

@@ -34,8 +34,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.config import PPOTrainerConfig
-from verl.config.rules.oversampling import candidates, prompts_at_once
+from verl.config.rules.oversampling import candidate_prompts, prompts_at_once
 from verl.config.schema.root import sampler_is_old_policy
+from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank, collected
 from verl.single_controller.base.interrupts import Interrupt, Interrupted, interruptible
@@ -87,8 +88,11 @@ class Schedule:
 
 
 def admission_of(config: PPOTrainerConfig, chunk: int, **rules: Any) -> GroupAdmission:
-    """A step of chunks that each train on so many prompts, chosen from ``data.oversample_factor`` times as many."""
-    each = candidates(config.data, chunk)
+    """A step of chunks that each train on ``chunk`` prompts, chosen from ``data.oversample_factor`` times as many."""
+    each = candidate_prompts(config.data, chunk)
+    if each == chunk and config.data.oversample_factor > 1:
+        why = f"has no effect: {config.data.oversample_factor} x {chunk} prompts of a chunk, rounded down, are {each}"
+        notice("data.oversample_factor", why)
     number = None if config.data.oversample_factor == 1 else chunk
     return GroupAdmission(config.data.train_batch_size // chunk * each, each, trained_on=number, **rules)
 
@@ -103,7 +107,7 @@ def _in_work(config: PPOTrainerConfig) -> int | None:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     if not rollout.keep_unfinished:
         return None
-    return prompts_in_work(candidates(data, data.train_batch_size), rollout.over_sample_rate)
+    return prompts_in_work(candidate_prompts(data, data.train_batch_size), rollout.over_sample_rate)
 
 
 def prompts_in_work(trained: int, rate: float) -> int:

@@ -322,6 +322,10 @@ class GroupStream:
             notice(RESUMED, f"the first {rows} samples are those that waited in its queue")
         elif by_batch and context is not None and not self.admission.ahead:
             notice(RESUMED, "the first batch is the one that the run had sampled ahead")
+        choice = self.admission.trained_on
+        if by_batch and context is not None and choice is not None and queue.complete_groups < self.admission.chunk:
+            why = f"{queue.complete_groups} groups waited, chosen by an earlier release; the next step samples more"
+            notice("data.oversample_factor, resumed run", why)
         self._again = {entry.number for entry in queue if not entry.is_complete and not self._stays_in_work(entry)}
         if self.admission.in_work is None:
             for prompt in (*(entry.prompt for entry in queue if not entry.is_complete), *self._drawn.left):

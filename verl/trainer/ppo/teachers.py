@@ -7,7 +7,7 @@ import numpy as np
 from verl.algorithms.distillation import OF_CANDIDATES, OF_TOKEN, TOP_K_KINDS
 from verl.config.schema.distillation import Teacher, teachers_of
 from verl.errors import DataError
-from verl.protocol import CANDIDATES, DataProto
+from verl.protocol import CANDIDATES, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import fetched, scattered_rows
 from verl.trainer.ppo import experts
 from verl.trainer.ppo.context import StepContext
@@ -35,8 +35,10 @@ def add_teacher_log_probs(batch: DataProto, roles: Roles, ctx: StepContext) -> N
     for teacher, rows in zip(teachers, rows_of_teachers(batch, teachers, settings.teacher_key)):
         if not len(rows):
             continue
-        inputs = experts.for_pass(batch, teacher.name, ctx)
-        made = roles[teacher.name].infer(inputs.select_idxs(rows) if len(rows) < len(batch) else inputs, options)
+        role, inputs = roles[teacher.name], experts.for_pass(batch, teacher.name, ctx)
+        inputs = inputs.select_idxs(rows) if len(rows) < len(batch) else inputs
+        padded, pad = pad_dataproto_to_divisor(inputs, role.num_parts)  # any number of rows may be this teacher's
+        made = unpad_dataproto(role.infer(padded, options), pad)
         for output, column in outputs.items():
             values = scattered_rows(made.tensors[output], rows, len(batch))
             earlier = batch.tensors.get(column, None)
