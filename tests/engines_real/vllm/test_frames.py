@@ -1,4 +1,4 @@
-"""`FrameProcessor` beside transformers' own video processors, which need the torchvision of this environment."""
+"""`FrameProcessor` against transformers' video processors, which need the torchvision of this environment."""
 
 from __future__ import annotations
 

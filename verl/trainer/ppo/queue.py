@@ -181,7 +181,7 @@ class GroupQueue:
         return entries
 
     def pass_over(self, groups: int) -> None:
-        """So many of those that were taken are not trained on, as others were preferred."""
+        """Of those that were taken, a number that is not trained on, as others were preferred."""
         self.counts["trained"] -= groups
         self.counts["passed_over"] += groups
 
