@@ -307,26 +307,13 @@ def test_a_frame_is_brought_to_multiples_of_a_token_within_the_limits(size, fram
 
 def test_the_frames_of_a_long_video_share_its_pixels():
     """4 frames of 112 x 112 are 50,176 pixels of 25,088: each edge by sqrt(1/2), 79, down to 56."""
-    facts = {
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
-    made = FrameProcessor("qwen3_vl", {**facts, "size": {"shortest_edge": 784, "longest_edge": 25088}}, None)
+    made = FrameProcessor("qwen3_vl", {**FACTS, "size": {"shortest_edge": 784, "longest_edge": 25088}}, None)
     assert made([np.zeros((4, 112, 112, 3), np.uint8)])["video_grid_thw"].tolist() == [[2, 4, 4]]
     assert made([np.zeros((2, 112, 112, 3), np.uint8)])["video_grid_thw"].tolist() == [[1, 8, 8]]
 
 
 def test_two_frames_of_one_patch_are_its_pixels_in_the_order_of_the_tower():
-    facts = {
-        "patch_size": 2,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "image_mean": [0.0] * 3,
-        "image_std": [1.0] * 3,
-    }
+    facts = {**FACTS, "patch_size": 2, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     made = FrameProcessor("qwen2_vl", {**facts, "min_pixels": 1, "max_pixels": 10_000}, None)
     frames = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
     patches = (made([frames])["pixel_values_videos"] * 255).round().int()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.schema.leaves import names_of
-from verl.config.schema.role import FSDPEngineConfig, MegatronEngineConfig
+from verl.config.schema.role import MEGATRON_SIZES, FSDPEngineConfig, MegatronEngineConfig
 
 _A, _R, _M, _REF, _C = (
     "actor_rollout_ref.actor",
@@ -107,19 +107,7 @@ _OPTIM = {
     for section in (f"{_A}.optim", f"{_C}.optim")
     for old, new in SCHEDULE_NAMES
 }
-_MEGATRON = {
-    f"{role}.{name}": to(f"{role}.megatron.{name}")
-    for role in (_A, _REF, _C)
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel",
-    )
-} | {
+_MEGATRON = {f"{role}.{name}": to(f"{role}.megatron.{name}") for role in (_A, _REF, _C) for name in MEGATRON_SIZES} | {
     f"{_A}.megatron.router_replay": to(f"{_A}.router_replay"),
     f"{_REF}.megatron.router_replay": to(f"{_REF}.router_replay"),
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.config.rules.checks import Problems
+from verl.config.schema.role import MEGATRON_SIZES
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
 
@@ -20,7 +21,7 @@ _ROUTERS = "load-balancing losses are no part of any engine's loss; moe/load_bal
 _CHOSEN = "every token goes to the experts that its router chooses, as in the sampler"
 _STAGES = "every stage of a pipeline has as many layers"
 _LOSS = "the loss carries its own denominators"
-_DTYPE = "dtype is a setting beside this section"
+_DTYPE = "dtype is a setting next to this section"
 _STEPS = "the engine drives the schedule, and its functions are no values of a setting"
 _PLAN = "how stages send to each other follows from virtual_pipeline_model_parallel_size"
 _GRAPHS = "packed rows have another length in every step, which a CUDA graph cannot"
@@ -40,25 +41,14 @@ def _all(names: str, why: str, agrees: Callable[[Any, Any], bool]) -> dict[str, 
 
 
 DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    **{
-        name: (_SIZES, _size(name))
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "context_parallel_size",
-            "sequence_parallel",
-        )
-    },
+    **{name: (_SIZES, _size(name)) for name in MEGATRON_SIZES},
     **_all("moe_extended_tp", _SIZES, _is(False)),
     **_all("hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank", _SHARED, _is(None)),
     **_all("hybrid_context_parallel", _SHARED, _is(False)),
     **_all("moe_router_load_balancing_type", _ROUTERS, _is("none")),
     **_all("moe_router_force_load_balancing moe_token_dropping moe_pad_expert_input_to_capacity", _CHOSEN, _is(False)),
     **_all("moe_expert_capacity_factor moe_input_jitter_eps", _CHOSEN, _is(None)),
-    **_all("moe_enable_routing_replay", "router_replay is a setting beside this section", _is(False)),
+    **_all("moe_enable_routing_replay", "router_replay is a setting next to this section", _is(False)),
     **_all("moe_token_dispatcher_type", "only alltoall takes rows of any length", _is("alltoall", "flex")),
     **_all("calculate_per_token_loss", _LOSS, _is(True)),
     **_all("num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage", _STAGES, _is(None)),
@@ -110,7 +100,7 @@ def _idle(names: str, why: str) -> dict[str, str]:
 IDLE: dict[str, str] = {
     "moe_aux_loss_coeff": _ROUTERS,
     "moe_token_drop_policy": _CHOSEN,
-    "use_distributed_optimizer": "a setting of that name stands beside this section",
+    "use_distributed_optimizer": "a setting of that name stands next to this section",
     "seq_length": "every micro-batch is as long as its longest row",
     "multi_head_latent_attention": _MODEL,
     "swiglu": _MODEL,
@@ -201,7 +191,7 @@ WRAPPER_IDLE: dict[str, str] = {
     **_idle(
         "check_for_nan_in_grad check_for_large_grads", "an optimizer step without a finite norm is skipped and said"
     ),
-    "use_distributed_optimizer": "a setting of that name stands beside this section",
+    "use_distributed_optimizer": "a setting of that name stands next to this section",
     **_idle("suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache", _FSDP),
     **_idle("fsdp_double_buffer fsdp_manual_registration", _FSDP),
 }

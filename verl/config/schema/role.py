@@ -121,6 +121,18 @@ class MegatronEngineOverrideTransformerConfigConfig(ConfigNode):
     )
 
 
+MEGATRON_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+"""Settings of `MegatronEngineConfig` that say how ranks share a model."""
+
+
 @dataclass(frozen=True)
 class MegatronEngineConfig(ConfigNode):
     """The Megatron-Core engine."""
