@@ -39,7 +39,7 @@ def run(workplace):
         (DENSE, [f"{EXPERT}=2"], "a model without experts cannot share them among processes. Got 2. Allowed: 1."),
         (MIXTURE, [f"{EXPERT}=4"], "6 experts cannot be split evenly over 4 processes. Got 4. Allowed: 1, 2, 3, 6."),
         (DENSE, [f"{FSDP}.fsdp_size=3"], "8 processes do not divide into groups of 3 that share one copy"),
-        (MIXTURE, [f"{EXPERT}=2", f"{FSDP}.fsdp_size=4"], "cannot be shared beside hybrid sharding (fsdp_size=4)"),
+        (MIXTURE, [f"{EXPERT}=2", f"{FSDP}.fsdp_size=4"], "cannot be shared under hybrid sharding (fsdp_size=4)"),
         (DENSE, [f"{ULYSSES}=2", f"{M}.use_remove_padding=false"], "where rows are packed, and actor"),
     ],
 )  # fmt: skip
@@ -80,10 +80,10 @@ def test_the_hf_sampler_refuses_families_with_a_cache_of_their_own(run):
 
 def test_what_is_not_built_together_says_so(run):
     said = refused(run, MIXTURE, *EIGHT, f"{EXPERT}=2", f"{M}.lora_rank=4", kind=NotBuiltError)
-    assert said.startswith(f"{M}.target_modules: an adapter on the experts of a mixture is not built yet beside")
+    assert said.startswith(f"{M}.target_modules: an adapter on the experts of a mixture is not built yet with")
     named = (f"{M}.lora_rank=4", f"{M}.target_modules=[q_proj]", f"{M}.target_parameters=[mlp.experts.down_proj]")
     said = refused(run, MIXTURE, *EIGHT, f"{EXPERT}=2", *named, kind=NotBuiltError)
-    assert said.startswith(f"{M}.target_parameters: an adapter on the experts of a mixture is not built yet beside")
+    assert said.startswith(f"{M}.target_parameters: an adapter on the experts of a mixture is not built yet with")
 
 
 def test_an_adapter_on_a_tied_head_is_refused_before_it_is_loaded(run):

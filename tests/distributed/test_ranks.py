@@ -100,8 +100,8 @@ def merged_metrics(ranks: Ranks, folder: Path) -> dict:
     own = MetricSet()
     if ranks.rank != 1:  # a rank without rows
         own = MetricSet({"tokens": Metric(2.0, "sum"), "mean": Metric(ranks.rank, "mean", 1.0 + ranks.rank)})
-    loss, found = metrics.merge_metrics(float(ranks.rank), own, ranks)
-    return {"loss": loss, **found.values()}
+    loss, gathered = metrics.merge_metrics(float(ranks.rank), own, ranks)
+    return {"loss": loss, **gathered.values()}
 
 
 def meshes(ranks: Ranks, folder: Path) -> dict:

@@ -1,6 +1,6 @@
 """From merged settings to a checked, frozen tree: interpolations, followed settings, types, choices, features.
 
-Adapters as Megatron's users spell them (``model.lora.rank`` and what stands beside it) become our own settings, which hold
+Adapters as Megatron's users spell them (``model.lora.rank`` and its neighbours) become our own settings, which hold
 with every training backend, since there is one way of putting an adapter on a model.
 """
 

@@ -55,11 +55,11 @@ def of_role(role: MegatronRole) -> Problems:
 
 
 def _together(role: MegatronRole) -> Problems:
-    """Experts are not shared beside hybrid sharding."""
+    """Experts are not shared under hybrid sharding."""
     key, engine = role.others
     if engine[_EXPERT] == 1 or not 0 < engine.fsdp_size < role.processes:
         return []
-    message = f"experts cannot be shared beside hybrid sharding (fsdp_size={engine.fsdp_size})"
+    message = f"experts cannot be shared under hybrid sharding (fsdp_size={engine.fsdp_size})"
     fix = f"Leave out {key}.fsdp_size or this one."
     return [ConfigError(message, key=f"{key}.{_EXPERT}", got=engine[_EXPERT], allowed=[1], fix=fix)]
 
@@ -129,7 +129,7 @@ def _adapter(role: MegatronRole) -> Problems:
     name = adapter_on_experts(role.model)
     if name is None:
         return []
-    message = f"an adapter on the experts of a mixture is not built yet beside {key}.{_EXPERT}={engine[_EXPERT]}"
+    message = f"an adapter on the experts of a mixture is not built yet with {key}.{_EXPERT}={engine[_EXPERT]}"
     fix = "Name linear layers, such as target_modules=[q_proj,k_proj,v_proj,o_proj], or share no experts."
     return [NotBuiltError(message, key=f"{role.model_key}.{name}", got=role.model[name], fix=fix)]
 
@@ -254,7 +254,7 @@ def _rank(model: Any) -> Problems:
 
 
 TOWERS = {"vision_config": "images", "vision_tower": "images", "visual": "images", "audio_config": "sounds"}
-"""What a config.json has of an encoder beside the language model."""
+"""What a config.json has of an encoder next to the language model."""
 TEXT_TOO = ("gemma3", "gemma3n", "gemma4")
 """Families that transformers loads as language models, encoder and all: text goes through them."""
 SEEN: dict[str, tuple[str, ...]] = {

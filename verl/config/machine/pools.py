@@ -266,7 +266,7 @@ def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True
 
 
 def sizes(key: str, rollout: Any) -> Problems:
-    """What each parallel size may be by itself, and that of the experts beside the others."""
+    """What each parallel size may be by itself, and that of the experts with the others."""
     problems: Problems = []
     for name in (_T, _P, _E):
         problems += in_range(f"{key}.{name}", rollout[name], "1 or more", rollout[name] >= 1)

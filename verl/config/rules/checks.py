@@ -114,7 +114,7 @@ def _no_file(key: str, name: str, path: Path, hint: str) -> ConfigError:
 
 
 def missing_folder(key: str, path: str) -> Problems:
-    """A local path that is no folder, with the nearest names beside it."""
+    """A local path that is no folder, with the nearest names in its folder."""
     folder = Path(env.expand(path))
     if is_remote(path) or folder.is_dir():
         return []

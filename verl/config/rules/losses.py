@@ -132,12 +132,12 @@ ROWS = (
 
     # a reference policy that moves
     Rule(_FREQ, "out of range", lambda cfg: _moves(cfg) and cfg.trainer.ref_update_freq < 1, allowed="1 or more; null: never"),
-    Rule(_FREQ, "beside LoRA the reference is the model without its adapter, which has no weights of its own to change",
+    Rule(_FREQ, "with LoRA the reference is the model without its adapter, which has no weights of its own to change",
          lambda cfg: _moves(cfg) and (cfg.actor_rollout_ref.model.lora_rank or cfg.actor_rollout_ref.model.lora_adapter_path),
          "Set actor_rollout_ref.model.lora_rank=0 to train all weights, or trainer.ref_update_freq=null."),
     Rule(_FREQ, "a reference policy in processes of its own that takes over the actor's weights is not built yet",
          lambda cfg: _moves(cfg) and "ref" in Pools.of(cfg).named,
-         "Leave ref out of trainer.resource_pools: it then lives beside the actor.", kind=NotBuiltError),
+         "Leave ref out of trainer.resource_pools: it then shares the processes of the actor.", kind=NotBuiltError),
 
     # pairs of answers
     _of_pairs(f"{_R}.n", "a pair is the best and the worst of several answers to one prompt",

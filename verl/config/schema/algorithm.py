@@ -289,7 +289,7 @@ class RolloutCorrectionConfig(ConfigNode):
 
     @classmethod
     def bypass_ppo_clip(cls: type[C]) -> C:
-        """PPO's own clipping against the sampler's policy is the correction; no weights beside it."""
+        """PPO's own clipping against the sampler's policy is the correction; no further weights."""
         return cls(bypass_mode=True)
 
     @classmethod

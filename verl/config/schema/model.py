@@ -27,7 +27,7 @@ class TiledMLPConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class MegatronLoraConfig(ConfigNode):
-    """Adapters as Megatron's users spell them; with a rank they become `lora_rank` and what stands beside it."""
+    """Adapters as Megatron's users spell them; with a rank they become `lora_rank` and its neighbours."""
 
     type: str = setting(
         "lora",
