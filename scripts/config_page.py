@@ -1,4 +1,4 @@
-"""The page ``docs/reference/configuration.md``, made from the declarations of the settings."""
+"""The pages ``docs/reference/configuration*.md``, generated from the declarations of the settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from verl.config.schema.leaves import rows, schema_of
 from verl.config.schema.node import ABSENT, UNSET
 
 HEADER = "| key | default | meaning |\n|---|---|---|"
-INTRO = """\
+SCRIPT = "scripts/generate_config_docs.py"
+MADE = f"<!-- Made by {SCRIPT} from verl/config: change the declarations there, then run it again. -->"
+INTRO = f"""\
 # Configuration
 
-<!-- Made by scripts/generate_config_docs.py from verl/config: change the declarations there, then run it again. -->
+{MADE}
 
-Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `python -m verl.trainer.sft_trainer`
-(supervised). Every default stands in `verl/config`, once, with its type and its meaning; this page is made from there.
+Every setting of `python -m verl.trainer.main_ppo` (RL), with type, default and meaning. Supervised runs
+(`python -m verl.trainer.sft_trainer`), recipes and older spellings have [a page of their own](configuration_more.md).
 
 - On the command line: `key=value`, lists as `key=[a,b]`, `key=null`; `+key=value` and `++key=value` work as well, and
   `~key` takes a setting back to its default.
@@ -29,36 +31,35 @@ Everything a run can be told, for `python -m verl.trainer.main_ppo` (RL) and `py
   run that works, behind a comment sign.
 - `--cfg job` prints the resolved configuration and leaves, with an error if no machine can run it (packages, devices
   and folders are not looked at); a run writes the same into its folder (`trainer.default_local_dir`).
-- A key that does not exist is an error that names the nearest one. Older spellings work and say what they are called
-  today: see [the last table](#older-spellings).
+- A key that does not exist is an error that names the nearest one.
+  [Older spellings](configuration_more.md#older-spellings) work, with a notice that has the current name.
 
-How to read the tables: keys are relative to the heading, which is the first place of a section and says where else it
-stands. **default** `= key` means the value of that key, until this
-one is set. A setting works unless its row says *no effect* with the reason (setting it gives one notice), or names the
-samplers with which it works. Below them stand the settings of features that are not built: any value but the default is
-an error that names the feature.
+How to read the tables: keys are relative to the heading, which is the first place of a section; the text below it names
+the other places. **default** `= key` means the value of that key, until this one is set. A setting works unless its row
+says *no effect* with the reason (setting it gives one notice), or names the samplers with which it works. Below the
+tables stand the settings of features that are not built: any value but the default is an error that names the feature.
+"""
+MORE = f"""\
+# Configuration: supervised runs, recipes, older spellings
+
+{MADE}
+
+The tables read like those of [RL runs](configuration.md), which also list the deviations from upstream's defaults, and
+the settings that are not built or have no effect.
 """
 
 
-def page(recipes: Iterable[Recipe] = ()) -> str:
-    """The page in Markdown, with the settings of recipes that it is given."""
+def pages(recipes: Iterable[Recipe] = ()) -> dict[str, str]:
+    """File name -> text of both pages in Markdown: RL runs, and supervised runs with recipes and older spellings."""
     every, recipes = parts(), list(recipes)
     rl = [part for part in every if part.places[0].program is PPO]
     sft = [part for part in every if part.places[0].program is SFT]
     shared = [place.key for part in every for place in part.places if place.program is SFT and part not in sft]
-    chapters = [
+    first = [
         INTRO,
         _deviations(every),
         "## RL runs\n",
         *(_part(part) for part in rl),
-        "## Supervised runs\n",
-        f"The sections {_words(key for key in shared if '.' not in key)} are those of RL runs, above and below.\n",
-        *(_part(part) for part in sft),
-        "## Settings of recipes\n",
-        "They are there where the run names the recipe: where its estimator, its policy loss or its schedule is one of "
-        "the recipe's. A recipe of your own brings settings the same way: "
-        "[extending](../howto/extending.md#settings-of-your-own).\n",
-        *(_recipe(recipe) for recipe in recipes),
         "## Known and not built yet\n",
         "Settings of features that do not exist in this version. They are known by name, so that a script that carries "
         "them with upstream's defaults (`verl/config/schema/upstream_only.yaml`) runs, and any other value is refused "
@@ -67,9 +68,21 @@ def page(recipes: Iterable[Recipe] = ()) -> str:
         "## Known and without effect\n",
         "Settings that have nothing to change here. Setting one gives a notice with the reason.\n",
         _upstream_only("no_effect"),
+    ]
+    second = [
+        MORE,
+        "## Supervised runs\n",
+        f"The sections {_words(key for key in shared if '.' not in key)} are those of [RL runs]"
+        "(configuration.md#rl-runs).\n",
+        *(_part(part) for part in sft),
+        "## Settings of recipes\n",
+        "They are there where the run names the recipe: where its estimator, its policy loss or its schedule is one of "
+        "the recipe's. A recipe of your own brings settings the same way: "
+        "[extending](../howto/extending.md#settings-of-your-own).\n",
+        *(_recipe(recipe) for recipe in recipes),
         _spellings(recipes),
     ]
-    return "\n".join(chapters)
+    return {"configuration.md": "\n".join(first), "configuration_more.md": "\n".join(second)}
 
 
 def _upstream_only(kind: str) -> str:
@@ -125,7 +138,7 @@ def _recipe(recipe: Recipe) -> str:
 def _summary(part: OutlinePart) -> str:
     said = (part.cls.__doc__ or "").split("\n")[0]
     if part.base is not None:
-        said += f" All settings of `{part.base.key}`, of which these are declared anew or added."
+        said += f" All settings of `{part.base.key}`, of which these are redefined or added."
     others = []
     for place in part.distinct_places[1:]:
         changes = ", ".join(f"{name}: {_value(value)}" for name, value in place.defaults.items())

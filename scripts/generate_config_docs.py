@@ -1,4 +1,4 @@
-"""Write ``docs/reference/configuration.md`` and ``verl/trainer/config/*.yaml`` from the declarations of the settings.
+"""Write ``docs/reference/configuration*.md`` and ``verl/trainer/config/*.yaml`` from the declarations of the settings.
 
 python scripts/generate_config_docs.py [--check]
 """
@@ -10,17 +10,16 @@ from pathlib import Path
 
 from recipe import prime, spin, sppo
 from scripts import config_views
-from scripts.config_page import page
+from scripts.config_page import pages
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "reference" / "configuration.md"
 RECIPES = (prime.RECIPE, spin.RECIPE, sppo.RECIPE)
 
 
 def made() -> dict[Path, str]:
-    """Every file and what it has to say."""
-    shown = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in config_views.files().items()}
-    return {PAGE: page(RECIPES), **shown}
+    """Every file and its text."""
+    views = {ROOT / "verl" / "trainer" / "config" / name: text for name, text in config_views.files().items()}
+    return {ROOT / "docs" / "reference" / name: text for name, text in pages(RECIPES).items()} | views
 
 
 def main(argv: list[str] | None = None) -> int:

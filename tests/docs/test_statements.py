@@ -20,7 +20,7 @@ from verl.config.loading.groups import NAMES, PPO
 from verl.config.loading.recipes import with_recipes
 from verl.config.schema.leaves import schema_of
 
-GENERATED = ("docs/reference/configuration.md", "docs/appendix/coverage.md")
+GENERATED = ("docs/reference/configuration.md", "docs/reference/configuration_more.md", "docs/appendix/coverage.md")
 PAGES = sorted(
     page
     for page in tracked_files()

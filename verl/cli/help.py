@@ -51,7 +51,9 @@ SETTINGS = {
     ),
 }  # fmt: skip
 """The settings that a person looks for first, by program."""
-MANUAL = "Every setting: docs/reference/configuration.md. Settings are key=value, lists key=[a,b]."
+MANUAL = """\
+Every setting: docs/reference/configuration.md, and configuration_more.md for supervised runs.
+Settings are key=value, lists key=[a,b]."""
 
 
 def overview() -> str:
