@@ -9,7 +9,8 @@ from tests.config.test_validate import read_ppo as read_ppo
 from tests.config.test_validate import read_sft as read_sft
 from tests.config.test_validate import usual as usual
 from tests.config.test_validate import usual_sft as usual_sft
-from verl.config.rules.validate import validate, validate_sft
+from verl.config.rules.supervised import validate_sft
+from verl.config.rules.validate import validate
 
 NUMBERS = [
     ("data.train_batch_size", 0, "1 or more"),

@@ -1,5 +1,7 @@
 """The configuration: every default once, typed, with its meaning."""
 
+from typing import TYPE_CHECKING, Any
+
 from verl.config.loading.configuration import load_config, save_config
 from verl.config.loading.recipes import Recipe
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
@@ -17,8 +19,10 @@ from verl.config.schema.role import (
 )
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
 from verl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTDataConfig, SFTRunConfig, SFTTrainerConfig
 from verl.config.schema.trainer import TrainerConfig
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTDataConfig, SFTRunConfig, SFTTrainerConfig
 
 FSDPOptimizerConfig = OptimizerConfig
 
@@ -62,3 +66,12 @@ __all__ = [
     "to_dict",
     "unread",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Sections of supervised runs, which RL runs do not load."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.config.schema import sft
+
+    return vars(sft)[name]

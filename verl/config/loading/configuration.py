@@ -16,7 +16,6 @@ from verl.config.loading.groups import COMPOSED_ENGINE, Program, program_of
 from verl.config.loading.merge import Merge
 from verl.config.loading.overrides import CommandLine, parse_command_line
 from verl.config.loading.resolve import resolve
-from verl.config.loading.secrets import hide
 from verl.config.schema.leaves import Schema, schema_of
 from verl.config.schema.node import ConfigNode, plain, to_dict, unrecorded
 from verl.errors import ConfigError
@@ -127,6 +126,8 @@ def to_yaml(config: ConfigNode) -> str:
     """
     from omegaconf import OmegaConf
 
+    from verl.config.loading.secrets import hide
+
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(hide(to_dict(config)))))
 
 
@@ -160,15 +161,19 @@ def writable(folder: Path) -> Iterator[None]:
 
 def _check_printed(program: Program, config: ConfigNode) -> None:
     """The table of who lives where as comments; what refuses a run wherever it is started is an error here as well."""
-    from verl.config.machine import topology
-    from verl.config.rules import validate
-
     if program.name == "ppo_trainer":
+        from verl.config.machine import topology
+        from verl.config.rules import validate
+
         with unrecorded():
             if not (topology.problems(config) or recipes.problems(config)):  # type: ignore[arg-type]
                 table = str(topology.Topology.of(config, topology.added_roles(config)))  # type: ignore[arg-type]
                 sys.stdout.writelines(f"{f'# {line}'.rstrip()}\n" for line in table.splitlines())
-    validate.check_printed(program.name, config)
+        validate.check_printed(config)  # type: ignore[arg-type]
+    elif program.name not in ("generation", "evaluation"):
+        from verl.config.rules import supervised
+
+        supervised.check_printed_sft(config)  # type: ignore[arg-type]
 
 
 def write_private(file: Path, text: str) -> None:
@@ -179,20 +184,19 @@ def write_private(file: Path, text: str) -> None:
 
 
 def _check_whole(program: Program, config: ConfigNode, served: bool) -> None:
-    from verl.config.rules import validate  # imported here: the rules look at devices, which loads torch
-
+    """The rules of one program, imported here: they look at devices, which loads torch."""
     if program.name == "ppo_trainer":
+        from verl.config.rules import validate
+
         validate.validate(config, served)  # type: ignore[arg-type]
-    elif program.name == "generation":
-        from verl.config.rules.validate import validate_generation
+        return
+    from verl.config.rules import supervised
 
-        validate_generation(config)  # type: ignore[arg-type]
-    elif program.name == "evaluation":
-        from verl.config.rules.validate import validate_evaluation
-
-        validate_evaluation(config)  # type: ignore[arg-type]
-    else:
-        validate.validate_sft(config)  # type: ignore[arg-type]
+    checks: dict[str, Callable[[Any], None]] = {
+        "generation": supervised.validate_generation,
+        "evaluation": supervised.validate_evaluation,
+    }
+    checks.get(program.name, supervised.validate_sft)(config)
 
 
 def _base_engines(program: Program, bases: list[str]) -> list[str]:

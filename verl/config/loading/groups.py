@@ -5,14 +5,12 @@ Upstream composes its tree from groups; here the tree is whole, so a choice that
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 from verl.config.loading.aliases import EVALUATION_ALIASES, GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
-from verl.config.schema.generation import EvaluationConfig, GenerationConfig
 from verl.config.schema.leaves import Leaf, schema_of
 from verl.config.schema.node import ConfigNode
-from verl.config.schema.root import PPOTrainerConfig
-from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError, suggest
 
 _ENGINES = ("dp", "fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel", "mlite")
@@ -39,22 +37,34 @@ def is_role(program: Program, key: str) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """What one entry point reads: its tree, its old spellings, and the choices that stand for settings."""
+    """What one entry point reads: its tree, its old spellings, and the choices that stand for settings.
+
+    Args:
+        tree: the root class of its settings, or module and name of that class, which is imported where it is read.
+    """
 
     name: str
-    root: type[ConfigNode]
+    tree: str | type[ConfigNode]
     aliases: Aliases
     engine_group: str
     strategies: tuple[str, ...]
     neutral_groups: tuple[str, ...] = ()
 
+    @property
+    def root(self) -> type[ConfigNode]:
+        """The root class of its settings."""
+        if not isinstance(self.tree, str):
+            return self.tree
+        module, _, name = self.tree.partition(":")
+        return vars(importlib.import_module(f"verl.config.schema.{module}"))[name]
 
-PPO = Program("ppo_trainer", PPOTrainerConfig, PPO_ALIASES, "model_engine", tuple(_ROLES.values()))
-GENERATION = Program("generation", GenerationConfig, GENERATION_ALIASES, "model_engine", ())
-EVALUATION = Program("evaluation", EvaluationConfig, EVALUATION_ALIASES, "model_engine", ())
-SFT = Program("sft_trainer", SFTTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
-DPO = Program("dpo_trainer", DPOTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
-RM = Program("rm_trainer", RMTrainerConfig, SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+
+PPO = Program("ppo_trainer", "root:PPOTrainerConfig", PPO_ALIASES, "model_engine", tuple(_ROLES.values()))
+GENERATION = Program("generation", "generation:GenerationConfig", GENERATION_ALIASES, "model_engine", ())
+EVALUATION = Program("evaluation", "generation:EvaluationConfig", EVALUATION_ALIASES, "model_engine", ())
+SFT = Program("sft_trainer", "sft:SFTTrainerConfig", SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+DPO = Program("dpo_trainer", "sft:DPOTrainerConfig", SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
+RM = Program("rm_trainer", "sft:RMTrainerConfig", SFT_ALIASES, "engine", ("engine.strategy",), ("optim", "model"))
 
 NAMES: dict[str, tuple[Program, str]] = {
     "ppo_trainer": (PPO, "dp"),

@@ -82,7 +82,7 @@ def with_recipes(program: Program, recipes: Iterable[Recipe]) -> Program:
     for recipe in recipes:
         for name, table in vars(recipe.aliases).items():
             merged[name] |= table
-    return dataclasses.replace(program, root=root, aliases=Aliases(**merged))
+    return dataclasses.replace(program, tree=root, aliases=Aliases(**merged))
 
 
 @cache  # a section sent to another process keeps its class

@@ -9,7 +9,7 @@ import importlib.util
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import env, registry
 from verl.config.loading import recipes
@@ -31,10 +31,12 @@ from verl.config.rules.validate_megatron import MegatronRole, missing_or_other, 
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reward_model
-from verl.config.schema.sft import SFTTrainerConfig
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import SFTTrainerConfig
 
 
 def processes(cfg: SFTTrainerConfig) -> Problems:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import env
 from verl.config.machine.config_json import (
@@ -25,9 +25,11 @@ from verl.config.machine.pools import OWN_PROCESSES, starts_no_engine
 from verl.config.rules.checks import Problems, caught, divisors_of
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.config.schema.root import PPOTrainerConfig
-from verl.config.schema.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import SFTTrainerConfig
 
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"
 _R = "actor_rollout_ref.rollout"

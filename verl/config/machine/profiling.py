@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.machine import topology
 from verl.config.rules.checks import Problems
 from verl.config.rules.refusals import INSTEAD
 from verl.config.schema.role import ProfilerConfig
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference
-from verl.config.schema.sft import SFTTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import SFTTrainerConfig
 
 USUAL = {
     "trace": "cuda,nvtx,cublas,ucx",

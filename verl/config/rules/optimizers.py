@@ -6,16 +6,18 @@ import importlib.util
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import registry
 from verl.config.rules.checks import Problems, caught
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.config.schema.root import PPOTrainerConfig
-from verl.config.schema.sft import SFTTrainerConfig
 from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import SFTTrainerConfig
 
 TORCH = "torch.optim"
 LOW_BIT = "torchao.optim"

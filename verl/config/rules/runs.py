@@ -6,6 +6,8 @@ one process computes: peers that share their sequences have the sum of theirs fo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from verl import registry
 from verl.config.machine.topology import backend_of, sizes_of
 from verl.config.rules.checks import NOTICE, Problems, Rule, divisors_of, value_at
@@ -21,9 +23,11 @@ from verl.config.schema.root import (
     uses_critic,
     uses_reference,
 )
-from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _ULYSSES = "ulysses_sequence_parallel_size"

@@ -1,4 +1,4 @@
-"""Rows about the settings of one section, and of the programs without reinforcement learning."""
+"""Rows about the settings of one section."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ from verl.config.schema.node import changed_names
 from verl.config.schema.reward import RewardModelConfig
 from verl.config.schema.role import OptimizerConfig
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
-from verl.config.schema.sft import (
-    WITHOUT_REFERENCE,
-    DPOConfig,
-    SFTCustomClassConfig,
-    SFTEngineConfig,
-    SFTRunConfig,
-    SFTTrainerConfig,
-)
 from verl.config.schema.trainer import TrainerConfig
 from verl.config.schema.tree import BETAS
 from verl.errors import suggest
@@ -41,7 +33,7 @@ def _twice(name: str) -> Rule:
     )
 
 
-def _class_in_file(path: str, name: str) -> tuple[Rule, ...]:
+def class_in_file(path: str, name: str) -> tuple[Rule, ...]:
     """A file and a class in it, of which one alone means nothing."""
     fixes = {path: "Set it to the file.", name: "Set it to the class in it."}
     others = {path: name, name: path}
@@ -66,7 +58,7 @@ def _leaves_folder(name: str) -> Rule:
     return Rule(name, message, lambda run: _leads_out(str(run[name])), fix)
 
 
-def _keeps_half(name: str) -> Rule:
+def keeps_half(name: str) -> Rule:
     """Trained weights in float16; products may be in it."""
     return Rule(
         f"{name}.model_dtype".removeprefix("."),
@@ -79,17 +71,6 @@ def _keeps_half(name: str) -> Rule:
 def _other_betas(optim: Any) -> bool:
     arguments = optim.override_optimizer_config or {}
     return "betas" in arguments and not BETAS.holds(arguments["betas"])
-
-
-def _no_reference(dpo: Any) -> bool:
-    return (dpo.reference_free or dpo.loss_type in WITHOUT_REFERENCE) and (
-        dpo.ref_model_path or dpo.precompute_ref_log_probs
-    )
-
-
-def _one_column(cfg: Any) -> bool:
-    data = cfg.data
-    return "chosen_key" not in data and (data.prompt_key is None) != (data.response_key is None)
 
 
 def _not_a_step(run: Any) -> bool:
@@ -112,12 +93,7 @@ RUN = (
         allowed="a path that ends in global_step_<number>",
     ),
 )
-_TWO = "two-column data needs the names of both columns"
-_BOTH = "Set both, or neither to read conversations from data.messages_key."
 _CLIPS = "the clip of {at}.loss_type=ppo_clip corrects"
-_REFERENCE = "there is no reference policy to load"
-_NO_REFERENCE = "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
-
 TABLE: Table = {
     ActorConfig: (
         _twice("ppo_micro_batch_size"),
@@ -126,7 +102,7 @@ TABLE: Table = {
         Rule("clip_ratio", "has no effect, since clip_ratio_low and clip_ratio_high are both set",
              lambda a: None not in (a.clip_ratio_low, a.clip_ratio_high) and "clip_ratio" in changed_names(a),
              kind=NOTICE),
-        _keeps_half("fsdp_config"),
+        keeps_half("fsdp_config"),
     ),
     PolicyLossConfig: (
         Rule("clip_cov_lb", "out of range", lambda loss: loss.clip_cov_lb >= loss.clip_cov_ub,
@@ -139,8 +115,7 @@ TABLE: Table = {
         Rule("load_format", "unknown value", lambda r: r.name == "vllm" and r.load_format not in LOAD_FORMATS,
              lambda r: suggest(r.load_format, LOAD_FORMATS), LOAD_FORMATS),
     ),
-    SFTEngineConfig: (_keeps_half(""),),
-    CriticConfig: (_keeps_half("fsdp"), _twice("ppo_micro_batch_size"), _twice("forward_micro_batch_size")),
+    CriticConfig: (keeps_half("fsdp"), _twice("ppo_micro_batch_size"), _twice("forward_micro_batch_size")),
     RewardModelConfig: (_twice("micro_batch_size"),),
     SamplingConfig: (
         Rule("temperature", "sampling at temperature 0 is greedy", lambda s: s.do_sample and s.temperature <= 0,
@@ -168,29 +143,8 @@ TABLE: Table = {
         Rule("lr_warmup_init", "has no effect with {at}.lr_scheduler_type={lr_scheduler_type}",
              lambda o: o.lr_scheduler_type != "constant" and "lr_warmup_init" in changed_names(o), kind=NOTICE),
     ),
-    CustomClassConfig: _class_in_file("path", "name"),
-    SFTCustomClassConfig: _class_in_file("path", "name"),
-    SamplerClassConfig: _class_in_file("class_path", "class_name"),
+    CustomClassConfig: class_in_file("path", "name"),
+    SamplerClassConfig: class_in_file("class_path", "class_name"),
     TrainerConfig: RUN,
-    SFTRunConfig: RUN,
-    DPOConfig: (
-        Rule("label_smoothing", "only the sigmoid loss has it",
-             lambda d: d.label_smoothing and d.loss_type != "sigmoid", "Leave it out, or set dpo.loss_type=sigmoid."),
-        Rule("simpo_gamma", "only the loss of SimPO has it",
-             lambda d: d.simpo_gamma != DPOConfig().simpo_gamma and d.loss_type != "simpo",
-             "Leave it out, or set dpo.loss_type=simpo."),
-        Rule("loss_type", _REFERENCE, lambda d: _no_reference(d) and d.loss_type in WITHOUT_REFERENCE, _NO_REFERENCE),
-        Rule("reference_free", _REFERENCE, lambda d: _no_reference(d) and d.loss_type not in WITHOUT_REFERENCE,
-             _NO_REFERENCE),
-    ),
-    SFTTrainerConfig: (
-        Rule("data.prompt_key", _TWO, lambda c: _one_column(c) and c.data.prompt_key is None, _BOTH),
-        Rule("data.response_key", _TWO, lambda c: _one_column(c) and c.data.response_key is None, _BOTH),
-        Rule("model.lora.merge", "has no effect: there is no sampler", lambda c: c.model.lora.merge, kind=NOTICE),
-        Rule("data.val_files", "no validation files are given, so nothing is validated",
-             lambda c: not c.data.val_files, kind=NOTICE),
-        Rule("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false",
-             lambda c: c.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in changed_names(c.data), kind=NOTICE),
-    ),
 }  # fmt: skip
-"""Class of a section or program -> its rows."""
+"""Class of a section -> its rows."""

@@ -31,28 +31,23 @@ from verl.config.rules.checks import (
     Check,
     Problems,
     Table,
-    bad_model_folder,
     collect,
     known_name,
-    missing_files,
     missing_folder,
     out_of_bounds,
     problems_of_rows,
     tell,
     tell_without_effect,
 )
-from verl.config.schema.generation import EvaluationConfig, GenerationConfig
 from verl.config.schema.node import unrecorded
 from verl.config.schema.root import PPOTrainerConfig, uses_critic
-from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.errors import ConfigError
-from verl.registry import SAMPLERS
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_ONE_DEVICE = "Leave it out (auto) to train on one device."
+ONE_DEVICE = "Leave it out (auto) to train on one device."
 TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS, *distillation.ROWS)}
 """Every row there is."""
-_ALWAYS: tuple[Check, ...] = (out_of_bounds, problems_of_rows(TABLE))
+ALWAYS: tuple[Check, ...] = (out_of_bounds, problems_of_rows(TABLE))
 
 
 def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
@@ -71,45 +66,29 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
         host.kernel_problems,
         reward_model.files,
         distillation.teacher_folders,
-        _resume_folder,
+        resume_folder,
     )
     with unrecorded():
         collect((*here, *_rules(served)), cfg)
         _tell(cfg)
 
 
-def check_printed(program: str, cfg: Any) -> None:
+def check_printed(cfg: PPOTrainerConfig) -> None:
     """What refuses a run wherever it is started, for a configuration that is only printed: names, numbers, relations.
 
     Raises:
-        ConfigError: as `validate` does, without what only this machine, or torchrun, decides.
+        ConfigError: as `validate` does, without what only this machine decides.
     """
-    supervised: tuple[Check, ...] = (_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems)
-    rules: dict[str, tuple[Check, ...]] = {"ppo_trainer": _rules(served=False)}
-    rules |= dict.fromkeys(("sft_trainer", "dpo_trainer", "rm_trainer"), supervised)
     with unrecorded():
-        collect(rules.get(program, ()), cfg)
+        collect(_rules(served=False), cfg)
 
 
 def _rules(served: bool) -> tuple[Check, ...]:
     """What no machine changes."""
     placed = (pools.served_problems,) if served else (topology.problems,)
-    return (_names, *_ALWAYS, optimizers.problems, losses.problems, runs.uneven_mini_batches, *placed,
+    return (_names, *ALWAYS, optimizers.problems, losses.problems, runs.uneven_mini_batches, *placed,
             runs.row_problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, distillation.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
             profiling.problems, sampling.thresholds, queues.problems, pools.elastic_problems)  # fmt: skip
-
-
-def validate_sft(cfg: SFTTrainerConfig) -> None:
-    """The same for a supervised run, and for training on pairs of answers."""
-    rows = runs.pair_row_problems if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) else runs.sft_row_problems
-    rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, rows,
-             profiling.sft_problems, _resume_folder)  # fmt: skip
-    with unrecorded():
-        collect(rules, cfg)
-        tell(TABLE, cfg)
-        tell_without_effect(cfg)
-        validate_megatron.tell_supervised(cfg)
-        validate_torchtitan.tell_supervised(cfg)
 
 
 def _tell(cfg: PPOTrainerConfig) -> None:
@@ -173,75 +152,12 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     sections = {_A: actor, "actor_rollout_ref.ref": ref} | ({"critic": cfg.critic} if uses_critic(cfg) else {})
     for key, section in sections.items():
         if section.strategy != "auto":
-            problems += known_name(registry.ENGINES, f"{key}.strategy", section.strategy, _ONE_DEVICE)
+            problems += known_name(registry.ENGINES, f"{key}.strategy", section.strategy, ONE_DEVICE)
     return problems
 
 
-def _resume_folder(cfg: PPOTrainerConfig | SFTTrainerConfig) -> Problems:
+def resume_folder(cfg: Any) -> Problems:
     """The folder of a step that this machine does not have; one at a remote place is looked for when the run begins."""
     path = cfg.trainer.resume_from_path if cfg.trainer.resume_mode == "resume_path" else None
     is_step = path is not None and "global_step_" in path and "://" not in path
     return missing_folder("trainer.resume_from_path", str(path)) if is_step else []
-
-
-def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
-    strategy = cfg.engine.strategy
-    problems = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    return problems or validate_megatron.supervised_problems(cfg) + validate_torchtitan.supervised_problems(cfg)
-
-
-def _sft_names(cfg: SFTTrainerConfig) -> Problems:
-    strategy = cfg.engine.strategy
-    names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, _ONE_DEVICE)
-    return names + models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)
-
-
-def validate_generation(cfg: GenerationConfig) -> None:
-    """All problems in one `ConfigError`."""
-    with unrecorded():
-        collect((_names_of_generation, out_of_bounds, problems_of_rows(TABLE), _sampler, _files_of_generation), cfg)
-
-
-def _names_of_generation(cfg: GenerationConfig) -> Problems:
-    problems = known_name(SAMPLERS, "rollout.name", cfg.rollout.name, "Set rollout.name=hf.")
-    if cfg.rollout.name == "server" and not cfg.rollout.server.url:
-        fix = "Set rollout.server.url=http://host:port."
-        problems.append(ConfigError("needs the address of a server", key="rollout.name", got="server", fix=fix))
-    return problems
-
-
-def _sampler(cfg: GenerationConfig) -> Problems:
-    problems = pools.sizes("rollout", cfg.rollout)
-    if not problems:
-        problems += pools.on_machine("rollout", cfg.rollout, cfg.trainer.device)
-    return problems
-
-
-def _files_of_generation(cfg: GenerationConfig) -> Problems:
-    problems = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
-    problems += models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib)
-    if not cfg.data.output_path.endswith(".parquet"):
-        fix = "End its name in .parquet."
-        problems.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
-    folder = cfg.data.output_path.rpartition("/")[0]
-    return problems if not folder or "://" in folder else problems + missing_folder("data.output_path", folder)
-
-
-def validate_evaluation(cfg: EvaluationConfig) -> None:
-    """All problems in one `ConfigError`."""
-    with unrecorded():
-        collect((out_of_bounds, _files_of_evaluation), cfg)
-
-
-def _files_of_evaluation(cfg: EvaluationConfig) -> Problems:
-    report = cfg.report
-    problems = missing_files("data.path", cfg.data.path)
-    problems += missing_files("custom_reward_function.path", cfg.custom_reward_function.path)
-    problems += missing_files("report.compare", report.compare)
-    for name in ("markdown", "json", "samples"):
-        folder = (report[name] or "").rpartition("/")[0]
-        problems += missing_folder(f"report.{name}", folder) if folder else []
-    if report.samples is not None and not report.samples.endswith(".parquet"):
-        fix = "End its name in .parquet."
-        problems.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
-    return problems

@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import env
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
@@ -21,10 +21,12 @@ from verl.config.schema.distillation import teachers_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, follows_another, replace, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_reference
-from verl.config.schema.sft import SFTTrainerConfig
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import SFTTrainerConfig
 
 NAME, PACKAGE = "megatron", "megatron-core"
 VERSIONS = ((0, 16), (0, 17))

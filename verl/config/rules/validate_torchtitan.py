@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import experts_of, facts_of
 from verl.config.rules.checks import Problems, divisors_of
 from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles, set_names, tell_names
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
-from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from verl.config.schema.torchtitan import (
     COPIES,
     EXPERTS,
@@ -31,6 +30,9 @@ from verl.config.schema.torchtitan import (
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.sft import SFTTrainerConfig
 
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _ACTOR = "actor_rollout_ref.actor"
@@ -57,7 +59,7 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     role = role_of_supervised(cfg)
     if not is_chosen(role):
         return []
-    if isinstance(cfg, (DPOTrainerConfig, RMTrainerConfig)):
+    if "chosen_key" in cfg.data:
         return [_not_built("engine.strategy", "training on pairs of answers", "engine")]
     return _of_role(role)
 

@@ -1,0 +1,171 @@
+"""Rules of the programs without reinforcement learning: supervised runs, pairs of answers, generation, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl import registry
+from verl.config.machine import host, models, pools, profiling
+from verl.config.rules import optimizers, runs, sections, validate_megatron, validate_torchtitan
+from verl.config.rules.checks import (
+    NOTICE,
+    Check,
+    Problems,
+    Rule,
+    Table,
+    bad_model_folder,
+    collect,
+    known_name,
+    missing_files,
+    missing_folder,
+    out_of_bounds,
+    problems_of_rows,
+    tell,
+    tell_without_effect,
+)
+from verl.config.rules.validate import ONE_DEVICE, resume_folder
+from verl.config.schema.generation import EvaluationConfig, GenerationConfig
+from verl.config.schema.node import changed_names, unrecorded
+from verl.config.schema.sft import (
+    WITHOUT_REFERENCE,
+    DPOConfig,
+    DPOTrainerConfig,
+    RMTrainerConfig,
+    SFTCustomClassConfig,
+    SFTEngineConfig,
+    SFTRunConfig,
+    SFTTrainerConfig,
+)
+from verl.errors import ConfigError
+from verl.registry import SAMPLERS
+
+
+def _no_reference(dpo: Any) -> bool:
+    return (dpo.reference_free or dpo.loss_type in WITHOUT_REFERENCE) and (
+        dpo.ref_model_path or dpo.precompute_ref_log_probs
+    )
+
+
+def _one_column(cfg: Any) -> bool:
+    data = cfg.data
+    return "chosen_key" not in data and (data.prompt_key is None) != (data.response_key is None)
+
+
+_TWO = "two-column data needs the names of both columns"
+_BOTH = "Set both, or neither to read conversations from data.messages_key."
+_REFERENCE = "there is no reference policy to load"
+_NO_REFERENCE = "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
+
+TABLE: Table = {
+    **sections.TABLE,
+    SFTEngineConfig: (sections.keeps_half(""),),
+    SFTCustomClassConfig: sections.class_in_file("path", "name"),
+    SFTRunConfig: sections.RUN,
+    DPOConfig: (
+        Rule("label_smoothing", "only the sigmoid loss has it",
+             lambda d: d.label_smoothing and d.loss_type != "sigmoid", "Leave it out, or set dpo.loss_type=sigmoid."),
+        Rule("simpo_gamma", "only the loss of SimPO has it",
+             lambda d: d.simpo_gamma != DPOConfig().simpo_gamma and d.loss_type != "simpo",
+             "Leave it out, or set dpo.loss_type=simpo."),
+        Rule("loss_type", _REFERENCE, lambda d: _no_reference(d) and d.loss_type in WITHOUT_REFERENCE, _NO_REFERENCE),
+        Rule("reference_free", _REFERENCE, lambda d: _no_reference(d) and d.loss_type not in WITHOUT_REFERENCE,
+             _NO_REFERENCE),
+    ),
+    SFTTrainerConfig: (
+        Rule("data.prompt_key", _TWO, lambda c: _one_column(c) and c.data.prompt_key is None, _BOTH),
+        Rule("data.response_key", _TWO, lambda c: _one_column(c) and c.data.response_key is None, _BOTH),
+        Rule("model.lora.merge", "has no effect: there is no sampler", lambda c: c.model.lora.merge, kind=NOTICE),
+        Rule("data.val_files", "no validation files are given, so nothing is validated",
+             lambda c: not c.data.val_files, kind=NOTICE),
+        Rule("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false",
+             lambda c: c.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in changed_names(c.data), kind=NOTICE),
+    ),
+}  # fmt: skip
+"""Class of a section or program -> its rows."""
+_ALWAYS: tuple[Check, ...] = (out_of_bounds, problems_of_rows(TABLE))
+
+
+def check_printed_sft(cfg: SFTTrainerConfig) -> None:
+    """Of a supervised configuration that is only printed, what refuses it wherever it is started.
+
+    Raises:
+        ConfigError: as `validate_sft` does, without what only this machine, or torchrun, decides.
+    """
+    with unrecorded():
+        collect((_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems), cfg)
+
+
+def validate_sft(cfg: SFTTrainerConfig) -> None:
+    """All problems of a supervised run, also on pairs of answers, in one `ConfigError`; a notice of each idle setting."""
+    rows = runs.pair_row_problems if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) else runs.sft_row_problems
+    rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, rows,
+             profiling.sft_problems, resume_folder)  # fmt: skip
+    with unrecorded():
+        collect(rules, cfg)
+        tell(TABLE, cfg)
+        tell_without_effect(cfg)
+        validate_megatron.tell_supervised(cfg)
+        validate_torchtitan.tell_supervised(cfg)
+
+
+def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
+    strategy = cfg.engine.strategy
+    problems = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, ONE_DEVICE)
+    return problems or validate_megatron.supervised_problems(cfg) + validate_torchtitan.supervised_problems(cfg)
+
+
+def _sft_names(cfg: SFTTrainerConfig) -> Problems:
+    strategy = cfg.engine.strategy
+    names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, ONE_DEVICE)
+    return names + models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)
+
+
+def validate_generation(cfg: GenerationConfig) -> None:
+    """All problems in one `ConfigError`."""
+    with unrecorded():
+        collect((_names_of_generation, out_of_bounds, problems_of_rows(TABLE), _sampler, _files_of_generation), cfg)
+
+
+def _names_of_generation(cfg: GenerationConfig) -> Problems:
+    problems = known_name(SAMPLERS, "rollout.name", cfg.rollout.name, "Set rollout.name=hf.")
+    if cfg.rollout.name == "server" and not cfg.rollout.server.url:
+        fix = "Set rollout.server.url=http://host:port."
+        problems.append(ConfigError("needs the address of a server", key="rollout.name", got="server", fix=fix))
+    return problems
+
+
+def _sampler(cfg: GenerationConfig) -> Problems:
+    problems = pools.sizes("rollout", cfg.rollout)
+    if not problems:
+        problems += pools.on_machine("rollout", cfg.rollout, cfg.trainer.device)
+    return problems
+
+
+def _files_of_generation(cfg: GenerationConfig) -> Problems:
+    problems = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
+    problems += models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib)
+    if not cfg.data.output_path.endswith(".parquet"):
+        fix = "End its name in .parquet."
+        problems.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
+    folder = cfg.data.output_path.rpartition("/")[0]
+    return problems if not folder or "://" in folder else problems + missing_folder("data.output_path", folder)
+
+
+def validate_evaluation(cfg: EvaluationConfig) -> None:
+    """All problems in one `ConfigError`."""
+    with unrecorded():
+        collect((out_of_bounds, _files_of_evaluation), cfg)
+
+
+def _files_of_evaluation(cfg: EvaluationConfig) -> Problems:
+    report = cfg.report
+    problems = missing_files("data.path", cfg.data.path)
+    problems += missing_files("custom_reward_function.path", cfg.custom_reward_function.path)
+    problems += missing_files("report.compare", report.compare)
+    for name in ("markdown", "json", "samples"):
+        folder = (report[name] or "").rpartition("/")[0]
+        problems += missing_folder(f"report.{name}", folder) if folder else []
+    if report.samples is not None and not report.samples.endswith(".parquet"):
+        fix = "End its name in .parquet."
+        problems.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
+    return problems
