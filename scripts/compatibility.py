@@ -99,7 +99,7 @@ def verdicts(scripts: list[dict[str, Any]], every_reason: bool = True) -> list[V
 def _machine(folder: Path) -> Iterator[None]:
     """Every device, package and file is there, and a program stops where its configuration is resolved."""
     from verl.config.loading import configuration, overrides
-    from verl.config.machine import host
+    from verl.config.machine import host, profiling
     from verl.config.rules import distillation, reward_model
     from verl.trainer import export, main_generation_server
 
@@ -116,7 +116,7 @@ def _machine(folder: Path) -> Iterator[None]:
         (device, "device_count", lambda kind: DEVICES),
         (host, "files", lambda cfg: []),
         (host, "sft_files", lambda cfg: []),
-        (host, "nsys", lambda cfg: []),
+        (profiling, "lacking", lambda cfg: []),
         (reward_model, "bad_model_folder", lambda *arguments: []),
         (distillation, "bad_model_folder", lambda *arguments: []),
         (main_generation_server, "missing_folder", lambda key, path: []),

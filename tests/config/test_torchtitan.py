@@ -10,8 +10,8 @@ import pytest
 from tests.harness.configs import PPO, describe
 from tests.sanity.test_packaging import pins
 from verl.config import load_config
+from verl.config.machine.roles import roles
 from verl.config.rules.runs import parts_of, sequence_ranks
-from verl.config.rules.validate_megatron import roles
 from verl.config.rules.validate_torchtitan import missing_or_other
 from verl.config.schema.torchtitan import INSTALL
 from verl.errors import ConfigError, NotBuiltError

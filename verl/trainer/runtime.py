@@ -26,7 +26,7 @@ from verl.config import (
 )
 from verl.config.loading.configuration import writable
 from verl.config.machine.profiling import worker_nsight_options
-from verl.config.rules.validate_megatron import refuse_without_cuda, roles
+from verl.config.machine.roles import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of

@@ -8,9 +8,8 @@ import torch
 
 from tests.harness.runs import train
 from verl.config import PPOTrainerConfig, replace
-from verl.config.rules import losses
+from verl.config.rules import losses, sampling
 from verl.config.rules.checks import problems_of_rows
-from verl.config.rules.partial_rollouts import problems
 from verl.config.schema.root import updates_once
 from verl.errors import ConfigError
 from verl.metrics import notices
@@ -24,6 +23,7 @@ from verl.trainer.ppo.schedules import prompts_in_work
 from verl.trainer.ppo.stream import GroupStream
 
 of_losses = problems_of_rows({PPOTrainerConfig: losses.ROWS})
+problems = problems_of_rows({PPOTrainerConfig: sampling.ROWS})
 KEEPS = (
     "actor_rollout_ref.rollout.keep_unfinished=true",
     "actor_rollout_ref.rollout.over_sample_rate=0.5",

@@ -15,8 +15,8 @@ from verl import env, registry
 from verl.config.loading import recipes
 from verl.config.machine import models, pools, topology
 from verl.config.machine.pools import Pools
-from verl.config.machine.profiling import worker_nsight_options
-from verl.config.rules import megatron_fields, optimizers, validate_torchtitan
+from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.rules import optimizers
 from verl.config.rules.checks import (
     Problems,
     bad_model_folder,
@@ -27,11 +27,10 @@ from verl.config.rules.checks import (
     missing_folder,
     missing_package,
 )
-from verl.config.rules.validate_megatron import MegatronRole, missing_or_other, role_of_supervised, roles
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reward_model
-from verl.config.schema.tree import in_range, one_of
+from verl.config.schema.tree import one_of
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -105,23 +104,34 @@ def sft_kernel_problems(cfg: SFTTrainerConfig) -> Problems:
     return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
 
 
-def _of(megatron_roles: list[MegatronRole], device: str | None) -> Problems:
+def _of(model_roles: list[ModelRole], device: str | None) -> Problems:
     from verl import device as devices  # torch is loaded only once there is something to validate
 
-    on_megatron = [role for role in megatron_roles if role.is_megatron]
-    problems = missing_or_other(f"{on_megatron[0].key}.strategy") if on_megatron else []
-    on_titan = [role for role in megatron_roles if validate_torchtitan.is_chosen(role)]
-    problems += validate_torchtitan.missing_or_other(f"{on_titan[0].key}.strategy") if on_titan else []
+    problems = _packages({role.section.strategy: f"{role.key}.strategy" for role in reversed(model_roles)})
     if caught(devices.resolve_device, device):
         return problems  # another rule reports it
     kind = devices.resolve_device(device)
-    for role in megatron_roles:
+    for role in model_roles:
         problems += _attention(role, kind) + _adapter_folder(role) + _fp8(role)
         problems += [] if role.has_own_sizes else _on_gpu(role, kind)
     return list({problem.key: problem for problem in problems}.values())  # the reference has the actor's model
 
 
-def _attention(role: MegatronRole, kind: str) -> Problems:
+def _packages(keys: dict[str, str]) -> Problems:
+    """Of the backends that are named, by the setting that names each: a package that is missing or of another version."""
+    problems: Problems = []
+    if "megatron" in keys:
+        from verl.config.rules import validate_megatron  # the rules of a backend are loaded where a role is on it
+
+        problems += validate_megatron.missing_or_other(keys["megatron"])
+    if "torchtitan" in keys:
+        from verl.config.rules import validate_torchtitan
+
+        problems += validate_torchtitan.missing_or_other(keys["torchtitan"])
+    return problems
+
+
+def _attention(role: ModelRole, kind: str) -> Problems:
     key, name = f"{role.model_key}.override_config.attn_implementation", _named(role.model)
     if name is None or "/" in name or role.has_own_sizes:
         return []
@@ -148,7 +158,7 @@ def _is_there(package: str) -> bool:
         return False
 
 
-def _on_gpu(role: MegatronRole, kind: str) -> Problems:
+def _on_gpu(role: ModelRole, kind: str) -> Problems:
     model, key, problems = role.model, role.model_key, []
     if "use_liger" in model and model.use_liger:
         if kind == "cpu":
@@ -166,13 +176,15 @@ def _on_gpu(role: MegatronRole, kind: str) -> Problems:
     return problems
 
 
-def _fp8(role: MegatronRole) -> Problems:
+def _fp8(role: ModelRole) -> Problems:
     if not role.is_megatron or _is_there("transformer_engine"):
         return []
+    from verl.config.rules import megatron_fields
+
     return caught(megatron_fields.refuse_low_precision, role.of("override_mcore_model_config"), role.section.megatron)
 
 
-def _adapter_folder(role: MegatronRole) -> Problems:
+def _adapter_folder(role: ModelRole) -> Problems:
     path = role.model.lora_adapter_path if "lora_adapter_path" in role.model else None
     if not path or role.adapter is None or not looks_local(path):
         return []
@@ -198,14 +210,6 @@ def traces(cfg: PPOTrainerConfig) -> Problems:
     """A backend of rollout traces whose package is not installed."""
     name, key = cfg.actor_rollout_ref.rollout.trace.backend, "actor_rollout_ref.rollout.trace.backend"
     return [] if name is None else missing_package(key, name, name)
-
-
-def nsys(cfg: PPOTrainerConfig) -> Problems:
-    """No program nsys where a local Ray cluster has to start it; other machines are not checked."""
-    if not worker_nsight_options(cfg) or _joins_cluster(cfg) or shutil.which("nsys") is not None:
-        return []
-    fix = "Install Nsight Systems (the package nsight-systems-cli), or set global_profiler.tool=torch."
-    return [ConfigError("there is no program 'nsys' here", key="global_profiler.tool", got="nsys", fix=fix)]
 
 
 def is_installed(package: str) -> bool:
@@ -235,9 +239,11 @@ def _is_local(cfg: PPOTrainerConfig) -> bool:
 
 def hardware(cfg: PPOTrainerConfig) -> Problems:
     """More GPUs than exist, a device that is not there."""
-    if topology.problems(cfg) or recipes.problems(cfg):
+    if topology.problems(cfg) or recipes.problems(cfg) or joins_cluster(cfg):
         return []
-    return _sizes(cfg.trainer) if _joins_cluster(cfg) else _devices(cfg.trainer) or _pools_fit(cfg)
+    if any(pool.size < 1 for pool in Pools.of(cfg).by_name.values()):
+        return []  # the sizes are refused at their settings
+    return _devices(cfg.trainer) or _pools_fit(cfg)
 
 
 def _pools_fit(cfg: PPOTrainerConfig) -> Problems:
@@ -254,7 +260,7 @@ def _pools_fit(cfg: PPOTrainerConfig) -> Problems:
     return [ConfigError(message, key=_GPUS, got=cfg.trainer.n_gpus_per_node, allowed=f"{there} in all", fix=fix)]
 
 
-def _joins_cluster(cfg: PPOTrainerConfig) -> bool:
+def joins_cluster(cfg: PPOTrainerConfig) -> bool:
     """Whether the machines of the run are another's to count: several nodes, or a cluster that is named."""
     named = cfg.ray_kwargs.ray_init.address or env.get("RAY_ADDRESS")
     return cfg.trainer.runtime != "local" and (cfg.trainer.nnodes > 1 or named not in (None, "local"))
@@ -265,18 +271,12 @@ def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
     return _devices(cfg.trainer) or processes(cfg)
 
 
-def _sizes(trainer: Any) -> Problems:
-    gpus, nodes = trainer.n_gpus_per_node, trainer.nnodes
-    problems = in_range(_NODES, nodes, "1 or more", nodes >= 1)
-    return problems + in_range(_GPUS, gpus, "1 or more, or null for one", gpus is None or gpus >= 1)
-
-
 def _devices(trainer: Any) -> Problems:
     from verl import device  # torch is loaded only once there is something to validate
 
     gpus = trainer.n_gpus_per_node
-    problems = _sizes(trainer) + caught(device.resolve_device, trainer.device)
-    if problems:
+    problems = caught(device.resolve_device, trainer.device)
+    if problems or trainer.nnodes < 1 or (gpus is not None and gpus < 1):
         return problems
     kind = device.resolve_device(trainer.device)
     there = 0 if kind == "cpu" else device.device_count(kind)
@@ -347,7 +347,7 @@ def _towers(cfg: PPOTrainerConfig) -> Problems:
 def _interpreter(cfg: PPOTrainerConfig) -> Problems:
     """A command for the workers of a cluster of this machine's own that this machine cannot start."""
     command = cfg.ray_kwargs.ray_init.runtime_env.py_executable
-    if not command or _joins_cluster(cfg) or topology.Topology.of(cfg).runtime == "local":
+    if not command or joins_cluster(cfg) or topology.Topology.of(cfg).runtime == "local":
         return []
     wrong, fix = "", "Leave it out: the workers run the Python of this program."
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine import topology
+from verl.config.machine.host import joins_cluster
 from verl.config.rules.checks import Problems
 from verl.config.rules.refusals import INSTEAD
 from verl.config.schema.role import ProfilerConfig
@@ -67,6 +69,14 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def lacking(cfg: PPOTrainerConfig) -> Problems:
+    """No program nsys where a local Ray cluster has to start it; other machines are not checked."""
+    if not worker_nsight_options(cfg) or joins_cluster(cfg) or shutil.which("nsys") is not None:
+        return []
+    fix = "Install Nsight Systems (the package nsight-systems-cli), or set global_profiler.tool=torch."
+    return [ConfigError("there is no program 'nsys' here", key="global_profiler.tool", got="nsys", fix=fix)]
 
 
 LATER = {

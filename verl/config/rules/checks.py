@@ -20,7 +20,7 @@ from typing import Any
 from verl import env
 from verl.config.rules.refusals import raise_all
 from verl.config.schema.leaves import Leaf, schema_of
-from verl.config.schema.node import was_typed
+from verl.config.schema.node import ConfigNode, follows_another, was_typed
 from verl.config.schema.root import PPOTrainerConfig, uses_critic
 from verl.config.schema.tree import in_range
 from verl.errors import ConfigError, NotBuiltError, suggest
@@ -273,3 +273,21 @@ def _is_on(cfg: Any, switch: str) -> bool:
     key, _, values = switch.partition("=")
     value = value_at(cfg, key.partition(",")[0])
     return str(value).lower() in re.split(", | or ", values.lower()) if values else value not in _OFF
+
+
+def tell_names(section: str, names: list[str], why: str) -> None:
+    """One notice for settings of a section that have no effect."""
+    if names:
+        others = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
+        notice(f"{section}.{names[0]}", why + others)
+
+
+def set_names(node: ConfigNode) -> list[str]:
+    """Leaves of a section and of those in it that are set: typed, or not the default and following nothing."""
+    usual, names = type(node)(), []
+    for name, field in type(node).__dataclass_fields__.items():
+        if field.metadata.get("section") is not None:
+            names += [f"{name}.{inner}" for inner in set_names(node[name])]
+        elif was_typed(node, name) or (node[name] != usual[name] and not follows_another(node, name)):
+            names.append(name)
+    return names

@@ -8,7 +8,8 @@ from typing import Any
 
 from verl import registry
 from verl.config.machine.config_json import facts_of, tokens_of
-from verl.config.rules.checks import NOTICE, Problems, Rule, bad_model_folder, known_name, value_at
+from verl.config.rules.checks import NOTICE, Problems, Rule, Table, bad_model_folder, caught, problems_of_rows, value_at
+from verl.config.rules.checks import tell as tell_rows
 from verl.config.rules.losses import weighs_samples
 from verl.config.schema.distillation import TEACHER_FIELDS, TOP_K_MODES, Teacher, teachers_of
 from verl.config.schema.node import changed_names
@@ -70,23 +71,25 @@ ROWS = (
 )  # fmt: skip
 
 
+TABLE: Table = {PPOTrainerConfig: ROWS}
+
+
 def problems(cfg: PPOTrainerConfig) -> Problems:
     """What is wrong with the teachers, and with the policy loss that takes their divergence as an advantage."""
-    problems = _policy_loss(cfg)
-    if not cfg.distillation.enabled:
-        return problems
+    problems = [*problems_of_rows(TABLE)(cfg), *_policy_loss(cfg)]
     problems += [p for name, described in cfg.distillation.teacher_models.items() for p in _teacher(name, described)]
     return problems or _together(cfg)
 
 
-def teacher_folders(cfg: PPOTrainerConfig) -> Problems:
+def lacking(cfg: PPOTrainerConfig) -> Problems:
     """Folders of teachers that this machine does not have."""
     return [problem for teacher in teachers_of(cfg) for problem in bad_model_folder(teacher.setting, teacher.path)]
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
-    """Settings of a server that samples, which a teacher is not."""
-    for name, described in cfg.distillation.teacher_models.items() if cfg.distillation.enabled else ():
+    """Notices of the rows, and of settings of a server that samples, which a teacher is not."""
+    tell_rows(TABLE, cfg)
+    for name, described in cfg.distillation.teacher_models.items():
         for idle in ("inference", "num_replicas"):
             if described.get(idle):
                 why = f"has no effect: a teacher computes log-probs, as {_A}.ref says, and samples nothing"
@@ -140,9 +143,8 @@ def _policy_loss(cfg: PPOTrainerConfig) -> Problems:
     """A loss that takes the negative divergences as its advantages, with the actor's other settings."""
     loss, key, actor = cfg.distillation.distillation_loss, f"{_L}.policy_loss_mode", cfg.actor_rollout_ref.actor
     mode, fix = loss.policy_loss_mode, "Leave it out: vanilla."
-    problems = known_name(registry.POLICY_LOSSES, key, mode, "Leave it out to take the default.")
-    if problems or not (cfg.distillation.enabled and loss.use_policy_gradient):
-        return problems
+    if not loss.use_policy_gradient or caught(registry.POLICY_LOSSES.check, mode):
+        return []
     facts = registry.POLICY_LOSSES.facts(mode)
     if facts.pairs or mode in ("bypass_mode", "rollout_correction"):
         message = "a loss on pairs reads no advantages" if facts.pairs else "it is the loss of the bypass mode"

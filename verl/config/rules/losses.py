@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config.machine.pools import Pools
+from verl.config.machine.roles import roles
 from verl.config.rules.checks import NOTICE, Problems, Rule, Text, value_at
 from verl.config.rules.runs import sequence_ranks
-from verl.config.rules.validate_megatron import roles
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import (
     PPOTrainerConfig,

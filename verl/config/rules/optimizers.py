@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl import registry
+from verl.config.machine.roles import ModelRole, role_of_supervised, roles
 from verl.config.rules.checks import Problems, caught
-from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError, suggest
@@ -161,13 +161,13 @@ def classes() -> list[str]:
     return sorted(name for name, thing in made.items() if issubclass(thing, optim.Optimizer) and name != "Optimizer")
 
 
-def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, MegatronRole]]:
+def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, ModelRole]]:
     for role in roles(cfg):
         if role.key in ("actor_rollout_ref.actor", "critic"):
             yield f"{role.key}.optim", role
 
 
-def _backend(role: MegatronRole) -> str:
+def _backend(role: ModelRole) -> str:
     """That of `topology.backend_of`, without its notice; the weights of one process are never in pieces."""
     named = role.section.strategy
     if role.has_own_sizes:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 
 from verl.config.machine.pools import Pools
-from verl.config.rules.checks import Problems
-from verl.config.rules.oversampling import candidate_prompts
+from verl.config.rules.checks import Problems, out_of_bounds, tell_names
 from verl.config.schema.node import changed_names
-from verl.config.schema.root import PPOTrainerConfig, corrects_rollout, of_schedule, sampler_is_old_policy
-from verl.config.schema.tree import in_range
+from verl.config.schema.root import (
+    PPOTrainerConfig,
+    candidate_prompts,
+    corrects_rollout,
+    of_schedule,
+    sampler_is_old_policy,
+)
 from verl.errors import ConfigError
 from verl.metrics import notice
 
@@ -22,28 +26,9 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     """Every reason why a queue cannot keep its bound, with the numbers."""
     if not of_schedule(cfg).queue:
         return []
-    return _numbers(cfg) or [*_step(cfg), *_bound(cfg), *_groups(cfg)]
-
-
-def _numbers(cfg: PPOTrainerConfig) -> Problems:
-    stream, v1 = cfg.async_training, cfg.trainer.v1
-    problems: Problems = []
-    for key, value in (
-        (f"{_ASYNC}.staleness_threshold", stream.staleness_threshold),
-        ("trainer.v1.colocate_async.num_warmup_batches", v1.colocate_async.num_warmup_batches),
-        ("trainer.v1.separate_async.num_warmup_batches", v1.separate_async.num_warmup_batches),
-        (f"{_RULES}.max_off_policy_threshold", v1.sampler.max_off_policy_threshold or 0),
-    ):
-        problems += in_range(key, value, "0 or more", value >= 0 and math.isfinite(value))
-    for key, count in (
-        (f"{_ASYNC}.require_batches", stream.require_batches),
-        (f"{_ASYNC}.trigger_parameter_sync_step", stream.trigger_parameter_sync_step),
-        (f"{_ASYNC}.total_rollout_steps", stream.total_rollout_steps or 1),
-        (f"{_ASYNC}.concurrent_samples_per_replica", stream.concurrent_samples_per_replica),
-        ("trainer.v1.separate_async.parameter_sync_step", v1.separate_async.parameter_sync_step),
-    ):
-        problems += in_range(key, count, "1 or more", count >= 1)
-    return problems
+    if any(str(problem.key).startswith((_ASYNC, "trainer.v1.")) for problem in out_of_bounds(cfg)):
+        return []  # refused at the settings
+    return [*_step(cfg), *_bound(cfg), *_groups(cfg)]
 
 
 def _step(cfg: PPOTrainerConfig) -> Problems:
@@ -117,23 +102,17 @@ def tell(cfg: PPOTrainerConfig) -> None:
     mode, has_queue, v1 = cfg.trainer.v1.trainer_mode, of_schedule(cfg).queue, cfg.trainer.v1
     sections = {f"trainer.v1.{name}": v1[name] for name in ("colocate_async", "separate_async") if name != mode}
     for key, section in sections.items():
-        _no_effect(key, changed_names(section), f"has no effect with {_MODE}={mode}")
+        tell_names(key, changed_names(section), f"has no effect with {_MODE}={mode}")
     if mode != "fully_async":
         shared = ["concurrent_samples_per_replica"] if has_queue else []
         names = [name for name in changed_names(cfg.async_training) if name not in shared]
-        _no_effect(_ASYNC, names, f"has no effect with {_MODE}={mode}")
+        tell_names(_ASYNC, names, f"has no effect with {_MODE}={mode}")
     if cfg.actor_rollout_ref.rollout.free_cache_engine and samples_while_training(cfg):
         why = f"has no effect: under {_MODE}={mode} samplers in a pool of their own sample while the trainers train"
         notice(f"{_R}.free_cache_engine", why)
     rules = changed_names(v1.sampler)
     if not has_queue:
-        _no_effect(_RULES, rules, f"has no effect with {_MODE}={mode}, which has no queue")
+        tell_names(_RULES, rules, f"has no effect with {_MODE}={mode}, which has no queue")
     elif v1.sampler.order == "admission":
         names = [name for name in rules if name == "max_off_policy_strategy"]
-        _no_effect(_RULES, names, "has no effect in order of admission, where no group becomes too old")
-
-
-def _no_effect(section: str, names: list[str], why: str) -> None:
-    if names:
-        also = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
-        notice(f"{section}.{names[0]}", f"{why}{also}")
+        tell_names(_RULES, names, "has no effect in order of admission, where no group becomes too old")

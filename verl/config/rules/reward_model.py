@@ -19,11 +19,9 @@ STRATEGIES = ("auto", "plain", "fsdp", "fsdp2", "megatron")
 _HINT = "Train one with `python -m verl.trainer.rm_trainer`, or name a classification checkpoint with one label."
 
 
-def reward_model(cfg: PPOTrainerConfig) -> Problems:
-    """What is wrong with ``reward.reward_model``; without ``enable`` nothing is."""
+def problems(cfg: PPOTrainerConfig) -> Problems:
+    """What is wrong with ``reward.reward_model`` of a run that uses it."""
     model = cfg.reward.reward_model
-    if not model.enable:
-        return []
     problems = _engine(cfg) + _pool(cfg)
     if model.rollout.name != "hf":
         return problems
@@ -40,10 +38,10 @@ def reward_model(cfg: PPOTrainerConfig) -> Problems:
     return problems
 
 
-def files(cfg: PPOTrainerConfig) -> Problems:
+def lacking(cfg: PPOTrainerConfig) -> Problems:
     """A folder that this machine does not have."""
     model = cfg.reward.reward_model
-    is_loaded = model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model
+    is_loaded = model.rollout.name == "hf" and not of_schedule(cfg).reward_model
     return bad_model_folder(_PATH, model.model_path, _HINT) if is_loaded and model.model_path else []
 
 

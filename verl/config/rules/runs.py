@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl import registry
+from verl.config.machine.roles import ModelRole, role_of_supervised, roles
 from verl.config.machine.topology import backend_of, sizes_of
-from verl.config.rules.checks import NOTICE, Problems, Rule, divisors_of, value_at
-from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles
+from verl.config.rules.checks import NOTICE, Problems, Rule, divisors_of, set_names, tell_names, value_at
 from verl.config.schema.node import ConfigNode, changed_names
 from verl.config.schema.root import (
     PPOTrainerConfig,
@@ -61,21 +61,21 @@ def pair_row_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
 
 
-def parts_of(role: MegatronRole) -> int:
+def parts_of(role: ModelRole) -> int:
     """Into how many parts a batch is cut for a role; its processes divide into groups."""
     backend = backend_of(role.section.strategy, role.processes)
     titan = role.section.torchtitan if "torchtitan" in role.section else None
     return sizes_of(backend, role.others[1], role.sizes, role.processes, titan).data
 
 
-def sequence_ranks(role: MegatronRole) -> int:
+def sequence_ranks(role: ModelRole) -> int:
     """How many processes a row is shared among."""
     if role.section.strategy == "torchtitan":
         return max(1, role.section.torchtitan.context_parallel_size)
     return max(1, role.sizes.context_parallel_size if role.is_megatron else role.others[1][_ULYSSES])
 
 
-def _groups(role: MegatronRole) -> Problems:
+def _groups(role: ModelRole) -> Problems:
     """Peers that share something divide the processes, and a model that is trained whole has one."""
     if role.has_own_sizes:
         return []
@@ -99,12 +99,12 @@ def _groups(role: MegatronRole) -> Problems:
     return []
 
 
-def _started(role: MegatronRole) -> Problems:
+def _started(role: ModelRole) -> Problems:
     """The same where torchrun has started several processes; of one alone the engine says it when it is made."""
     return _groups(role) if role.processes > 1 else []
 
 
-def _parts(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Problems:
+def _parts(cfg: PPOTrainerConfig, by_section: dict[str, ModelRole]) -> Problems:
     """Every optimizer step, and every pass over the batch, gives each part as many samples."""
     batch = cfg.data.train_batch_size
     sizes = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
@@ -123,7 +123,7 @@ def _parts(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Proble
     return problems
 
 
-def _uneven(key: str, prompts: int, samples: int, role: MegatronRole, parts: int) -> ConfigError:
+def _uneven(key: str, prompts: int, samples: int, role: ModelRole, parts: int) -> ConfigError:
     among = f"{parts} processes"
     if parts < role.processes:
         among = f"{parts} groups, of {role.processes // parts} processes each that compute the same rows"
@@ -131,7 +131,7 @@ def _uneven(key: str, prompts: int, samples: int, role: MegatronRole, parts: int
     return ConfigError(message, key=key, got=prompts, fix=_CHANGE)
 
 
-def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, MegatronRole]) -> Problems:
+def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, ModelRole]) -> Problems:
     a, needed = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
     passes = [
         (_A, f"{_A}.ppo_max_token_len_per_gpu", a.actor.use_dynamic_bsz, a.actor.ppo_max_token_len_per_gpu),
@@ -276,7 +276,16 @@ def also(names: list[str], text: str = "; nor have {}") -> str:
 
 def tell(cfg: PPOTrainerConfig) -> None:
     """Notices of several settings at once."""
-    for part in (_conversations, _kl, _automatic_micro_batches, _skipped_pass, _correction, _critic, _reward_model):
+    for part in (
+        _conversations,
+        _kl,
+        _automatic_micro_batches,
+        _skipped_pass,
+        _correction,
+        _critic,
+        _reward_model,
+        _engines,
+    ):
         part(cfg)
 
 
@@ -355,3 +364,16 @@ def _reward_model(cfg: PPOTrainerConfig) -> None:
     if names:
         why = "has no effect without reward.reward_model.enable=true"
         notice(f"reward.reward_model.{names[0]}", why + also(names))
+
+
+def _engines(cfg: PPOTrainerConfig) -> None:
+    """Sections of the engines that a role does not run on."""
+    for role in roles(cfg):
+        strategy, (key, fsdp) = role.section.strategy, role.others
+        if role.has_own_sizes:
+            why = f"has no effect with {role.key}.strategy={strategy}: its settings are {role.key}.{strategy}"
+            tell_names(key, set_names(fsdp), why)
+        for name in ("megatron", "torchtitan"):
+            if name in role.section and strategy != name:
+                why = f"has no effect without {role.key}.strategy={name}"
+                tell_names(f"{role.key}.{name}", set_names(role.section[name]), why)

@@ -8,14 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.machine.config_json import experts_of, facts_of
-from verl.config.rules.checks import NOTICE, Problems, Rule, caught
+from verl.config.rules.checks import NOTICE, Problems, Rule, caught, value_at
 from verl.config.schema.algorithm import importance_sampling, rejections, weight_bounds
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import (
     PPOTrainerConfig,
     corrects_rollout,
     kl_kinds,
+    learns_from_pairs,
     of_estimator,
+    of_schedule,
+    sampler_is_old_policy,
     skips_old_log_prob,
     updates_once,
     uses_reference,
@@ -114,6 +117,33 @@ def _exact(cfg: PPOTrainerConfig) -> str:
     return next((key for key, kind in kl_kinds(cfg).items() if kind == "full"), "")
 
 
+_AT_UPDATE, _KEEPS, _RATE = f"{_R}.requests_at_update", f"{_R}.keep_unfinished", f"{_R}.over_sample_rate"
+_IN_TURN = ("sync", "one_step_off")
+
+
+def _mixes(cfg: PPOTrainerConfig) -> bool:
+    return cfg.actor_rollout_ref.rollout.requests_at_update != "wait"
+
+
+def _unrecorded(key: str) -> Rule:
+    """A setting by which several versions draw one response, without the log-probs of each."""
+    return Rule(
+        f"{_R}.calculate_log_probs",
+        lambda cfg: (
+            f"{key}={value_at(cfg, key)} lets several versions draw one response, whose log-probs no single version can "
+            "recompute"
+        ),
+        lambda cfg: not cfg.actor_rollout_ref.rollout.calculate_log_probs and value_at(cfg, key) not in ("wait", False),
+        "Set {key}=true: each token keeps the log-prob of the version that drew it.",
+    )
+
+
+def _forgets_age(cfg: PPOTrainerConfig) -> bool:
+    """Responses continue in the next step, with no bound on their age, and no term of the loss accounts for it."""
+    accounts_for_age = sampler_is_old_policy(cfg) or corrects_rollout(cfg) or learns_from_pairs(cfg)
+    return cfg.actor_rollout_ref.rollout.keep_unfinished and not (of_schedule(cfg).queue or accounts_for_age)
+
+
 _DENSE = "the model is dense: it has no experts that could be recorded or replayed"
 _NO_PASS = "R2 replays the experts of the pass over old log-probs, and this run makes no such pass"
 ROWS = (
@@ -170,6 +200,23 @@ ROWS = (
          lambda cfg: cfg.actor_rollout_ref.ref.router_replay.mode != "disabled" and not uses_reference(cfg), kind=NOTICE),
     Rule(_RECORD, f"what the sampler records is not replayed with {_MODE}={{actor_rollout_ref.actor.router_replay.mode}}",
          lambda cfg: cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay and not _replays(cfg, "R3"), kind=NOTICE),
+
+    # responses that several versions of the policy draw: over several steps, or while weights arrive
+    *map(_unrecorded, (_AT_UPDATE, _KEEPS)),
+    Rule(f"{_NEWER}.bypass_mode", f"{_KEEPS}=true trains on tokens of older versions, and nothing accounts for the difference",
+         _forgets_age, f"Set {_NEWER}.bypass_mode=true (the old log-probs are those of the version that drew each token), or a "
+         f"correction, e.g. {_NEWER}.rollout_is=token."),
+    Rule(_KEEPS, f"has no effect with {_AT_UPDATE}=wait: an update waits for the responses in flight",
+         lambda cfg: cfg.actor_rollout_ref.rollout.keep_unfinished and of_schedule(cfg).queue and not _mixes(cfg), kind=NOTICE),
+    Rule(_KEEPS, f"has no effect with {_RATE}=0, which samples no more prompts than a step trains on, so all are waited for; "
+         f"{_RATE}=0.25 leaves a quarter in work",
+         lambda cfg: cfg.actor_rollout_ref.rollout.keep_unfinished and not of_schedule(cfg).queue
+         and cfg.actor_rollout_ref.rollout.over_sample_rate == 0 and not _filters(cfg), kind=NOTICE),
+    Rule(_AT_UPDATE, "has no effect with trainer.v1.trainer_mode={trainer.v1.trainer_mode}: no request runs when weights arrive",
+         lambda cfg: _mixes(cfg) and cfg.trainer.v1.trainer_mode in _IN_TURN, kind=NOTICE),
+    Rule(_AT_UPDATE, "has no effect with actor_rollout_ref.hybrid_engine=true: samplers and trainers take turns",
+         lambda cfg: _mixes(cfg) and cfg.trainer.v1.trainer_mode not in _IN_TURN and cfg.actor_rollout_ref.hybrid_engine,
+         kind=NOTICE),
 
     Rule("data.min_response_length", f"has no effect: {_R}.ignore_eos=true makes every response as long as can be",
          lambda cfg: cfg.data.min_response_length and cfg.actor_rollout_ref.rollout.ignore_eos, kind=NOTICE),

@@ -10,7 +10,7 @@ from verl.config.rules import sampling
 from verl.config.rules.checks import NOTICE, Rule, Table, value_at
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
-from verl.config.schema.data import CustomClassConfig, SamplerClassConfig
+from verl.config.schema.data import CustomClassConfig, DataConfig, SamplerClassConfig
 from verl.config.schema.node import changed_names
 from verl.config.schema.reward import RewardModelConfig
 from verl.config.schema.role import OptimizerConfig
@@ -65,6 +65,16 @@ def keeps_half(name: str) -> Rule:
         "weights that are kept in float16 lose small updates",
         lambda node: value_at(node, name).model_dtype.removeprefix("torch.") in ("fp16", "float16", "half"),
         f"Keep them in fp32, and set {{at}}.{name}{'.' if name else ''}dtype=float16 for products in float16.",
+    )
+
+
+def _of_surplus(name: str) -> Rule:
+    """A filter of prompts, where none is sampled in vain."""
+    return Rule(
+        name,
+        "has no effect with {at}.oversample_factor=1: every sampled prompt is trained on",
+        lambda data: data.oversample_factor == 1 and data[name],
+        kind=NOTICE,
     )
 
 
@@ -124,6 +134,13 @@ TABLE: Table = {
     AlgoConfig: (
         Rule("kl_penalty", "the exact KL has the gradient of the KL as it is", lambda a: a.kl_penalty == "full+",
              "Set it to full."),
+    ),
+    DataConfig: (
+        Rule("accuracy_lower_bound", "out of range", lambda d: not 0 <= d.accuracy_lower_bound <= d.accuracy_upper_bound,
+             allowed="0 to accuracy_upper_bound={accuracy_upper_bound}"),
+        *map(_of_surplus, ("filter_accuracy", "filter_truncate")),
+        Rule("oversample_factor", "no filter is on, so the earliest prompts are trained on and the others dropped",
+             lambda d: d.oversample_factor != 1 and not (d.filter_accuracy or d.filter_truncate), kind=NOTICE),
     ),
     RolloutCorrectionConfig: (
         Rule("rollout_is", f"weights are measured but not applied: {_CLIPS}",

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl import registry
 from verl.config.machine import host, models, pools, profiling
+from verl.config.machine.roles import role_of_supervised
 from verl.config.rules import optimizers, runs, sections, validate_megatron, validate_torchtitan
 from verl.config.rules.checks import (
     NOTICE,
@@ -20,12 +21,15 @@ from verl.config.rules.checks import (
     missing_folder,
     out_of_bounds,
     problems_of_rows,
+    set_names,
     tell,
+    tell_names,
     tell_without_effect,
 )
 from verl.config.rules.validate import ONE_DEVICE, resume_folder
 from verl.config.schema.generation import EvaluationConfig, GenerationConfig
 from verl.config.schema.node import changed_names, unrecorded
+from verl.config.schema.role import LIKE_ENGINE
 from verl.config.schema.sft import (
     WITHOUT_REFERENCE,
     DPOConfig,
@@ -36,6 +40,7 @@ from verl.config.schema.sft import (
     SFTRunConfig,
     SFTTrainerConfig,
 )
+from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE
 from verl.errors import ConfigError
 from verl.registry import SAMPLERS
 
@@ -104,8 +109,24 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
         collect(rules, cfg)
         tell(TABLE, cfg)
         tell_without_effect(cfg)
-        validate_megatron.tell_supervised(cfg)
-        validate_torchtitan.tell_supervised(cfg)
+        _tell_engines(cfg)
+
+
+def _tell_engines(cfg: SFTTrainerConfig) -> None:
+    """Sections of the engines that a run is not on, and what its engine does not read."""
+    engine, strategy = cfg.engine, cfg.engine.strategy
+    for name, following in {"megatron": LIKE_ENGINE, "torchtitan": TITAN_LIKE_ENGINE}.items():
+        if strategy != name:
+            names = [key for key in set_names(engine[name]) if key not in following]
+            tell_names(f"engine.{name}", names, f"has no effect without engine.strategy={name}")
+            continue
+        others = ("strategy", "megatron", "torchtitan")
+        names = [key for key in set_names(engine) if key not in following and not key.startswith(others)]
+        tell_names("engine", names, f"has no effect with engine.strategy={name}: its settings are engine.{name}")
+    if strategy == "megatron":
+        validate_megatron.tell_model("model", cfg.model, "engine")
+    elif strategy == "torchtitan":
+        validate_torchtitan.tell_model(role_of_supervised(cfg))
 
 
 def _sft_engine(cfg: SFTTrainerConfig) -> Problems:

@@ -11,22 +11,10 @@ from typing import Any
 
 from verl import registry
 from verl.config.loading import recipes
-from verl.config.machine import host, models, pools, profiling, topology
+from verl.config.machine import host, models, pools, topology
 from verl.config.machine.pools import Pools
-from verl.config.rules import (
-    distillation,
-    losses,
-    optimizers,
-    oversampling,
-    partial_rollouts,
-    queues,
-    reward_model,
-    runs,
-    sampling,
-    sections,
-    validate_megatron,
-    validate_torchtitan,
-)
+from verl.config.machine.roles import roles
+from verl.config.rules import losses, optimizers, queues, runs, sampling, sections
 from verl.config.rules.checks import (
     Check,
     Problems,
@@ -45,7 +33,7 @@ from verl.errors import ConfigError
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ONE_DEVICE = "Leave it out (auto) to train on one device."
-TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS, *distillation.ROWS)}
+TABLE: Table = {**sections.TABLE, PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS)}
 """Every row there is."""
 ALWAYS: tuple[Check, ...] = (out_of_bounds, problems_of_rows(TABLE))
 
@@ -59,18 +47,49 @@ def validate(cfg: PPOTrainerConfig, served: bool = False) -> None:
     here = (
         host.trackers,
         host.traces,
-        host.nsys,
         host.rollout_engine,
         host.hardware,
         host.files,
         host.kernel_problems,
-        reward_model.files,
-        distillation.teacher_folders,
         resume_folder,
     )
     with unrecorded():
-        collect((*here, *_rules(served)), cfg)
-        _tell(cfg)
+        features = _features(cfg)
+        here += tuple(feature.lacking for feature in features if hasattr(feature, "lacking"))
+        collect((*here, *_rules(cfg, served)), cfg)
+        _tell(cfg, features)
+
+
+def _features(cfg: PPOTrainerConfig) -> list[Any]:
+    """The modules of rules that judge what only some runs have, imported where this one has it.
+
+    Each has ``problems``, and may have ``tell`` (notices) and ``lacking`` (what this machine does not have).
+    """
+    features: list[Any] = []
+    engines = {role.section.strategy for role in roles(cfg)}
+    if "megatron" in engines:
+        from verl.config.rules import validate_megatron
+
+        features.append(validate_megatron)
+    if "torchtitan" in engines:
+        from verl.config.rules import validate_torchtitan
+
+        features.append(validate_torchtitan)
+    if cfg.distillation.enabled:
+        from verl.config.rules import distillation
+
+        features.append(distillation)
+    if cfg.reward.reward_model.enable:
+        from verl.config.rules import reward_model
+
+        features.append(reward_model)
+    policy = cfg.actor_rollout_ref
+    profilers = (policy.actor.profiler, policy.ref.profiler, policy.rollout.profiler, cfg.critic.profiler)
+    if cfg.global_profiler.steps or any(profiler.enable for profiler in profilers):
+        from verl.config.machine import profiling
+
+        features.append(profiling)
+    return features
 
 
 def check_printed(cfg: PPOTrainerConfig) -> None:
@@ -80,37 +99,27 @@ def check_printed(cfg: PPOTrainerConfig) -> None:
         ConfigError: as `validate` does, without what only this machine decides.
     """
     with unrecorded():
-        collect(_rules(served=False), cfg)
+        collect(_rules(cfg, served=False), cfg)
 
 
-def _rules(served: bool) -> tuple[Check, ...]:
+def _rules(cfg: PPOTrainerConfig, served: bool) -> tuple[Check, ...]:
     """What no machine changes."""
     placed = (pools.served_problems,) if served else (topology.problems,)
-    return (_names, *ALWAYS, optimizers.problems, losses.problems, runs.uneven_mini_batches, *placed,
-            runs.row_problems, models.problems, models.vllm_problems, models.policy_problems, reward_model.reward_model, oversampling.problems, partial_rollouts.problems, distillation.problems, recipes.problems, validate_megatron.problems, validate_torchtitan.problems,
-            profiling.problems, sampling.thresholds, queues.problems, pools.elastic_problems)  # fmt: skip
+    of_features = (feature.problems for feature in _features(cfg))
+    return (_names, *ALWAYS, optimizers.problems, losses.problems, runs.uneven_mini_batches, *placed, runs.row_problems,
+            models.problems, models.vllm_problems, models.policy_problems, recipes.problems, sampling.thresholds,
+            queues.problems, pools.elastic_problems, *of_features)  # fmt: skip
 
 
-def _tell(cfg: PPOTrainerConfig) -> None:
+def _tell(cfg: PPOTrainerConfig, features: list[Any]) -> None:
     """Every notice of an RL configuration."""
     runs.tell(cfg)
     tell(TABLE, cfg)
     tell_without_effect(cfg)
     pools.tell_elastic(cfg)
-    parts: tuple[Any, ...] = (
-        losses,
-        sampling,
-        oversampling,
-        partial_rollouts,
-        distillation,
-        pools,
-        queues,
-        validate_megatron,
-        validate_torchtitan,
-        *recipes.of_run(cfg),
-    )
-    for part in parts:
-        part.tell(cfg)
+    for part in (losses, sampling, pools, queues, *features, *recipes.of_run(cfg)):
+        if hasattr(part, "tell"):
+            part.tell(cfg)
 
 
 def _transport(cfg: PPOTrainerConfig) -> Problems:
@@ -142,6 +151,8 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     )
     problems += known_name(registry.SCHEDULES, "trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, "Leave it out.")
     problems += known_name(registry.POLICY_LOSSES, f"{_A}.policy_loss.loss_mode", actor.policy_loss.loss_mode, default)
+    key = "distillation.distillation_loss.policy_loss_mode"
+    problems += known_name(registry.POLICY_LOSSES, key, cfg.distillation.distillation_loss.policy_loss_mode, default)
     problems += known_name(registry.SAMPLERS, f"{_R}.name", rollout.name, f"Set {_R}.name=hf.")
     problems += _transport(cfg)
     if rollout.agent.agent_loop_config_path is None:  # the names in that file are known where it is read

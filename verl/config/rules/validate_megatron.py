@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl import env
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
-from verl.config.machine.pools import Pools
-from verl.config.machine.topology import trained_roles
+from verl.config.machine.roles import ModelRole, role_of_supervised, roles
 from verl.config.rules import megatron_fields
 from verl.config.rules.checks import Problems, divisors_of
-from verl.config.schema.distillation import teachers_of
-from verl.config.schema.model import HFModelConfig
-from verl.config.schema.node import ConfigNode, follows_another, replace, was_typed
-from verl.config.schema.root import PPOTrainerConfig, uses_reference
-from verl.config.schema.tree import in_range, one_of
+from verl.config.schema.node import ConfigNode, was_typed
+from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
@@ -31,7 +25,7 @@ if TYPE_CHECKING:
 NAME, PACKAGE = "megatron", "megatron-core"
 VERSIONS = ((0, 16), (0, 17))
 """From the first, and before the second."""
-_MODEL, _REF, _TEACHERS = "actor_rollout_ref.model", "actor_rollout_ref.ref", "distillation.teacher_models"
+_MODEL = "actor_rollout_ref.model"
 _T, _P, _V, _E, _ET, _C = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -41,76 +35,8 @@ _T, _P, _V, _E, _ET, _C = (
     "context_parallel_size",
 )
 _SIZES = (_T, _P, _V, _E, _ET, _C)
-_FOLLOWING = ("param_offload", "optimizer_offload", "dtype")
-"""Of supervised training: set for every engine at once."""
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _HALF = ("fp16", "float16", "half")
-
-
-@dataclass(frozen=True)
-class MegatronRole:
-    """One model of a run.
-
-    Args:
-        key: its section; ``<key>.strategy`` names its backend.
-        section: its settings there.
-        others: key and section of the backend that shards by FSDP.
-        path: folder or hub name of the model.
-        pool, processes: where it runs, and on how many processes.
-        started: what says how many these are.
-        adapter: the setting that puts a LoRA adapter on the model; None where there is none.
-        model_key, model: key and section of the model's own settings.
-    """
-
-    key: str
-    section: Any
-    others: tuple[str, ConfigNode]
-    path: str | None
-    pool: str
-    processes: int
-    started: str = "trainer.n_gpus_per_node x trainer.nnodes"
-    adapter: str | None = None
-    model_key: str = _MODEL
-    model: Any = None
-
-    @property
-    def is_megatron(self) -> bool:
-        return self.section.strategy == NAME
-
-    @property
-    def has_own_sizes(self) -> bool:
-        """Whether a section of its own, and not that of FSDP, says how the model is shared."""
-        return self.section.strategy in (NAME, "torchtitan")
-
-    @property
-    def sizes(self) -> Any:
-        return self.section.megatron
-
-    def of(self, name: str) -> str:
-        return f"{self.key}.megatron.{name}"
-
-
-def roles(cfg: PPOTrainerConfig) -> Iterator[MegatronRole]:
-    """The models that a run holds on a training backend."""
-    policy, model, pools = cfg.actor_rollout_ref, cfg.reward.reward_model, Pools.of(cfg)
-    held = {
-        "actor": (policy.model.path, _adapter(_MODEL, policy.model), _MODEL, policy.model),
-        "ref": (policy.model.path, None, _MODEL, policy.model),
-        "critic": (cfg.critic.model.path, _adapter("critic.model", cfg.critic.model), "critic.model", cfg.critic.model),
-        "rm": (model.model_path, None, "reward.reward_model", model),
-    }
-    for teacher in teachers_of(cfg):  # first: what is keyed by the section is of the reference policy, if there is one
-        pool, ref = pools.of_role(teacher.pool), policy.ref
-        if not (uses_reference(cfg) and pool == pools.of_role("ref")):
-            of_fsdp = (f"{_REF}.fsdp_config", ref.fsdp_config)
-            bare = replace(policy.model, lora_rank=0, lora_adapter_path=None, lora_base_quantization=None)
-            yield MegatronRole(_REF, ref, of_fsdp, teacher.path, pool.name, pool.size, model_key=_TEACHERS, model=bare)
-    for name, key, section, fsdp in trained_roles(cfg):
-        pool, (path, adapter, model_key, settings) = pools.of_role(name), held[name]
-        others = (f"{key}.{fsdp}", section[fsdp])
-        yield MegatronRole(
-            key, section, others, path, pool.name, pool.size, adapter=adapter, model_key=model_key, model=settings
-        )
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -118,7 +44,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     megatron_roles = [role for role in roles(cfg) if role.is_megatron]
     problems: Problems = []
     for role in megatron_roles:
-        problems += _numbers(role) or _processes(role) + _model(role)
+        problems += _shared(role)
         problems += megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
     return problems or _one_set_of_groups(megatron_roles)
 
@@ -129,38 +55,7 @@ def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
     if not role.is_megatron:
         return []
     fields = megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
-    return (_numbers(role) or _processes(role) + _model(role)) + fields
-
-
-def role_of_supervised(cfg: SFTTrainerConfig) -> MegatronRole:
-    """The one model of a supervised run."""
-    started = "what torchrun starts (--nproc_per_node)"
-    others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)
-    adapter = _adapter("model", cfg.model)
-    return MegatronRole("engine", cfg.engine, others, cfg.model.path, "", world, started, adapter, "model", cfg.model)
-
-
-def _adapter(key: str, model: HFModelConfig) -> str | None:
-    return next((f"{key}.{name}" for name in ("lora_rank", "lora_adapter_path") if model[name]), None)
-
-
-def refuse_without_cuda(on_megatron: Iterable[MegatronRole], device: str, external_lib: str | None) -> None:
-    """Raise `ConfigError` for a role on Megatron-Core where nothing answers its CUDA calls.
-
-    Args:
-        device: of the workers.
-        external_lib: a module of the person's own, which may answer them.
-    """
-    for role in on_megatron:
-        if role.is_megatron and device != "cuda" and not external_lib:
-            raise ConfigError(
-                f"Megatron-Core calls CUDA, and this run is on {device}",
-                key=f"{role.key}.strategy",
-                got=NAME,
-                allowed=f"plain (one process), fsdp or fsdp2 on {device}",
-                fix="Leave it out, or run on a machine with CUDA. A module that answers these calls instead goes into "
-                "external_lib of the model.",
-            )
+    return _shared(role) + fields
 
 
 def missing_or_other(key: str) -> Problems:
@@ -180,20 +75,23 @@ def missing_or_other(key: str) -> Problems:
     return [ConfigError(message, key=key, got=f"{PACKAGE} {version}", allowed=allowed, fix=fix)]
 
 
-def _numbers(role: MegatronRole) -> Problems:
-    """What each setting may be by itself."""
-    problems: Problems = []
-    for name in _SIZES:
-        value = role.sizes[name]
-        problems += in_range(role.of(name), value, "1 or more", value is None or value >= 1)
+def _dtype(role: ModelRole) -> Problems:
+    """Weights in float16 need a loss scale."""
     dtype = role.sizes.dtype.removeprefix("torch.")
     if dtype in _HALF:
         message, fix = "training in float16 needs loss scaling, which this engine does not have", "Use bfloat16."
-        return [*problems, NotBuiltError(message, key=role.of("dtype"), got=dtype, fix=fix)]
-    return problems + one_of(role.of("dtype"), dtype, _DTYPES)
+        return [NotBuiltError(message, key=role.of("dtype"), got=dtype, fix=fix)]
+    return one_of(role.of("dtype"), dtype, _DTYPES)
 
 
-def _processes(role: MegatronRole) -> Problems:
+def _shared(role: ModelRole) -> Problems:
+    """How processes and the model divide; sizes below 1 are refused at their settings."""
+    if any(role.sizes[name] is not None and role.sizes[name] < 1 for name in _SIZES):
+        return []
+    return _dtype(role) or _processes(role) + _model(role)
+
+
+def _processes(role: ModelRole) -> Problems:
     """Copies of t x p processes must fill the pool, groups of c copies, and copies of the experts a pipeline stage."""
     tensor, pipeline, expert, shared = (role.sizes[name] for name in (_T, _P, _E, _ET))
     world = role.processes
@@ -225,7 +123,7 @@ def _processes(role: MegatronRole) -> Problems:
     return [ConfigError(message, key=role.of(_E), got=expert, allowed=sizes or "none", fix=fix)]
 
 
-def _model(role: MegatronRole) -> Problems:
+def _model(role: ModelRole) -> Problems:
     """What the model's config.json says: heads, layers and experts divide evenly."""
     facts = facts_of(role.path)
     if facts is None:
@@ -253,7 +151,7 @@ def _model(role: MegatronRole) -> Problems:
     return problems + _divides(role, _E, experts, "experts")
 
 
-def _adapter_of_mixture(role: MegatronRole) -> Problems:
+def _adapter_of_mixture(role: ModelRole) -> Problems:
     """Experts that are whole on a process may have an adapter, routers may not, and all-linear names both."""
     name, else_set = adapter_on_experts(role.model), f"or {role.key}.strategy=fsdp2."
     if name is None:
@@ -272,7 +170,7 @@ def _adapter_of_mixture(role: MegatronRole) -> Problems:
     return []
 
 
-def _context(role: MegatronRole, heads: Any) -> Problems:
+def _context(role: ModelRole, heads: Any) -> Problems:
     """Processes that share a row's tokens exchange them for heads; Transformer Engine sends keys and values round."""
     context = role.sizes[_C]
     if context > 1 and role.model is not None and not role.model.use_remove_padding:
@@ -289,7 +187,7 @@ def _context(role: MegatronRole, heads: Any) -> Problems:
     return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix="Set it to one of these.")]
 
 
-def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
+def _divides(role: ModelRole, name: str, count: Any, what: str) -> Problems:
     size = role.sizes[name]
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
@@ -298,9 +196,9 @@ def _divides(role: MegatronRole, name: str, count: Any, what: str) -> Problems:
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 
 
-def _one_set_of_groups(on_megatron: list[MegatronRole]) -> Problems:
+def _one_set_of_groups(on_megatron: list[ModelRole]) -> Problems:
     """Roles in the same processes have the same sizes: Megatron-Core has one set of groups per process."""
-    first: dict[str, MegatronRole] = {}
+    first: dict[str, ModelRole] = {}
     problems: Problems = []
     for role in on_megatron:
         other = first.setdefault(role.pool, role)
@@ -317,42 +215,14 @@ def _one_set_of_groups(on_megatron: list[MegatronRole]) -> Problems:
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
-    """One notice per role for what its backend does not read."""
-    for role in roles(cfg):
-        key, fsdp = role.others
-        if role.is_megatron:
-            tell_names(
-                key,
-                set_names(fsdp),
-                f"has no effect with {role.key}.strategy=megatron: its settings are {role.key}.megatron",
-            )
-        else:
-            tell_names(
-                f"{role.key}.megatron", set_names(role.sizes), f"has no effect without {role.key}.strategy=megatron"
-            )
+    """Settings of the actor and of its model that Megatron-Core's engine does not read."""
     if cfg.actor_rollout_ref.actor.strategy == NAME:
         _tell_actor(cfg)
 
 
-def tell_supervised(cfg: SFTTrainerConfig) -> None:
-    """The same for a supervised run."""
-    role = role_of_supervised(cfg)
-    if not role.is_megatron:
-        why = "has no effect without engine.strategy=megatron"
-        tell_names("engine.megatron", [name for name in set_names(role.sizes) if name not in _FOLLOWING], why)
-        return
-    idle = [
-        name
-        for name in set_names(cfg.engine)
-        if name not in _FOLLOWING and not name.startswith(("strategy", NAME, "torchtitan"))
-    ]
-    tell_names("engine", idle, "has no effect with engine.strategy=megatron: its settings are engine.megatron")
-    _tell_model("model", cfg.model, role.key)
-
-
 def _tell_actor(cfg: PPOTrainerConfig) -> None:
     actor = cfg.actor_rollout_ref.actor
-    _tell_model(_MODEL, cfg.actor_rollout_ref.model, "actor_rollout_ref.actor")
+    tell_model(_MODEL, cfg.actor_rollout_ref.model, "actor_rollout_ref.actor")
     why = "has no effect with actor_rollout_ref.actor.strategy=megatron"
     for name in (
         "use_prefix_grouper",
@@ -364,28 +234,10 @@ def _tell_actor(cfg: PPOTrainerConfig) -> None:
             notice(f"actor_rollout_ref.actor.{name}", why)
 
 
-def _tell_model(key: str, model: ConfigNode, role: str) -> None:
+def tell_model(key: str, model: ConfigNode, role: str) -> None:
     """What of a model's section does nothing with Megatron-Core."""
     why = f"has no effect with {role}.strategy=megatron"
     again = f"{why}: {role}.megatron.override_transformer_config.recompute_granularity has"
     for name in ("use_liger", "use_fused_kernels", "enable_activation_offload", "enable_gradient_checkpointing"):
         if was_typed(model, name) and model[name]:
             notice(f"{key}.{name}", again if name == "enable_gradient_checkpointing" else why)
-
-
-def tell_names(section: str, names: list[str], why: str) -> None:
-    """One notice for settings of a section that have no effect."""
-    if names:
-        others = f"; nor have {', '.join(names[1:])}" if names[1:] else ""
-        notice(f"{section}.{names[0]}", why + others)
-
-
-def set_names(node: ConfigNode) -> list[str]:
-    """Leaves of a section and of those in it that somebody set: typed, or not the default and following nothing."""
-    usual, names = type(node)(), []
-    for name, field in type(node).__dataclass_fields__.items():
-        if field.metadata.get("section") is not None:
-            names += [f"{name}.{inner}" for inner in set_names(node[name])]
-        elif was_typed(node, name) or (node[name] != usual[name] and not follows_another(node, name)):
-            names.append(name)
-    return names

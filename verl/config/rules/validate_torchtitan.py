@@ -11,8 +11,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import experts_of, facts_of
+from verl.config.machine.roles import ModelRole, role_of_supervised, roles
 from verl.config.rules.checks import Problems, divisors_of
-from verl.config.rules.validate_megatron import MegatronRole, role_of_supervised, roles, set_names, tell_names
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
 from verl.config.schema.torchtitan import (
@@ -23,11 +23,10 @@ from verl.config.schema.torchtitan import (
     NAME,
     NEEDED,
     SIZES,
-    TITAN_LIKE_ENGINE,
     VERSION,
     features_not_built,
 )
-from verl.config.schema.tree import in_range, one_of
+from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
@@ -39,7 +38,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _INSTEAD = "or set {}.strategy=fsdp2."
 
 
-def is_chosen(role: MegatronRole) -> bool:
+def is_chosen(role: ModelRole) -> bool:
     """Whether a role runs on TorchTitan."""
     return role.section.strategy == NAME
 
@@ -81,20 +80,17 @@ def missing_or_other(key: str) -> Problems:
     return [ConfigError(message, key=key, got=f"{NAME} {version}", allowed=f"{VERSION}x", fix=INSTALL)]
 
 
-def _of_role(role: MegatronRole) -> Problems:
+def _of_role(role: ModelRole) -> Problems:
     if "torchtitan" not in role.section:
         return [_not_built(f"{role.key}.strategy", "a value model", role.key)]
-    return [*_numbers(role), *_features(role)] or [*_processes(role), *_model(role)]
+    section = role.section.torchtitan
+    if any(section[name] < 1 for name in (*SIZES, COPIES, EXPERTS)):
+        return []  # refused at the settings
+    wrong = one_of(_key(role, "dtype"), section.dtype.removeprefix("torch."), _DTYPES)
+    return [*wrong, *_features(role)] or [*_processes(role), *_model(role)]
 
 
-def _numbers(role: MegatronRole) -> Problems:
-    section, wrong = role.section.torchtitan, []
-    for name in (*SIZES, COPIES, EXPERTS):
-        wrong += in_range(_key(role, name), section[name], "1 or more", section[name] >= 1)
-    return wrong + one_of(_key(role, "dtype"), section.dtype.removeprefix("torch."), _DTYPES)
-
-
-def _features(role: MegatronRole) -> Problems:
+def _features(role: ModelRole) -> Problems:
     """What of a model's own settings its engine does not have, or not with these sizes."""
     section, model, context = role.section.torchtitan, role.model, "context_parallel_size"
     faults: Problems = [
@@ -107,7 +103,7 @@ def _features(role: MegatronRole) -> Problems:
     return faults
 
 
-def _processes(role: MegatronRole) -> Problems:
+def _processes(role: ModelRole) -> Problems:
     """The product of the sizes divides the processes; other sizes say what is left."""
     section, world = role.section.torchtitan, role.processes
     shared, copies = math.prod(section[name] for name in SIZES), section[COPIES]
@@ -136,7 +132,7 @@ def _processes(role: MegatronRole) -> Problems:
     ]
 
 
-def _model(role: MegatronRole) -> Problems:
+def _model(role: ModelRole) -> Problems:
     """What the model's config.json says: a family that is there, and heads, layers and experts that can be shared."""
     facts = facts_of(role.path)
     if facts is None:
@@ -147,7 +143,7 @@ def _model(role: MegatronRole) -> Problems:
     return _heads(role, facts) or _stages(role, facts) or _experts(role, facts)
 
 
-def _heads(role: MegatronRole, facts: dict[str, Any]) -> Problems:
+def _heads(role: ModelRole, facts: dict[str, Any]) -> Problems:
     section, heads = role.section.torchtitan, facts.get("num_attention_heads")
     tensor, context = section["tensor_parallel_size"], section["context_parallel_size"]
     kv = facts.get("num_key_value_heads", heads)
@@ -161,7 +157,7 @@ def _heads(role: MegatronRole, facts: dict[str, Any]) -> Problems:
     return []
 
 
-def _stages(role: MegatronRole, facts: dict[str, Any]) -> Problems:
+def _stages(role: ModelRole, facts: dict[str, Any]) -> Problems:
     name = "pipeline_parallel_size"
     stages, layers = role.section.torchtitan[name], facts.get("num_hidden_layers")
     if stages == 1:
@@ -175,7 +171,7 @@ def _stages(role: MegatronRole, facts: dict[str, Any]) -> Problems:
     return []
 
 
-def _experts(role: MegatronRole, facts: dict[str, Any]) -> Problems:
+def _experts(role: ModelRole, facts: dict[str, Any]) -> Problems:
     section, experts = role.section.torchtitan, experts_of(facts)
     size, tensor = section[EXPERTS], section["tensor_parallel_size"]
     if experts is None:
@@ -190,7 +186,7 @@ def _experts(role: MegatronRole, facts: dict[str, Any]) -> Problems:
     return []
 
 
-def _number(role: MegatronRole, name: str, message: str, allowed: Any) -> ConfigError:
+def _number(role: ModelRole, name: str, message: str, allowed: Any) -> ConfigError:
     return ConfigError(message, key=_key(role, name), got=role.section.torchtitan[name], allowed=allowed)
 
 
@@ -201,7 +197,7 @@ def _not_built(key: str, what: str, role: str, allowed: Any = None) -> NotBuiltE
     )
 
 
-def _key(role: MegatronRole, name: str) -> str:
+def _key(role: ModelRole, name: str) -> str:
     return f"{role.key}.torchtitan.{name}"
 
 
@@ -209,16 +205,10 @@ def _key(role: MegatronRole, name: str) -> str:
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
-    """One notice per role for what its backend does not read."""
+    """What roles on TorchTitan do not read."""
     for role in roles(cfg):
-        key, fsdp = role.others
         if is_chosen(role):
-            why = f"has no effect with {role.key}.strategy=torchtitan: its settings are {role.key}.torchtitan"
-            tell_names(key, set_names(fsdp), why)
-            _tell_model(role)
-        elif "torchtitan" in role.section:
-            why = f"has no effect without {role.key}.strategy=torchtitan"
-            tell_names(f"{role.key}.torchtitan", set_names(role.section.torchtitan), why)
+            tell_model(role)
     actor = cfg.actor_rollout_ref.actor
     if actor.strategy != NAME:
         return
@@ -229,20 +219,8 @@ def tell(cfg: PPOTrainerConfig) -> None:
             )
 
 
-def tell_supervised(cfg: SFTTrainerConfig) -> None:
-    """The same for a supervised run."""
-    role = role_of_supervised(cfg)
-    if not is_chosen(role):
-        names = [name for name in set_names(cfg.engine.torchtitan) if name not in TITAN_LIKE_ENGINE]
-        tell_names("engine.torchtitan", names, "has no effect without engine.strategy=torchtitan")
-        return
-    others = ("strategy", "megatron", NAME)
-    idle = [n for n in set_names(cfg.engine) if n not in TITAN_LIKE_ENGINE and not n.startswith(others)]
-    tell_names("engine", idle, "has no effect with engine.strategy=torchtitan: its settings are engine.torchtitan")
-    _tell_model(role)
-
-
-def _tell_model(role: MegatronRole) -> None:
+def tell_model(role: ModelRole) -> None:
+    """The attention that a model's section names."""
     if role.model is not None and (role.model.override_config or {}).get("attn_implementation"):
         key = f"{role.model_key}.override_config.attn_implementation"
         notice(key, f"has no effect with {role.key}.strategy=torchtitan, whose attention is that of packed rows")

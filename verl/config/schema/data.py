@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
-from verl.config.schema.tree import AMOUNT, COUNT, ROWS
+from verl.config.schema.tree import AMOUNT, COUNT, ROWS, at_most
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,23 @@ class DataConfig(ImageDataConfig):
         "prompts to sample per step, in training batches; those that pass the filters below are trained on first, then "
         "the earliest others; the rest is dropped",
         upstream=ABSENT,
+        within=COUNT,
     )
     filter_accuracy: bool = setting(
         False,
         "oversample_factor: prefer prompts whose accuracy lies within the two bounds",
         upstream=ABSENT,
     )
-    accuracy_lower_bound: float = setting(0.2, "filter_accuracy: lowest accuracy to prefer", upstream=ABSENT)
-    accuracy_upper_bound: float = setting(0.8, "filter_accuracy: highest accuracy to prefer", upstream=ABSENT)
+    accuracy_lower_bound: float = setting(
+        0.2, "filter_accuracy: lowest accuracy to prefer", upstream=ABSENT, needs=".filter_accuracy=true"
+    )
+    accuracy_upper_bound: float = setting(
+        0.8,
+        "filter_accuracy: highest accuracy to prefer",
+        upstream=ABSENT,
+        within=at_most(1),
+        needs=".filter_accuracy=true",
+    )
     filter_truncate: bool = setting(
         False, "oversample_factor: prefer prompts with no sample cut off by the length limit", upstream=ABSENT
     )

@@ -139,14 +139,24 @@ class MegatronEngineConfig(ConfigNode):
 
     param_offload: bool = setting(False, "offload the weights to host memory while another role works")
     optimizer_offload: bool = setting(False, "offload the optimizer's state to host memory while another role works")
-    tensor_model_parallel_size: int = setting(1, "tensor-parallel size; must divide the attention and KV heads")
-    expert_model_parallel_size: int = setting(1, "expert-parallel size; must divide the number of experts")
-    expert_tensor_parallel_size: int | None = setting(None, "tensor-parallel size of the experts; null: the model's")
-    pipeline_model_parallel_size: int = setting(1, "pipeline-parallel size; must divide the number of layers")
-    virtual_pipeline_model_parallel_size: int | None = setting(
-        None, "layer groups per pipeline stage (interleaved schedule); null: one"
+    tensor_model_parallel_size: int = setting(
+        1, "tensor-parallel size; must divide the attention and KV heads", within=COUNT
     )
-    context_parallel_size: int = setting(1, "context-parallel size: peers that share the tokens of packed rows")
+    expert_model_parallel_size: int = setting(
+        1, "expert-parallel size; must divide the number of experts", within=COUNT
+    )
+    expert_tensor_parallel_size: int | None = setting(
+        None, "tensor-parallel size of the experts; null: the model's", within=COUNT
+    )
+    pipeline_model_parallel_size: int = setting(
+        1, "pipeline-parallel size; must divide the number of layers", within=COUNT
+    )
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None, "layer groups per pipeline stage (interleaved schedule); null: one", within=COUNT
+    )
+    context_parallel_size: int = setting(
+        1, "context-parallel size: peers that share the tokens of packed rows", within=COUNT
+    )
     sequence_parallel: bool = setting(True, "shard activations between tensor-parallel layers")
     use_distributed_optimizer: bool = setting(True, "shard the optimizer's state over data-parallel processes")
     seed: int = setting(42, "seed of the engine", no_effect="a run has one seed: trainer.seed")

@@ -197,6 +197,7 @@ class RolloutConfig(ConfigNode):
         "replicas of the samplers' pool that may be replaced in a run after they died or hung (trainer.hang_seconds); "
         "one more ends the run",
         upstream=ABSENT,
+        within=AMOUNT,
     )
     enable_vision: bool = setting(
         False,

@@ -229,3 +229,20 @@ def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
     """
     model = cfg.reward.reward_model
     return model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model
+
+
+def candidate_prompts(data: DataConfig, prompts: int) -> int:
+    """Groups among which a step, or a part of one, chooses those of ``prompts`` that it trains on."""
+    return int(prompts * data.oversample_factor)
+
+
+def prompts_at_once(data: DataConfig) -> int:
+    """Prompts that are sampled together."""
+    return data.gen_batch_size or candidate_prompts(data, data.train_batch_size)
+
+
+def key_of_prompts_at_once(cfg: PPOTrainerConfig) -> str:
+    """The setting that says how many, for messages."""
+    if cfg.trainer.v1.trainer_mode == "fully_async":  # where the number of prompts follows from these
+        return "async_training.require_batches x actor_rollout_ref.actor.ppo_mini_batch_size"
+    return "data.gen_batch_size" if cfg.data.gen_batch_size else "data.train_batch_size"

@@ -17,7 +17,7 @@ from verl.config.schema.role import (
     ProfilerConfig,
 )
 from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE, TorchTitanEngineConfig
-from verl.config.schema.tree import AMOUNT, COPIES, COUNT, EVERY, POSITIVE, ROWS, ValueBound, at_least
+from verl.config.schema.tree import AMOUNT, COPIES, COUNT, EVERY, GPUS, POSITIVE, ROWS, ValueBound, at_least
 
 _TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
 
@@ -187,9 +187,13 @@ class SFTRunConfig(ConfigNode):
         upstream="cuda",
         choices=("auto", "cuda", "npu", "cpu"),
     )
-    nnodes: int = setting(1, "number of machines", no_effect=_TORCHRUN)
+    nnodes: int = setting(1, "number of machines", no_effect=_TORCHRUN, within=COUNT)
     n_gpus_per_node: int | None = setting(
-        None, "processes per machine, one per GPU; null: what torchrun started", upstream=1, no_effect=_TORCHRUN
+        None,
+        "processes per machine, one per GPU; null: what torchrun started",
+        upstream=1,
+        no_effect=_TORCHRUN,
+        within=GPUS,
     )
     profile_interval: list = setting([-1, -1], "first and last step to profile; -1: none")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.schema.node import ConfigNode, section, setting
+from verl.config.schema.tree import COUNT
 
 NAME = "torchtitan"
 VERSION = "0.3."
@@ -50,15 +51,15 @@ class TorchTitanEngineConfig(ConfigNode):
     entropy_from_logits_chunk_size: int = setting(2048, "rows per chunk")
     entropy_checkpointing: bool = setting(False, "recompute the entropy in the backward pass, to save memory")
     data_parallel_size: int = setting(1, "data-parallel size", no_effect="all processes that other sizes leave")
-    data_parallel_replicate_size: int = setting(1, "copies of the sharded weights (hybrid sharding)")
+    data_parallel_replicate_size: int = setting(1, "copies of the sharded weights (hybrid sharding)", within=COUNT)
     data_parallel_shard_size: int = setting(
         1, "size of a sharding group", no_effect="all processes that other sizes leave"
     )
-    tensor_parallel_size: int = setting(1, "tensor-parallel size; must divide the attention and KV heads")
-    expert_parallel_size: int = setting(1, "ranks that share the experts of a mixture, whole ones each")
-    pipeline_parallel_size: int = setting(1, "stages that the layers are divided into, run by 1F1B")
+    tensor_parallel_size: int = setting(1, "tensor-parallel size; must divide the attention and KV heads", within=COUNT)
+    expert_parallel_size: int = setting(1, "ranks that share the experts of a mixture, whole ones each", within=COUNT)
+    pipeline_parallel_size: int = setting(1, "stages that the layers are divided into, run by 1F1B", within=COUNT)
     context_parallel_size: int = setting(
-        1, "ranks that share the tokens of packed rows; must divide the attention heads"
+        1, "ranks that share the tokens of packed rows; must divide the attention heads", within=COUNT
     )
     attn_type: str = setting("flex", "attention kernel", choices=("sdpa", "flex", "varlen"), no_effect=_LIKE_OTHERS)
     spmd_backend: str = setting(

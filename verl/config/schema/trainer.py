@@ -6,23 +6,29 @@ from dataclasses import dataclass
 
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.role import COPY_CHECK
-from verl.config.schema.tree import AMOUNT, COPIES, COUNT, EVERY, POSITIVE
+from verl.config.schema.tree import AHEAD, AMOUNT, COPIES, COUNT, EVERY, GPUS, POSITIVE
 
 
 @dataclass(frozen=True)
 class ColocateAsyncConfig(ConfigNode):
     """Sampling ahead on the trainers' own devices."""
 
-    num_warmup_batches: float = setting(1.0, "training batches that are sampled ahead; 1.5: one and a half")
+    num_warmup_batches: float = setting(
+        1.0, "training batches that are sampled ahead; 1.5: one and a half", within=AHEAD
+    )
 
 
 @dataclass(frozen=True)
 class SeparateAsyncConfig(ConfigNode):
     """Sampling ahead by samplers in a pool of their own."""
 
-    num_warmup_batches: float = setting(1.0, "training batches that are sampled ahead; 1.5: one and a half")
+    num_warmup_batches: float = setting(
+        1.0, "training batches that are sampled ahead; 1.5: one and a half", within=AHEAD
+    )
     parameter_sync_step: int = setting(
-        4, "mini-batches of a training step, after which weights are sent: data.train_batch_size / ppo_mini_batch_size"
+        4,
+        "mini-batches of a training step, after which weights are sent: data.train_batch_size / ppo_mini_batch_size",
+        within=COUNT,
     )
 
 
@@ -41,6 +47,7 @@ class QueueRulesConfig(ConfigNode):
         8,
         "largest staleness of a token that is trained on, in weight versions; null: no limit; fully_async takes its bound "
         "from async_training.staleness_threshold",
+        within=AMOUNT,
     )
     max_off_policy_strategy: str = setting(
         "drop",
@@ -73,22 +80,28 @@ class AsyncTrainingConfig(ConfigNode):
         "share of a step's samples that may be sampled ahead, with older weights; 1.5: one and a half steps; rounded up, "
         "the largest staleness of a token in weight versions",
         upstream=ABSENT,
+        within=AHEAD,
     )
     require_batches: int = setting(
-        1, "mini-batches per chunk, which a step trains on as soon as it is complete", upstream=ABSENT
+        1,
+        "mini-batches per chunk, which a step trains on as soon as it is complete",
+        upstream=ABSENT,
+        within=COUNT,
     )
     trigger_parameter_sync_step: int = setting(
         4,
         "chunks per step, after which weights are sent; metrics, checkpoints and validation count steps",
         upstream=ABSENT,
+        within=COUNT,
     )
     total_rollout_steps: int | None = setting(
-        None, "prompts after which the run ends, if not earlier; null: no limit", upstream=ABSENT
+        None, "prompts after which the run ends, if not earlier; null: no limit", upstream=ABSENT, within=COUNT
     )
     concurrent_samples_per_replica: int = setting(
         16,
         "prompts in flight per replica, in every schedule with a queue whose samplers have their own pool",
         upstream=ABSENT,
+        within=COUNT,
     )
 
 
@@ -119,8 +132,8 @@ class TrainerConfig(ConfigNode):
     validation_data_dir: str | None = setting(
         None, "folder for the samples of every validation as JSON lines; null: none", path=True
     )
-    nnodes: int = setting(1, "number of machines")
-    n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8)
+    nnodes: int = setting(1, "number of machines", within=COUNT)
+    n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8, within=GPUS)
     resource_pools: dict = setting(
         {},
         "separate pools for roles (critic, ref, rm, rollout): {name: {roles: [critic], processes: "

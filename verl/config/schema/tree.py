@@ -58,6 +58,8 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 LOSS_AGG_MODE, KL_KIND = NameBound(LOSS_AGG_MODES), NameBound(KL_KINDS, suffix="+")
 COUNT, AMOUNT, POSITIVE = at_least(1), at_least(0), ValueBound("above 0", lambda value: value > 0)
+AHEAD = ValueBound("0 or more", lambda value: 0 <= value < float("inf"))
+GPUS = ValueBound("1 or more, or null for one", lambda value: value >= 1)
 SHARE = ValueBound("0 to 1", lambda value: 0 <= value <= 1)
 PORTION = ValueBound("above 0, at most 1", lambda value: 0 < value <= 1)
 ROWS = ValueBound("-1 for all rows, or 1 or more", lambda value: value == -1 or value >= 1)

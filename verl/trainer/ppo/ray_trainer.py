@@ -20,7 +20,7 @@ from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, to_dict
 from verl.config.loading.configuration import config_from
 from verl.config.machine import pools, topology
-from verl.config.rules.oversampling import key_of_prompts_at_once, prompts_at_once
+from verl.config.schema.root import key_of_prompts_at_once, prompts_at_once
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps

@@ -34,8 +34,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.config import PPOTrainerConfig
-from verl.config.rules.oversampling import candidate_prompts, prompts_at_once
-from verl.config.schema.root import sampler_is_old_policy
+from verl.config.schema.root import candidate_prompts, prompts_at_once, sampler_is_old_policy
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank, collected
