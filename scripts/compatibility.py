@@ -98,7 +98,7 @@ def verdicts(scripts: list[dict[str, Any]], every_reason: bool = True) -> list[V
 @contextlib.contextmanager
 def _machine(folder: Path) -> Iterator[None]:
     """Every device, package and file is there, and a program stops where its configuration is resolved."""
-    from verl.config.loading import configuration, overrides
+    from verl.config.loading import configuration, files
     from verl.config.machine import host, profiling
     from verl.config.rules import distillation, reward_model
     from verl.trainer import export, main_generation_server
@@ -122,7 +122,7 @@ def _machine(folder: Path) -> Iterator[None]:
         (main_generation_server, "missing_folder", lambda key, path: []),
         (configuration, "_check_whole", checked),
         (export, "_run", resolved),
-        (overrides, "parse_override", functools.cache(overrides.parse_override)),
+        (files, "parse_override", functools.cache(files.parse_override)),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(guides_machine(folder / "guides"))

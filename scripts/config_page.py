@@ -9,8 +9,7 @@ from typing import Any
 from scripts.config_outline import OutlinePart, parts
 from verl.config.loading.groups import PPO, SFT, Program
 from verl.config.loading.recipes import Recipe, with_recipes
-from verl.config.schema.leaves import rows, schema_of
-from verl.config.schema.node import ABSENT, UNSET
+from verl.config.schema.node import ABSENT, UNSET, rows, schema_of
 
 HEADER = "| key | default | meaning |\n|---|---|---|"
 SCRIPT = "scripts/generate_config_docs.py"

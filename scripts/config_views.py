@@ -17,7 +17,7 @@ from typing import Any
 
 from verl.config.loading.groups import COMPOSED_ENGINE, choose, program_of
 from verl.config.loading.merge import TWINS
-from verl.config.schema.leaves import Leaf, schema_of
+from verl.config.schema.node import Leaf, schema_of
 
 MADE = "Made by scripts/generate_config_docs.py from verl/config: change the declarations there, then run it again."
 TO_COPY = f"""\

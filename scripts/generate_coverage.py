@@ -17,7 +17,7 @@ from tests.brief.machine import guides_machine
 from tests.brief.states import IDLE, REFUSED, SAME, SIZES, WORKS, Outcome, Trained, of_name, outcomes, state, trained
 from tests.brief.table import Row, rows
 from verl.config.loading.groups import PPO, SFT
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "appendix" / "coverage.md"

@@ -35,7 +35,7 @@ PARTICIPLES = ("found", "wanted", "asked", "own", "given", "kept", "whole", "sai
 """Names of variables that do not say what they hold."""
 LEAVES = """
 from verl.config.loading.groups import NAMES
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 declared = schema_of(NAMES["ppo_trainer"][0].root).leaves.values()
 works = [leaf for leaf in declared if leaf.engines or (leaf.planned is None and leaf.no_effect is None)]
 print(len(declared), len(works))

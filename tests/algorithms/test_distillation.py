@@ -12,7 +12,7 @@ from verl.algorithms.kl import full_kl
 from verl.algorithms.logprob import top_k_from_logits
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
-from verl.config.schema.distillation import DistillationLossConfig
+from verl.config.schema.algorithm import DistillationLossConfig
 
 STUDENT, TEACHER = [0.5, 0.3, 0.2], [0.25, 0.5, 0.25]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.api.settings import word_of, words_of
-from verl.config.loading.overrides import parse_override
+from verl.config.loading.files import parse_override
 from verl.errors import ConfigError
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=12)

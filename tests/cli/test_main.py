@@ -17,7 +17,7 @@ from verl.cli.completion import complete_word, script
 from verl.cli.help import COMMANDS, SETTINGS, program_help
 from verl.cli.main import PRESETS, main
 from verl.config.loading.groups import program_of
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 
 TINY = [
     "actor_rollout_ref.model.path=model", "data.train_files=rows.jsonl", "data.val_files=null",

@@ -6,7 +6,7 @@ from verl.config import load_config
 from verl.config.loading.aliases import PPO_ALIASES, SFT_ALIASES
 from verl.config.loading.configuration import read_config
 from verl.config.loading.groups import PPO, SFT
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, M, REF = (

@@ -1,8 +1,7 @@
 import pytest
 
 from verl.config import SFTTrainerConfig, leaves
-from verl.config.schema.leaves import schema_of
-from verl.config.schema.node import build, convert, describe, expand_path
+from verl.config.schema.node import build, convert, describe, expand_path, schema_of
 from verl.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.harness.configs import refused
 from verl.config import load_config
 from verl.config.machine.topology import Topology, added_roles
-from verl.config.schema.distillation import teachers_of
+from verl.config.schema.algorithm import teachers_of
 from verl.errors import ConfigError, NotBuiltError
 
 D, L, T = "distillation", "distillation.distillation_loss", "distillation.teacher_models"

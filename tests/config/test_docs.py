@@ -12,8 +12,7 @@ from scripts.config_page import pages
 from scripts.generate_config_docs import RECIPES
 from verl.config.loading.groups import PPO, SFT
 from verl.config.loading.recipes import with_recipes
-from verl.config.schema.leaves import schema_of
-from verl.config.schema.node import ABSENT, UNSET, leaves
+from verl.config.schema.node import ABSENT, UNSET, leaves, schema_of
 
 COVERAGE = Path(__file__).with_name("coverage.json")
 """Which test covers a setting: {"ppo_trainer": {key: test id}, ...}."""

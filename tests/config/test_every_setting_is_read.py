@@ -14,11 +14,11 @@ from tests.harness.scorers import scorer
 from verl.config import PPOTrainerConfig, SFTTrainerConfig, leaves, load_config, record_reads
 from verl.config.loading.groups import PPO
 from verl.config.loading.recipes import with_recipes
-from verl.config.schema.distillation import DistillationConfig
+from verl.config.schema.algorithm import DistillationConfig
 from verl.config.schema.model import MegatronLoraConfig
 from verl.config.schema.role import MegatronEngineConfig
+from verl.config.schema.root import AsyncTrainingConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
-from verl.config.schema.trainer import AsyncTrainingConfig
 from verl.trainer import main_ppo, sft_trainer
 
 PROFILER_TOOLS = (

@@ -10,9 +10,8 @@ from verl.config.loading.groups import PPO, SFT
 from verl.config.loading.merge import Merge
 from verl.config.loading.resolve import resolve
 from verl.config.machine.profiling import LATER
-from verl.config.rules.refusals import INSTEAD
-from verl.config.schema.leaves import schema_of
-from verl.config.schema.node import convert, from_mapping
+from verl.config.rules.checks import INSTEAD
+from verl.config.schema.node import convert, from_mapping, schema_of
 from verl.errors import ConfigError, NotBuiltError
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

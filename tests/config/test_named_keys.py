@@ -12,7 +12,7 @@ import pytest
 from tests.sanity.source_tree import ROOT, parse, python_files
 from verl.config.loading.aliases import longest_prefix
 from verl.config.loading.groups import NAMES
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 
 KEY = re.compile(r"(?<![\w./\[{:-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w/(])")
 PROGRAMS = {program.name: program for program, _ in NAMES.values()}

@@ -10,7 +10,7 @@ from tests.harness.configs import PPO, ROWS, changed, describe
 from verl.config import load_config
 from verl.config.loading.groups import NAMES
 from verl.config.rules.optimizers import classes
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 from verl.errors import ConfigError, NotBuiltError
 
 A, R, RM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward.reward_model"

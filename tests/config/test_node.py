@@ -17,7 +17,7 @@ from verl.config import (
 )
 from verl.config.loading.configuration import read_config
 from verl.config.loading.groups import NAMES
-from verl.config.schema.leaves import rows, schema_of
+from verl.config.schema.node import rows, schema_of
 
 
 def test_attribute_item_and_get_reach_the_same_value():

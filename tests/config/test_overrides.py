@@ -1,7 +1,7 @@
 import pytest
 
 from verl.config.loading.configuration import read_config
-from verl.config.loading.overrides import Override, parse_command_line, parse_override
+from verl.config.loading.files import Override, parse_command_line, parse_override
 from verl.errors import ConfigError, NotBuiltError
 
 

@@ -14,7 +14,7 @@ from verl.config import PPOTrainerConfig, load_config, replace, to_dict
 from verl.config.loading.configuration import read_config, to_yaml
 from verl.config.loading.groups import PPO
 from verl.config.loading.recipes import Recipe, extended, with_recipes
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 from verl.errors import ConfigError
 from verl.metrics import notices
 

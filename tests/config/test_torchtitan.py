@@ -10,7 +10,7 @@ import pytest
 from tests.harness.configs import PPO, describe
 from tests.sanity.test_packaging import pins
 from verl.config import load_config
-from verl.config.machine.roles import roles
+from verl.config.machine.pools import roles
 from verl.config.rules.runs import parts_of, sequence_ranks
 from verl.config.rules.validate_torchtitan import missing_or_other
 from verl.config.schema.torchtitan import INSTALL

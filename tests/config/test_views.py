@@ -17,8 +17,7 @@ import verl
 from verl.config.loading import configuration
 from verl.config.loading.configuration import config_from, read_config
 from verl.config.loading.groups import PPO
-from verl.config.schema.leaves import schema_of
-from verl.config.schema.node import to_dict
+from verl.config.schema.node import schema_of, to_dict
 from verl.metrics import notices
 
 FOLDER = Path(verl.__file__).parent / "trainer" / "config"

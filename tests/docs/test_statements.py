@@ -18,7 +18,7 @@ from verl import registry
 from verl.config.loading.configuration import read_config
 from verl.config.loading.groups import NAMES, PPO
 from verl.config.loading.recipes import with_recipes
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 
 GENERATED = ("docs/reference/configuration.md", "docs/reference/configuration_more.md", "docs/appendix/coverage.md")
 PAGES = sorted(

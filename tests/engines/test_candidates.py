@@ -7,7 +7,7 @@ from tests.harness.engines import gradients, make_engine, padded_logits, ragged_
 from verl.algorithms.distillation import DistilledPolicyLoss
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
-from verl.config.schema.distillation import DistillationLossConfig
+from verl.config.schema.algorithm import DistillationLossConfig
 from verl.engines.settings import PassSettings
 from verl.errors import EngineError
 

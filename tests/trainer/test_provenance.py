@@ -17,7 +17,7 @@ from verl.checkpoint import find_checkpoint, provenance
 from verl.checkpoint.provenance import Provenance, is_harmless
 from verl.config.loading.configuration import read_config
 from verl.config.loading.groups import NAMES
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 from verl.metrics import notices, reset_notices
 from verl.trainer import main_ppo, sft_trainer
 

@@ -29,12 +29,10 @@ from verl.algorithms.losses import Fields, PPOPolicyLoss, field, optional_field
 from verl.algorithms.masked import zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
 from verl.config import replace as replace_settings
-from verl.config.schema.distillation import DistillationLossConfig
+from verl.config.schema.algorithm import TOP_K_KINDS, DistillationLossConfig
 from verl.metrics import Metric, as_float
 from verl.registry import POLICY_LOSSES
 
-TOP_K_KINDS = ("forward_kl_topk", "reverse_kl_topk")
-"""Kinds that read several tokens per position."""
 TAIL_FLOOR = 1e-6
 """Smallest probability of a tail: below it float32 has only the rounding errors of the sum over K."""
 OF_TOKEN, OF_CANDIDATES = "teacher_log_probs", "candidate_teacher_log_probs"

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl.config.loading.files import parse_override
 from verl.config.loading.groups import program_of
-from verl.config.loading.overrides import parse_override
-from verl.config.schema.leaves import schema_of
+from verl.config.schema.node import schema_of
 from verl.errors import ConfigError
 
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from verl.config.loading.configuration import to_yaml
 from verl.config.loading.secrets import hide
-from verl.config.schema.leaves import schema_of
-from verl.config.schema.node import ConfigNode, to_dict
+from verl.config.schema.node import ConfigNode, schema_of, to_dict
 from verl.errors import CheckpointError, ConfigError
 from verl.json_text import read_json
 from verl.metrics import notice

@@ -59,7 +59,7 @@ def complete_word(words: Sequence[str]) -> list[str]:
 def _keys(configuration: str, start: str) -> list[str]:
     """Settings up to their next dot: a section at a time."""
     from verl.config.loading.groups import program_of
-    from verl.config.schema.leaves import schema_of
+    from verl.config.schema.node import schema_of
 
     keys: dict[str, None] = {}
     for key, leaf in schema_of(program_of(configuration)[0].root).leaves.items():

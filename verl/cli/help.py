@@ -73,7 +73,7 @@ def program_help(command: str, configuration: str) -> str:
     """``verl train grpo --help`` and its siblings: at most 60 lines."""
     from verl.api.methods import BY_REWARD
     from verl.config.loading.groups import line, program_of
-    from verl.config.schema.leaves import schema_of
+    from verl.config.schema.node import schema_of
 
     leaves = schema_of(program_of(configuration)[0].root).leaves
     is_method = command in BY_REWARD
@@ -89,7 +89,7 @@ def program_help(command: str, configuration: str) -> str:
 def all_settings(configuration: str, search: str) -> str:
     """``--help-all``: every setting, or those in whose name or meaning a word stands."""
     from verl.config.loading.groups import line, program_of, usage
-    from verl.config.schema.leaves import schema_of
+    from verl.config.schema.node import schema_of
     from verl.errors import suggest
 
     program = program_of(configuration)[0]

@@ -18,8 +18,7 @@ from verl.config.schema.role import (
     ProfilerConfig,
 )
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
-from verl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.config.schema.trainer import TrainerConfig
+from verl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTDataConfig, SFTRunConfig, SFTTrainerConfig

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import PPOTrainerConfig
 from verl.config.machine.pools import REPLACED as KEY
 from verl.config.machine.topology import beyond_one_machine, processes_of
-from verl.config.rules.refusals import raise_all
+from verl.config.rules.checks import raise_all
 from verl.errors import VerlError, WorkerError
 from verl.metrics import notice
 from verl.rollout.base import Moved

@@ -34,7 +34,7 @@ def run_checked(config: Any, build: Build, ranks: Ranks | None = None) -> None:
         ranks: the processes of the run, of which this is one; None joins those that torchrun started, or is alone.
     """
     from verl import device, distributed
-    from verl.config.machine.roles import refuse_without_cuda, role_of_supervised
+    from verl.config.machine.pools import refuse_without_cuda, role_of_supervised
     from verl.single_controller.spmd import Spmd
     from verl.trainer import runtime
 

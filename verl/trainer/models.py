@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from verl.algorithms.distillation import TOP_K_KINDS, DistilledPolicyLoss
+from verl.algorithms.distillation import DistilledPolicyLoss
 from verl.algorithms.losses import LossFn, PPOPolicyLoss, PPOValueLoss
 from verl.config import HFModelConfig, PPOTrainerConfig, replace
 from verl.config.machine.topology import added_roles
-from verl.config.schema.distillation import Teacher
+from verl.config.schema.algorithm import TOP_K_KINDS, Teacher
 from verl.config.schema.node import Node, key_of
 from verl.single_controller.base import Role
 from verl.workers.model import ModelRole

@@ -25,8 +25,8 @@ from verl.config import (
     to_dict,
 )
 from verl.config.loading.configuration import writable
+from verl.config.machine.pools import refuse_without_cuda, roles
 from verl.config.machine.profiling import worker_nsight_options
-from verl.config.machine.roles import refuse_without_cuda, roles
 from verl.metrics import notice, start_logging
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from verl.config import PPOTrainerConfig
 from verl.config.machine.topology import OWN_POOL, Topology, beyond_one_machine
-from verl.config.rules.refusals import raise_all
+from verl.config.rules.checks import raise_all
 from verl.metrics import notice
 from verl.single_controller.base import ClassWithInitArgs, WorkerGroup, by_rank, collected
 from verl.single_controller.base.handle import Handle

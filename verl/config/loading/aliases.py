@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.schema.leaves import names_of
+from verl.config.schema.node import names_of
 from verl.config.schema.role import MEGATRON_SIZES, FSDPEngineConfig, MegatronEngineConfig
 
 _A, _R, _M, _REF, _C = (

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.loading import recipes
-from verl.config.loading.files import DefaultsEntry, Layer, Reader
+from verl.config.loading.files import CommandLine, DefaultsEntry, Layer, Reader, parse_command_line
 from verl.config.loading.groups import COMPOSED_ENGINE, Program, program_of
 from verl.config.loading.merge import Merge
-from verl.config.loading.overrides import CommandLine, parse_command_line
 from verl.config.loading.resolve import resolve
-from verl.config.schema.leaves import Schema, schema_of
-from verl.config.schema.node import ConfigNode, plain, to_dict, unrecorded
+from verl.config.schema.node import ConfigNode, Schema, plain, schema_of, to_dict, unrecorded
 from verl.errors import ConfigError
 
 FirstLook = Callable[[Any], None]

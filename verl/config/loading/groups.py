@@ -9,8 +9,7 @@ import importlib
 from dataclasses import dataclass
 
 from verl.config.loading.aliases import EVALUATION_ALIASES, GENERATION_ALIASES, PPO_ALIASES, SFT_ALIASES, Aliases
-from verl.config.schema.leaves import Leaf, schema_of
-from verl.config.schema.node import ConfigNode
+from verl.config.schema.node import ConfigNode, Leaf, schema_of
 from verl.errors import ConfigError, suggest
 
 _ENGINES = ("dp", "fsdp", "fsdp2", "megatron", "torchtitan", "veomni", "automodel", "mlite")

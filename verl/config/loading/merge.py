@@ -14,8 +14,7 @@ from typing import Any
 from verl.config.loading.aliases import ENGINE_STRATEGIES, longest_prefix
 from verl.config.loading.files import DefaultsEntry, Layer
 from verl.config.loading.groups import Program, choose, is_role
-from verl.config.schema.leaves import Leaf, Schema, holds_mapping, nearest, open_key, schema_of
-from verl.config.schema.node import convert
+from verl.config.schema.node import Leaf, Schema, convert, holds_mapping, nearest, open_key, schema_of
 from verl.errors import ConfigError
 from verl.metrics import notice
 

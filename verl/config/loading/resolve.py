@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl.config.loading.merge import Merge, where
-from verl.config.loading.secrets import is_hidden
-from verl.config.rules.checks import Problems
-from verl.config.rules.refusals import (
+from verl.config.rules.checks import (
     ROLLOUT_ENGINES,
+    Problems,
     check_built,
     check_choices,
     for_engine,
@@ -23,9 +22,8 @@ from verl.config.rules.refusals import (
     raise_all,
     tell_no_effect,
 )
-from verl.config.schema.leaves import Leaf, Schema, nearest
-from verl.config.schema.node import ConfigNode, build, convert, describe, expand_path, place
-from verl.errors import ConfigError, NotBuiltError, suggest
+from verl.config.schema.node import ConfigNode, Leaf, Schema, build, convert, describe, expand_path, nearest, place
+from verl.errors import HIDDEN, ConfigError, NotBuiltError, suggest
 from verl.metrics import notice
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -279,7 +277,7 @@ def _finished(leaf: Leaf, value: Any) -> Any:
     """The value in its declared type, paths expanded."""
     if value == "???":
         raise ConfigError("has to be given a value", key=leaf.key)
-    if is_hidden(value):
+    if _is_hidden(value):
         raise ConfigError(
             "a secret was left out here when this configuration was written",
             key=leaf.key,
@@ -313,3 +311,12 @@ def _located(error: ConfigError, merge: Merge, key: str) -> ConfigError:
     if isinstance(error, NotBuiltError) and isinstance(made, NotBuiltError):
         made.feature = error.feature
     return made
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether something was left out of a value."""
+    if isinstance(value, Mapping):
+        return any(_is_hidden(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_hidden(inner) for inner in value)
+    return isinstance(value, str) and HIDDEN in value

@@ -37,12 +37,3 @@ def hide(value: Any, name: str = "", free: bool = False) -> Any:
     if (_FREE_SETTING if free else _SETTING).search(name) and value not in (None, "", True, False):
         return HIDDEN
     return hide_in_text(value) if isinstance(value, str) else value
-
-
-def is_hidden(value: Any) -> bool:
-    """Whether something was left out of a value."""
-    if isinstance(value, Mapping):
-        return any(is_hidden(inner) for inner in value.values())
-    if isinstance(value, list | tuple):
-        return any(is_hidden(inner) for inner in value)
-    return isinstance(value, str) and HIDDEN in value

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl import env, registry
 from verl.config.loading import recipes
 from verl.config.machine import models, pools, topology
-from verl.config.machine.pools import Pools
-from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import ModelRole, Pools, role_of_supervised, roles
 from verl.config.rules import optimizers
 from verl.config.rules.checks import (
     Problems,

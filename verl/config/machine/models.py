@@ -21,8 +21,7 @@ from verl.config.machine.config_json import (
     experts_of,
     facts_of,
 )
-from verl.config.machine.pools import OWN_PROCESSES, starts_no_engine
-from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import OWN_PROCESSES, ModelRole, role_of_supervised, roles, starts_no_engine
 from verl.config.rules.checks import Problems, caught, divisors_of
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.machine import topology
 from verl.config.machine.host import joins_cluster
-from verl.config.rules.checks import Problems
-from verl.config.rules.refusals import INSTEAD
+from verl.config.rules.checks import INSTEAD, Problems
 from verl.config.schema.role import ProfilerConfig
 from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference
 from verl.errors import ConfigError, NotBuiltError

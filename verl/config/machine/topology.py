@@ -23,12 +23,12 @@ from verl.config.machine.pools import (
     sizes,
     spec_of,
     starts_no_engine,
+    trained_roles,
 )
 from verl.config.machine.pools import problems as problems_of_pools
-from verl.config.rules.checks import Problems, divisors_of
-from verl.config.rules.refusals import raise_all
-from verl.config.schema.distillation import teachers_of
-from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
+from verl.config.rules.checks import Problems, divisors_of, raise_all
+from verl.config.schema.algorithm import teachers_of
+from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
@@ -310,18 +310,6 @@ def sizes_of(backend: str, fsdp: Any, megatron: Any, processes: int, torchtitan:
         return Sizes(max(1, parts), tensor, pipeline, sequence=context, expert=megatron.expert_model_parallel_size)
     sequence = max(1, fsdp.ulysses_sequence_parallel_size)
     return Sizes(max(1, processes // sequence), sequence=sequence, expert=fsdp.expert_parallel_size)
-
-
-def trained_roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, str, Any, str]]:
-    """Name, key and section of every model on a training engine, and the name of its FSDP section."""
-    policy, reward_model = cfg.actor_rollout_ref, cfg.reward.reward_model
-    yield "actor", "actor_rollout_ref.actor", policy.actor, "fsdp_config"
-    if uses_reference(cfg):
-        yield "ref", "actor_rollout_ref.ref", policy.ref, "fsdp_config"
-    if uses_critic(cfg):
-        yield "critic", "critic", cfg.critic, "fsdp"
-    if uses_reward_model(cfg):
-        yield "rm", "reward.reward_model", reward_model, "fsdp_config"
 
 
 def _trained(cfg: PPOTrainerConfig, pools: Pools) -> Iterator[RolePlacement]:

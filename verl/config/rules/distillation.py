@@ -11,7 +11,7 @@ from verl.config.machine.config_json import facts_of, tokens_of
 from verl.config.rules.checks import NOTICE, Problems, Rule, Table, bad_model_folder, caught, problems_of_rows, value_at
 from verl.config.rules.checks import tell as tell_rows
 from verl.config.rules.losses import weighs_samples
-from verl.config.schema.distillation import TEACHER_FIELDS, TOP_K_MODES, Teacher, teachers_of
+from verl.config.schema.algorithm import TEACHER_FIELDS, TOP_K_KINDS, Teacher, teachers_of
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs, learns_from_teachers_alone, trains_on_older
 from verl.config.schema.tree import one_of
@@ -24,7 +24,7 @@ _SINGLE = f"Or take {_L}.loss_mode=k3+, which reads the sampled tokens alone."
 
 
 def _reads_top_k(cfg: PPOTrainerConfig) -> bool:
-    return cfg.distillation.enabled and cfg.distillation.distillation_loss.loss_mode in TOP_K_MODES
+    return cfg.distillation.enabled and cfg.distillation.distillation_loss.loss_mode in TOP_K_KINDS
 
 
 def _has_no_slope(cfg: PPOTrainerConfig) -> bool:

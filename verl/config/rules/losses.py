@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl.config.machine.pools import Pools
-from verl.config.machine.roles import roles
+from verl.config.machine.pools import Pools, roles
 from verl.config.rules.checks import NOTICE, Problems, Rule, Text, value_at
 from verl.config.rules.runs import sequence_ranks
 from verl.config.schema.node import changed_names

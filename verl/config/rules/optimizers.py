@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl import registry
-from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import ModelRole, role_of_supervised, roles
 from verl.config.rules.checks import Problems, caught
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import one_of

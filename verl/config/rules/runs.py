@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl import registry
-from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import ModelRole, role_of_supervised, roles
 from verl.config.machine.topology import backend_of, sizes_of
 from verl.config.rules.checks import NOTICE, Problems, Rule, divisors_of, set_names, tell_names, value_at
 from verl.config.schema.node import ConfigNode, changed_names

@@ -6,8 +6,8 @@ from typing import Any
 
 from verl import registry
 from verl.config.machine import host, models, pools, profiling
-from verl.config.machine.roles import role_of_supervised
-from verl.config.rules import optimizers, runs, sections, validate_megatron, validate_torchtitan
+from verl.config.machine.pools import role_of_supervised
+from verl.config.rules import optimizers, runs, validate, validate_megatron, validate_torchtitan
 from verl.config.rules.checks import (
     NOTICE,
     Check,
@@ -62,10 +62,10 @@ _REFERENCE = "there is no reference policy to load"
 _NO_REFERENCE = "Leave out dpo.ref_model_path and dpo.precompute_ref_log_probs."
 
 TABLE: Table = {
-    **sections.TABLE,
-    SFTEngineConfig: (sections.keeps_half(""),),
-    SFTCustomClassConfig: sections.class_in_file("path", "name"),
-    SFTRunConfig: sections.RUN,
+    **validate.TABLE,
+    SFTEngineConfig: (validate.keeps_half(""),),
+    SFTCustomClassConfig: validate.class_in_file("path", "name"),
+    SFTRunConfig: validate.RUN,
     DPOConfig: (
         Rule("label_smoothing", "only the sigmoid loss has it",
              lambda d: d.label_smoothing and d.loss_type != "sigmoid", "Leave it out, or set dpo.loss_type=sigmoid."),

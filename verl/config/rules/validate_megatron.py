@@ -10,7 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
-from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import ModelRole, role_of_supervised, roles
 from verl.config.rules import megatron_fields
 from verl.config.rules.checks import Problems, divisors_of
 from verl.config.schema.node import ConfigNode, was_typed

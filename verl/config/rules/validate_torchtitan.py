@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import experts_of, facts_of
-from verl.config.machine.roles import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import ModelRole, role_of_supervised, roles
 from verl.config.rules.checks import Problems, divisors_of
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl.algorithms.distillation import OF_CANDIDATES, OF_TOKEN, TOP_K_KINDS
-from verl.config.schema.distillation import Teacher, teachers_of
+from verl.algorithms.distillation import OF_CANDIDATES, OF_TOKEN
+from verl.config.schema.algorithm import TOP_K_KINDS, Teacher, teachers_of
 from verl.errors import DataError
 from verl.protocol import CANDIDATES, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import fetched, scattered_rows
