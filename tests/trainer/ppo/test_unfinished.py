@@ -23,7 +23,7 @@ from verl.trainer.ppo.schedules import prompts_in_work
 from verl.trainer.ppo.stream import GroupStream
 
 of_losses = problems_of_rows({PPOTrainerConfig: losses.ROWS})
-problems = problems_of_rows({PPOTrainerConfig: sampling.ROWS})
+problems = problems_of_rows({PPOTrainerConfig: sampling.OF_OLDER_VERSIONS})
 KEEPS = (
     "actor_rollout_ref.rollout.keep_unfinished=true",
     "actor_rollout_ref.rollout.over_sample_rate=0.5",

@@ -72,7 +72,7 @@ def read_config(name: str, command: CommandLine | list[str], defaults: Iterable[
     return _merged(program, lambda known: _layers(known, engine, command, recipe))
 
 
-def config_from(name: str, values: Any) -> ConfigNode:
+def config_from(name: str, values: object) -> ConfigNode:
     """The configuration of a program from a mapping of OmegaConf or dictionaries, as `load_config` makes it.
 
     What a mapping says as the default says it counts as not said: whole configurations come out of Hydra. Where it has a

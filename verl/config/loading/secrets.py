@@ -22,7 +22,7 @@ _FREE = re.compile(r"(?:kwargs|headers|env|env_vars|environment)$", re.IGNORECAS
 """Mappings of the user's own, in which every key or token is one; ours have columns of data by that name, too."""
 
 
-def hide(value: Any, name: str = "", free: bool = False) -> Any:
+def hide(value: object, name: str = "", free: bool = False) -> Any:
     """Mappings, lists and texts without secrets; other values as they are.
 
     Args:

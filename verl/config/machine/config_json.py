@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import env
 from verl.json_text import read_json
+
+if TYPE_CHECKING:
+    from verl.config.schema.model import HFModelConfig
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 STATE_LAYERS = ("conv", "mamba", "linear_attention", "recurrent")
@@ -56,7 +59,7 @@ def facts_of(path: str | None) -> dict[str, Any] | None:
     return text if text and isinstance(text, dict) else None
 
 
-def adapter_on_experts(model: Any) -> str | None:
+def adapter_on_experts(model: HFModelConfig) -> str | None:
     """The setting of a ``model`` section that puts an adapter on the experts of a mixture; None where none does.
 
     ``all-linear`` takes the experts for the linear layers that they are in the files.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl import env, registry
 from verl.config.loading import recipes
 from verl.config.machine import models, pools, topology
-from verl.config.machine.pools import ModelRole, Pools, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, Pools, role_of_supervised, roles
 from verl.config.rules import optimizers
 from verl.config.rules.checks import (
     Problems,
@@ -103,7 +103,7 @@ def sft_kernel_problems(cfg: SFTTrainerConfig) -> Problems:
     return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
 
 
-def _of(model_roles: list[ModelRole], device: str | None) -> Problems:
+def _of(model_roles: list[EngineRole], device: str | None) -> Problems:
     from verl import device as devices  # torch is loaded only once there is something to validate
 
     problems = _packages({role.section.strategy: f"{role.key}.strategy" for role in reversed(model_roles)})
@@ -130,7 +130,7 @@ def _packages(keys: dict[str, str]) -> Problems:
     return problems
 
 
-def _attention(role: ModelRole, kind: str) -> Problems:
+def _attention(role: EngineRole, kind: str) -> Problems:
     key, name = f"{role.model_key}.override_config.attn_implementation", _named(role.model)
     if name is None or "/" in name or role.has_own_sizes:
         return []
@@ -157,7 +157,7 @@ def _is_there(package: str) -> bool:
         return False
 
 
-def _on_gpu(role: ModelRole, kind: str) -> Problems:
+def _on_gpu(role: EngineRole, kind: str) -> Problems:
     model, key, problems = role.model, role.model_key, []
     if "use_liger" in model and model.use_liger:
         if kind == "cpu":
@@ -175,7 +175,7 @@ def _on_gpu(role: ModelRole, kind: str) -> Problems:
     return problems
 
 
-def _fp8(role: ModelRole) -> Problems:
+def _fp8(role: EngineRole) -> Problems:
     if not role.is_megatron or _is_there("transformer_engine"):
         return []
     from verl.config.rules import megatron_fields
@@ -183,7 +183,7 @@ def _fp8(role: ModelRole) -> Problems:
     return caught(megatron_fields.refuse_low_precision, role.of("override_mcore_model_config"), role.section.megatron)
 
 
-def _adapter_folder(role: ModelRole) -> Problems:
+def _adapter_folder(role: EngineRole) -> Problems:
     path = role.model.lora_adapter_path if "lora_adapter_path" in role.model else None
     if not path or role.adapter is None or not looks_local(path):
         return []
@@ -195,7 +195,7 @@ _PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow",
 _MODEL_HINT = "Set it to a folder with a Hugging Face model, or to a name on the hub."
 
 
-def trackers(cfg: Any) -> Problems:
+def trackers(cfg: ConfigNode) -> Problems:
     """Trackers that do not exist, or whose package is not installed."""
     key, problems = "trainer.logger", []
     for name in cfg.trainer.logger:

@@ -21,13 +21,14 @@ from verl.config.machine.config_json import (
     experts_of,
     facts_of,
 )
-from verl.config.machine.pools import OWN_PROCESSES, ModelRole, role_of_supervised, roles, starts_no_engine
+from verl.config.machine.pools import OWN_PROCESSES, EngineRole, role_of_supervised, roles, starts_no_engine
 from verl.config.rules.checks import Problems, caught, divisors_of
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
+    from verl.config.schema.node import ConfigNode
     from verl.config.schema.sft import SFTTrainerConfig
 
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"
@@ -47,7 +48,7 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     return of_role(role) + _quantized(role) + _tied(role)
 
 
-def of_role(role: ModelRole) -> Problems:
+def of_role(role: EngineRole) -> Problems:
     """What cannot be shared, and what cannot be shared together."""
     engine = role.others[1]
     if role.has_own_sizes or any(engine[name] < 1 for name in (_ULYSSES, _EXPERT)):
@@ -55,7 +56,7 @@ def of_role(role: ModelRole) -> Problems:
     return _together(role) or [*_hybrid(role), *_divided(role), *_packed(role), *_with_state(role), *_adapter(role)]
 
 
-def _together(role: ModelRole) -> Problems:
+def _together(role: EngineRole) -> Problems:
     """Experts are not shared under hybrid sharding."""
     key, engine = role.others
     if engine[_EXPERT] == 1 or not 0 < engine.fsdp_size < role.processes:
@@ -65,7 +66,7 @@ def _together(role: ModelRole) -> Problems:
     return [ConfigError(message, key=f"{key}.{_EXPERT}", got=engine[_EXPERT], allowed=[1], fix=fix)]
 
 
-def _hybrid(role: ModelRole) -> Problems:
+def _hybrid(role: EngineRole) -> Problems:
     key, engine = role.others
     size = engine.fsdp_size
     if size < 1 or role.processes < 1 or size >= role.processes or role.processes % size == 0:
@@ -75,7 +76,7 @@ def _hybrid(role: ModelRole) -> Problems:
     return [ConfigError(message, key=f"{key}.fsdp_size", got=size, allowed=divisors_of(role.processes), fix=fix)]
 
 
-def _divided(role: ModelRole) -> Problems:
+def _divided(role: EngineRole) -> Problems:
     """Heads, or experts, divide evenly over their peers."""
     key, engine = role.others
     facts = facts_of(role.path)
@@ -94,7 +95,7 @@ def _divided(role: ModelRole) -> Problems:
     return problems
 
 
-def _packed(role: ModelRole) -> Problems:
+def _packed(role: EngineRole) -> Problems:
     key, engine = role.others
     if engine[_ULYSSES] == 1 or role.model is None or role.model.use_remove_padding:
         return []
@@ -103,7 +104,7 @@ def _packed(role: ModelRole) -> Problems:
     return [ConfigError(f"{message}, and {packing} is false", key=f"{key}.{_ULYSSES}", got=engine[_ULYSSES], fix=fix)]
 
 
-def _with_state(role: ModelRole) -> Problems:
+def _with_state(role: EngineRole) -> Problems:
     """Layers that carry a state need where each sequence begins, and all tokens in front of theirs."""
     key, engine = role.others
     facts = facts_of(role.path)
@@ -121,7 +122,7 @@ def _with_state(role: ModelRole) -> Problems:
     return []
 
 
-def _adapter(role: ModelRole) -> Problems:
+def _adapter(role: EngineRole) -> Problems:
     """An adapter on every module covers the experts' weights too, which are no linear layers."""
     key, engine = role.others
     facts = facts_of(role.path)
@@ -135,7 +136,7 @@ def _adapter(role: ModelRole) -> Problems:
     return [NotBuiltError(message, key=f"{role.model_key}.{name}", got=role.model[name], fix=fix)]
 
 
-def _tied(role: ModelRole) -> Problems:
+def _tied(role: EngineRole) -> Problems:
     """A head that is the embeddings' weight gets no adapter: merged, it would change the embeddings, too."""
     facts = facts_of(role.path)
     if role.adapter is None or role.model.lora_adapter_path or facts is None:
@@ -151,7 +152,7 @@ def _tied(role: ModelRole) -> Problems:
     return [ConfigError(message, key=key, got=targets, fix=fix)]
 
 
-def _quantized(role: ModelRole) -> Problems:
+def _quantized(role: EngineRole) -> Problems:
     """A base in 4 bits needs an adapter on top, in one process."""
     if role.model is None or "lora_base_quantization" not in role.model or role.model.lora_base_quantization is None:
         return []
@@ -292,7 +293,7 @@ def vision_problems(key: str, path: str | None, external_lib: str | None, strate
     return caught(refuse_engine, key, path, strategy)
 
 
-def policy_problems(cfg: Any) -> Problems:
+def policy_problems(cfg: ConfigNode) -> Problems:
     """What a policy with images cannot be sampled or trained with, and images that a policy of text cannot take."""
     policy = cfg.actor_rollout_ref
     rollout, actor, model = policy.rollout, policy.actor, policy.model

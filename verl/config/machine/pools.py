@@ -23,6 +23,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
+    from verl.config.schema.rollout import RolloutConfig
     from verl.config.schema.sft import SFTTrainerConfig
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
@@ -202,12 +203,12 @@ class ReplicaSpec:
         return f"{self.tensor} (tensor){pipeline}{data}"
 
 
-def spec_of(rollout: Any) -> ReplicaSpec:
+def spec_of(rollout: RolloutConfig) -> ReplicaSpec:
     """The sizes of one replica."""
     return ReplicaSpec(rollout[_T], rollout[_P], expert=rollout[_E])
 
 
-def addresses_of(rollout: Any) -> list[str]:
+def addresses_of(rollout: RolloutConfig) -> list[str]:
     """Servers that sample and run already: ``server.url`` of the engines that ask servers."""
     if rollout.name not in ("server", "sglang") or not rollout.server.url:
         return []
@@ -215,12 +216,12 @@ def addresses_of(rollout: Any) -> list[str]:
     return [named] if isinstance(named, str) else list(named)
 
 
-def starts_no_engine(rollout: Any) -> bool:
+def starts_no_engine(rollout: RolloutConfig) -> bool:
     """Servers that run already have sizes of their own."""
     return rollout.name == "server" or bool(addresses_of(rollout))
 
 
-def largest(key: str, rollout: Any) -> str:
+def largest(key: str, rollout: RolloutConfig) -> str:
     """The size to which a problem with their product is put down."""
     return f"{key}.{_T if rollout[_T] >= rollout[_P] else _P}"
 
@@ -245,7 +246,7 @@ def served_problems(cfg: PPOTrainerConfig) -> Problems:
     return [ConfigError(message, key="trainer.n_gpus_per_node", got=processes, allowed=allowed, fix=fix)]
 
 
-def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True) -> Problems:
+def on_machine(key: str, rollout: RolloutConfig, device: str | None, is_local: bool = True) -> Problems:
     """More devices than the one process that samples can see.
 
     Args:
@@ -270,7 +271,7 @@ def on_machine(key: str, rollout: Any, device: str | None, is_local: bool = True
     return [ConfigError(message, key=largest(key, rollout), got=needed, allowed=f"at most {there}", fix=fix)]
 
 
-def sizes(key: str, rollout: Any) -> Problems:
+def sizes(key: str, rollout: RolloutConfig) -> Problems:
     """What each parallel size may be by itself, and that of the experts with the others."""
     problems: Problems = []
     for name in (_T, _P, _E):
@@ -354,7 +355,7 @@ _MODEL, _REF, _TEACHERS = "actor_rollout_ref.model", "actor_rollout_ref.ref", "d
 
 
 @dataclass(frozen=True)
-class ModelRole:
+class EngineRole:
     """One model of a run.
 
     Args:
@@ -408,7 +409,7 @@ def trained_roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, str, Any, str]]:
         yield "rm", "reward.reward_model", reward_model, "fsdp_config"
 
 
-def roles(cfg: PPOTrainerConfig) -> Iterator[ModelRole]:
+def roles(cfg: PPOTrainerConfig) -> Iterator[EngineRole]:
     """The models that a run holds on a training backend."""
     policy, model, pools = cfg.actor_rollout_ref, cfg.reward.reward_model, Pools.of(cfg)
     held = {
@@ -422,28 +423,28 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[ModelRole]:
         if not (uses_reference(cfg) and pool == pools.of_role("ref")):
             of_fsdp = (f"{_REF}.fsdp_config", ref.fsdp_config)
             bare = replace(policy.model, lora_rank=0, lora_adapter_path=None, lora_base_quantization=None)
-            yield ModelRole(_REF, ref, of_fsdp, teacher.path, pool.name, pool.size, model_key=_TEACHERS, model=bare)
+            yield EngineRole(_REF, ref, of_fsdp, teacher.path, pool.name, pool.size, model_key=_TEACHERS, model=bare)
     for name, key, section, fsdp in trained_roles(cfg):
         pool, (path, adapter, model_key, settings) = pools.of_role(name), held[name]
         others = (f"{key}.{fsdp}", section[fsdp])
-        yield ModelRole(
+        yield EngineRole(
             key, section, others, path, pool.name, pool.size, adapter=adapter, model_key=model_key, model=settings
         )
 
 
-def role_of_supervised(cfg: SFTTrainerConfig) -> ModelRole:
+def role_of_supervised(cfg: SFTTrainerConfig) -> EngineRole:
     """The one model of a supervised run."""
     started = "what torchrun starts (--nproc_per_node)"
     others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)
     adapter = _adapter("model", cfg.model)
-    return ModelRole("engine", cfg.engine, others, cfg.model.path, "", world, started, adapter, "model", cfg.model)
+    return EngineRole("engine", cfg.engine, others, cfg.model.path, "", world, started, adapter, "model", cfg.model)
 
 
 def _adapter(key: str, model: HFModelConfig) -> str | None:
     return next((f"{key}.{name}" for name in ("lora_rank", "lora_adapter_path") if model[name]), None)
 
 
-def refuse_without_cuda(on_megatron: Iterable[ModelRole], device: str, external_lib: str | None) -> None:
+def refuse_without_cuda(on_megatron: Iterable[EngineRole], device: str, external_lib: str | None) -> None:
     """Raise `ConfigError` for a role on Megatron-Core where nothing answers its CUDA calls.
 
     Args:

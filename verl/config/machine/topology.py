@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from verl import registry
 from verl.config.machine.pools import (
@@ -33,6 +33,10 @@ from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
 
+if TYPE_CHECKING:
+    from verl.config.schema.node import ConfigNode
+    from verl.config.schema.rollout import RolloutConfig
+
 T = TypeVar("T")
 
 
@@ -41,7 +45,7 @@ def per_config(function: Callable[[Any], T]) -> Callable[[Any], T]:
     cache: dict[int, tuple[weakref.ref[Any], T]] = {}
 
     @wraps(function)
-    def answer(config: Any) -> T:
+    def answer(config: ConfigNode) -> T:
         key = id(config)
         entry = cache.get(key)
         if entry is None or entry[0]() is not config:
@@ -358,7 +362,7 @@ def _placement_of(cfg: PPOTrainerConfig, samplers: PoolSpec, runtime: str) -> st
     return IN_PLACE if runtime == "local" else COLOCATED
 
 
-def processes_of(rollout: Any, processes: int) -> int:
+def processes_of(rollout: RolloutConfig, processes: int) -> int:
     """How many of a pool's processes one replica takes."""
     return 1 if processes == 1 and rollout.name in OWN_PROCESSES else spec_of(rollout).devices
 

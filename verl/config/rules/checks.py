@@ -30,7 +30,7 @@ Problems = list[ConfigError]
 Check = Callable[[Any], Problems]
 
 
-def collect(rules: Iterable[Check], cfg: Any) -> None:
+def collect(rules: Iterable[Check], cfg: ConfigNode) -> None:
     """Run every rule and raise all problems together; a single one is raised as it is."""
     problems = [problem for rule in (*rules, _seeds) for problem in rule(cfg)]
     raise_all([problem for problem in problems if not _is_echo(problem, problems, cfg)])
@@ -197,7 +197,7 @@ class _Words(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         return self.node[name]
 
-    def fill(self, text: Any) -> Any:
+    def fill(self, text: object) -> Any:
         if callable(text):
             return text(self.node)
         return text.format_map(self) if isinstance(text, str) else text
@@ -213,14 +213,14 @@ def problems_of_rows(table: Table) -> Callable[[Any], list[ConfigError]]:
     return lambda cfg: [_error(row, words) for row, words in _speaking(table, cfg) if row.kind != NOTICE]
 
 
-def tell(table: Table, cfg: Any) -> None:
+def tell(table: Table, cfg: ConfigNode) -> None:
     """Every notice of the rows."""
     for row, words in _speaking(table, cfg):
         if row.kind == NOTICE:
             notice(words["key"], words.fill(row.says))
 
 
-def out_of_bounds(cfg: Any) -> list[ConfigError]:
+def out_of_bounds(cfg: ConfigNode) -> list[ConfigError]:
     """Settings that are by themselves not what they may be."""
     leaves = schema_of(type(cfg)).leaves.items()
     bounded = [(key, leaf) for key, leaf in leaves if leaf.within and _is_used(cfg, key)]
@@ -229,7 +229,7 @@ def out_of_bounds(cfg: Any) -> list[ConfigError]:
     ]
 
 
-def tell_without_effect(cfg: Any) -> None:
+def tell_without_effect(cfg: ConfigNode) -> None:
     """A notice of every changed setting whose switch is off."""
     for key, leaf in schema_of(type(cfg)).leaves.items():
         if leaf.needs and _is_changed(cfg, leaf) and _is_used(cfg, key) and not _is_on(cfg, leaf.needs):
@@ -406,12 +406,12 @@ ROLLOUT_ENGINES = ("actor_rollout_ref.rollout.name", "rollout.name")
 """The setting on which it depends whether some others are followed, as the programs call it."""
 
 
-def for_engine(leaf: Leaf, engine: Any) -> Leaf:
+def for_engine(leaf: Leaf, engine: object) -> Leaf:
     """The leaf as it is with this rollout engine: one that the engine follows is neither refused nor without effect."""
     return replace(leaf, planned=None, no_effect=None) if engine in leaf.engines else leaf
 
 
-def check_choices(leaf: Leaf, value: Any) -> ConfigError | None:
+def check_choices(leaf: Leaf, value: object) -> ConfigError | None:
     """An error if the value, or an element of a list, is outside the declared set."""
     if leaf.choices is None or value is None:
         return None
@@ -421,7 +421,7 @@ def check_choices(leaf: Leaf, value: Any) -> ConfigError | None:
     return ConfigError("no such choice", key=leaf.key, got=wrong[0], allowed=list(leaf.choices))
 
 
-def check_built(leaf: Leaf, value: Any, usual: list[Any]) -> ConfigError | None:
+def check_built(leaf: Leaf, value: object, usual: list[Any]) -> ConfigError | None:
     """An error that names the feature, unless the value is what the leaf would be anyway."""
     if leaf.planned is None or value in usual:
         return None
@@ -438,7 +438,7 @@ def check_built(leaf: Leaf, value: Any, usual: list[Any]) -> ConfigError | None:
     return problem
 
 
-def tell_no_effect(leaf: Leaf, value: Any, usual: list[Any], on_command_line: bool) -> None:
+def tell_no_effect(leaf: Leaf, value: object, usual: list[Any], on_command_line: bool) -> None:
     """One notice for a setting that changes nothing; a file may repeat what the leaf would be anyway, unremarked."""
     if leaf.no_effect is not None and (on_command_line or value not in usual):
         notice(leaf.key, f"has no effect: {leaf.no_effect}")

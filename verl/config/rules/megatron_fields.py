@@ -7,12 +7,15 @@ model's own, is decided by the engine, or changes nothing. The same for the fiel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.rules.checks import Problems
 from verl.config.schema.role import MEGATRON_SIZES
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.role import MegatronEngineConfig
 
 _STAGE, _VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 _SIZES = "parallel sizes have settings of their own"
@@ -207,7 +210,7 @@ WRAPPER_DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 """Those that may not be replaced."""
 
 
-def problems(key: str, section: Any) -> Problems:
+def problems(key: str, section: MegatronEngineConfig) -> Problems:
     """Fields that do not exist or that the engine decides otherwise; one notice for those that change nothing.
 
     Args:
@@ -250,7 +253,7 @@ def _problems(
     return wrong
 
 
-def refuse_low_precision(key: str, section: Any) -> None:
+def refuse_low_precision(key: str, section: MegatronEngineConfig) -> None:
     """Raise `ConfigError` for matrix products in FP8 or FP4, where Transformer Engine is not installed."""
     for name in ("fp8", "fp4"):
         value = section.override_mcore_model_config.get(name)
@@ -260,7 +263,9 @@ def refuse_low_precision(key: str, section: Any) -> None:
             raise ConfigError(message, key=f"{key}.{name}", got=value, fix=fix)
 
 
-def handed_on(key: str, section: Any, fixed: Mapping[str, Any], usual: Mapping[str, Any], fast: bool) -> dict[str, Any]:
+def handed_on(
+    key: str, section: MegatronEngineConfig, fixed: Mapping[str, Any], usual: Mapping[str, Any], fast: bool
+) -> dict[str, Any]:
     """The fields that Megatron-Core gets; a notice for those that are left to Transformer Engine.
 
     Args:

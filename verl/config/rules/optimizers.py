@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl import registry
-from verl.config.machine.pools import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, role_of_supervised, roles
 from verl.config.rules.checks import Problems, caught
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import one_of
@@ -17,6 +17,7 @@ from verl.errors import ConfigError, NotBuiltError, suggest
 from verl.metrics import notice
 
 if TYPE_CHECKING:
+    from verl.config.schema.role import OptimizerConfig
     from verl.config.schema.sft import SFTTrainerConfig
 
 TORCH = "torch.optim"
@@ -70,7 +71,7 @@ def sft_missing(cfg: SFTTrainerConfig) -> Problems:
     return _elsewhere("optim", cfg.optim)
 
 
-def of_section(key: str, optim: Any, backend: str) -> Problems:
+def of_section(key: str, optim: OptimizerConfig, backend: str) -> Problems:
     """One ``optim`` section under the name of its backend: plain, fsdp2, megatron or torchtitan."""
     name = optim.optimizer
     if optim.optimizer_impl == LOW_BIT:
@@ -117,7 +118,7 @@ def _elsewhere(key: str, optim: Any) -> Problems:
     return [ConfigError(p.message, key=f"{key}.optimizer", got=name, fix=p.fix) for p in unknown]
 
 
-def for_megatron(optim: Any) -> Any:
+def for_megatron(optim: OptimizerConfig) -> Any:
     """The section without the fields that have no effect there."""
     arguments = optim.override_optimizer_config or {}
     usable = {name: value for name, value in arguments.items() if name not in IDLE_OF_MEGATRON}
@@ -161,13 +162,13 @@ def classes() -> list[str]:
     return sorted(name for name, thing in made.items() if issubclass(thing, optim.Optimizer) and name != "Optimizer")
 
 
-def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, ModelRole]]:
+def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, EngineRole]]:
     for role in roles(cfg):
         if role.key in ("actor_rollout_ref.actor", "critic"):
             yield f"{role.key}.optim", role
 
 
-def _backend(role: ModelRole) -> str:
+def _backend(role: EngineRole) -> str:
     """That of `topology.backend_of`, without its notice; the weights of one process are never in pieces."""
     named = role.section.strategy
     if role.has_own_sizes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from verl import registry
-from verl.config.machine.pools import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, role_of_supervised, roles
 from verl.config.machine.topology import backend_of, sizes_of
 from verl.config.rules.checks import NOTICE, Problems, Rule, divisors_of, set_names, tell_names, value_at
 from verl.config.schema.node import ConfigNode, changed_names
@@ -61,21 +61,21 @@ def pair_row_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
     return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
 
 
-def parts_of(role: ModelRole) -> int:
+def parts_of(role: EngineRole) -> int:
     """Into how many parts a batch is cut for a role; its processes divide into groups."""
     backend = backend_of(role.section.strategy, role.processes)
     titan = role.section.torchtitan if "torchtitan" in role.section else None
     return sizes_of(backend, role.others[1], role.sizes, role.processes, titan).data
 
 
-def sequence_ranks(role: ModelRole) -> int:
+def sequence_ranks(role: EngineRole) -> int:
     """How many processes a row is shared among."""
     if role.section.strategy == "torchtitan":
         return max(1, role.section.torchtitan.context_parallel_size)
     return max(1, role.sizes.context_parallel_size if role.is_megatron else role.others[1][_ULYSSES])
 
 
-def _groups(role: ModelRole) -> Problems:
+def _groups(role: EngineRole) -> Problems:
     """Peers that share something divide the processes, and a model that is trained whole has one."""
     if role.has_own_sizes:
         return []
@@ -99,12 +99,12 @@ def _groups(role: ModelRole) -> Problems:
     return []
 
 
-def _started(role: ModelRole) -> Problems:
+def _started(role: EngineRole) -> Problems:
     """The same where torchrun has started several processes; of one alone the engine says it when it is made."""
     return _groups(role) if role.processes > 1 else []
 
 
-def _parts(cfg: PPOTrainerConfig, by_section: dict[str, ModelRole]) -> Problems:
+def _parts(cfg: PPOTrainerConfig, by_section: dict[str, EngineRole]) -> Problems:
     """Every optimizer step, and every pass over the batch, gives each part as many samples."""
     batch = cfg.data.train_batch_size
     sizes = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
@@ -123,7 +123,7 @@ def _parts(cfg: PPOTrainerConfig, by_section: dict[str, ModelRole]) -> Problems:
     return problems
 
 
-def _uneven(key: str, prompts: int, samples: int, role: ModelRole, parts: int) -> ConfigError:
+def _uneven(key: str, prompts: int, samples: int, role: EngineRole, parts: int) -> ConfigError:
     among = f"{parts} processes"
     if parts < role.processes:
         among = f"{parts} groups, of {role.processes // parts} processes each that compute the same rows"
@@ -131,7 +131,7 @@ def _uneven(key: str, prompts: int, samples: int, role: ModelRole, parts: int) -
     return ConfigError(message, key=key, got=prompts, fix=_CHANGE)
 
 
-def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, ModelRole]) -> Problems:
+def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, EngineRole]) -> Problems:
     a, needed = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
     passes = [
         (_A, f"{_A}.ppo_max_token_len_per_gpu", a.actor.use_dynamic_bsz, a.actor.ppo_max_token_len_per_gpu),

@@ -80,7 +80,7 @@ def _filters(cfg: PPOTrainerConfig) -> bool:
     return cfg.algorithm.filter_groups.enable
 
 
-def records_experts(rollout: Any) -> bool:
+def records_experts(rollout: RolloutConfig) -> bool:
     """Whether the sampler of this section says which experts it chose."""
     return bool(rollout.enable_rollout_routing_replay or rollout.moe_load_balance_metrics_interval > 0)
 
@@ -146,6 +146,24 @@ def _forgets_age(cfg: PPOTrainerConfig) -> bool:
 
 _DENSE = "the model is dense: it has no experts that could be recorded or replayed"
 _NO_PASS = "R2 replays the experts of the pass over old log-probs, and this run makes no such pass"
+OF_OLDER_VERSIONS = (
+    *map(_unrecorded, (_AT_UPDATE, _KEEPS)),
+    Rule(f"{_NEWER}.bypass_mode", f"{_KEEPS}=true trains on tokens of older versions, and nothing accounts for the difference",
+         _forgets_age, f"Set {_NEWER}.bypass_mode=true (the old log-probs are those of the version that drew each token), or a "
+         f"correction, e.g. {_NEWER}.rollout_is=token."),
+    Rule(_KEEPS, f"has no effect with {_AT_UPDATE}=wait: an update waits for the responses in flight",
+         lambda cfg: cfg.actor_rollout_ref.rollout.keep_unfinished and of_schedule(cfg).queue and not _mixes(cfg), kind=NOTICE),
+    Rule(_KEEPS, f"has no effect with {_RATE}=0, which samples no more prompts than a step trains on, so all are waited for; "
+         f"{_RATE}=0.25 leaves a quarter in work",
+         lambda cfg: cfg.actor_rollout_ref.rollout.keep_unfinished and not of_schedule(cfg).queue
+         and cfg.actor_rollout_ref.rollout.over_sample_rate == 0 and not _filters(cfg), kind=NOTICE),
+    Rule(_AT_UPDATE, "has no effect with trainer.v1.trainer_mode={trainer.v1.trainer_mode}: no request runs when weights arrive",
+         lambda cfg: _mixes(cfg) and cfg.trainer.v1.trainer_mode in _IN_TURN, kind=NOTICE),
+    Rule(_AT_UPDATE, "has no effect with actor_rollout_ref.hybrid_engine=true: samplers and trainers take turns",
+         lambda cfg: _mixes(cfg) and cfg.trainer.v1.trainer_mode not in _IN_TURN and cfg.actor_rollout_ref.hybrid_engine,
+         kind=NOTICE),
+)  # fmt: skip
+"""Of responses that several versions of the policy draw: over several steps, or while weights arrive."""
 ROWS = (
     Rule(f"{_R}.calculate_log_probs",
          lambda cfg: f"{_switch(cfg)} compares the trainer's log-probs with the sampler's, which are not kept",
@@ -201,23 +219,7 @@ ROWS = (
     Rule(_RECORD, f"what the sampler records is not replayed with {_MODE}={{actor_rollout_ref.actor.router_replay.mode}}",
          lambda cfg: cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay and not _replays(cfg, "R3"), kind=NOTICE),
 
-    # responses that several versions of the policy draw: over several steps, or while weights arrive
-    *map(_unrecorded, (_AT_UPDATE, _KEEPS)),
-    Rule(f"{_NEWER}.bypass_mode", f"{_KEEPS}=true trains on tokens of older versions, and nothing accounts for the difference",
-         _forgets_age, f"Set {_NEWER}.bypass_mode=true (the old log-probs are those of the version that drew each token), or a "
-         f"correction, e.g. {_NEWER}.rollout_is=token."),
-    Rule(_KEEPS, f"has no effect with {_AT_UPDATE}=wait: an update waits for the responses in flight",
-         lambda cfg: cfg.actor_rollout_ref.rollout.keep_unfinished and of_schedule(cfg).queue and not _mixes(cfg), kind=NOTICE),
-    Rule(_KEEPS, f"has no effect with {_RATE}=0, which samples no more prompts than a step trains on, so all are waited for; "
-         f"{_RATE}=0.25 leaves a quarter in work",
-         lambda cfg: cfg.actor_rollout_ref.rollout.keep_unfinished and not of_schedule(cfg).queue
-         and cfg.actor_rollout_ref.rollout.over_sample_rate == 0 and not _filters(cfg), kind=NOTICE),
-    Rule(_AT_UPDATE, "has no effect with trainer.v1.trainer_mode={trainer.v1.trainer_mode}: no request runs when weights arrive",
-         lambda cfg: _mixes(cfg) and cfg.trainer.v1.trainer_mode in _IN_TURN, kind=NOTICE),
-    Rule(_AT_UPDATE, "has no effect with actor_rollout_ref.hybrid_engine=true: samplers and trainers take turns",
-         lambda cfg: _mixes(cfg) and cfg.trainer.v1.trainer_mode not in _IN_TURN and cfg.actor_rollout_ref.hybrid_engine,
-         kind=NOTICE),
-
+    *OF_OLDER_VERSIONS,
     Rule("data.min_response_length", f"has no effect: {_R}.ignore_eos=true makes every response as long as can be",
          lambda cfg: cfg.data.min_response_length and cfg.actor_rollout_ref.rollout.ignore_eos, kind=NOTICE),
 )  # fmt: skip

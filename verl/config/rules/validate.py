@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import registry
 from verl.config.loading import recipes
@@ -41,6 +41,9 @@ from verl.config.schema.rollout import RolloutConfig, SamplingConfig
 from verl.config.schema.root import PPOTrainerConfig, TrainerConfig, uses_critic
 from verl.config.schema.tree import BETAS
 from verl.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import ConfigNode
 
 LOAD_FORMATS = ("dummy", "hf", "safetensors", "auto")
 
@@ -325,7 +328,7 @@ def _names(cfg: PPOTrainerConfig) -> Problems:
     return problems
 
 
-def resume_folder(cfg: Any) -> Problems:
+def resume_folder(cfg: ConfigNode) -> Problems:
     """The folder of a step that this machine does not have; one at a remote place is looked for when the run begins."""
     path = cfg.trainer.resume_from_path if cfg.trainer.resume_mode == "resume_path" else None
     is_step = path is not None and "global_step_" in path and "://" not in path

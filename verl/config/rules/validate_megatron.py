@@ -10,7 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
-from verl.config.machine.pools import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, role_of_supervised, roles
 from verl.config.rules import megatron_fields
 from verl.config.rules.checks import Problems, divisors_of
 from verl.config.schema.node import ConfigNode, was_typed
@@ -75,7 +75,7 @@ def missing_or_other(key: str) -> Problems:
     return [ConfigError(message, key=key, got=f"{PACKAGE} {version}", allowed=allowed, fix=fix)]
 
 
-def _dtype(role: ModelRole) -> Problems:
+def _dtype(role: EngineRole) -> Problems:
     """Weights in float16 need a loss scale."""
     dtype = role.sizes.dtype.removeprefix("torch.")
     if dtype in _HALF:
@@ -84,14 +84,14 @@ def _dtype(role: ModelRole) -> Problems:
     return one_of(role.of("dtype"), dtype, _DTYPES)
 
 
-def _shared(role: ModelRole) -> Problems:
+def _shared(role: EngineRole) -> Problems:
     """How processes and the model divide; sizes below 1 are refused at their settings."""
     if any(role.sizes[name] is not None and role.sizes[name] < 1 for name in _SIZES):
         return []
     return _dtype(role) or _processes(role) + _model(role)
 
 
-def _processes(role: ModelRole) -> Problems:
+def _processes(role: EngineRole) -> Problems:
     """Copies of t x p processes must fill the pool, groups of c copies, and copies of the experts a pipeline stage."""
     tensor, pipeline, expert, shared = (role.sizes[name] for name in (_T, _P, _E, _ET))
     world = role.processes
@@ -123,7 +123,7 @@ def _processes(role: ModelRole) -> Problems:
     return [ConfigError(message, key=role.of(_E), got=expert, allowed=sizes or "none", fix=fix)]
 
 
-def _model(role: ModelRole) -> Problems:
+def _model(role: EngineRole) -> Problems:
     """What the model's config.json says: heads, layers and experts divide evenly."""
     facts = facts_of(role.path)
     if facts is None:
@@ -151,7 +151,7 @@ def _model(role: ModelRole) -> Problems:
     return problems + _divides(role, _E, experts, "experts")
 
 
-def _adapter_of_mixture(role: ModelRole) -> Problems:
+def _adapter_of_mixture(role: EngineRole) -> Problems:
     """Experts that are whole on a process may have an adapter, routers may not, and all-linear names both."""
     name, else_set = adapter_on_experts(role.model), f"or {role.key}.strategy=fsdp2."
     if name is None:
@@ -170,7 +170,7 @@ def _adapter_of_mixture(role: ModelRole) -> Problems:
     return []
 
 
-def _context(role: ModelRole, heads: Any) -> Problems:
+def _context(role: EngineRole, heads: Any) -> Problems:
     """Processes that share a row's tokens exchange them for heads; Transformer Engine sends keys and values round."""
     context = role.sizes[_C]
     if context > 1 and role.model is not None and not role.model.use_remove_padding:
@@ -187,7 +187,7 @@ def _context(role: ModelRole, heads: Any) -> Problems:
     return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix="Set it to one of these.")]
 
 
-def _divides(role: ModelRole, name: str, count: Any, what: str) -> Problems:
+def _divides(role: EngineRole, name: str, count: Any, what: str) -> Problems:
     size = role.sizes[name]
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
@@ -196,9 +196,9 @@ def _divides(role: ModelRole, name: str, count: Any, what: str) -> Problems:
     return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 
 
-def _one_set_of_groups(on_megatron: list[ModelRole]) -> Problems:
+def _one_set_of_groups(on_megatron: list[EngineRole]) -> Problems:
     """Roles in the same processes have the same sizes: Megatron-Core has one set of groups per process."""
-    first: dict[str, ModelRole] = {}
+    first: dict[str, EngineRole] = {}
     problems: Problems = []
     for role in on_megatron:
         other = first.setdefault(role.pool, role)

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import experts_of, facts_of
-from verl.config.machine.pools import ModelRole, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, role_of_supervised, roles
 from verl.config.rules.checks import Problems, divisors_of
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
@@ -38,7 +38,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _INSTEAD = "or set {}.strategy=fsdp2."
 
 
-def is_chosen(role: ModelRole) -> bool:
+def is_chosen(role: EngineRole) -> bool:
     """Whether a role runs on TorchTitan."""
     return role.section.strategy == NAME
 
@@ -80,7 +80,7 @@ def missing_or_other(key: str) -> Problems:
     return [ConfigError(message, key=key, got=f"{NAME} {version}", allowed=f"{VERSION}x", fix=INSTALL)]
 
 
-def _of_role(role: ModelRole) -> Problems:
+def _of_role(role: EngineRole) -> Problems:
     if "torchtitan" not in role.section:
         return [_not_built(f"{role.key}.strategy", "a value model", role.key)]
     section = role.section.torchtitan
@@ -90,7 +90,7 @@ def _of_role(role: ModelRole) -> Problems:
     return [*wrong, *_features(role)] or [*_processes(role), *_model(role)]
 
 
-def _features(role: ModelRole) -> Problems:
+def _features(role: EngineRole) -> Problems:
     """What of a model's own settings its engine does not have, or not with these sizes."""
     section, model, context = role.section.torchtitan, role.model, "context_parallel_size"
     faults: Problems = [
@@ -103,7 +103,7 @@ def _features(role: ModelRole) -> Problems:
     return faults
 
 
-def _processes(role: ModelRole) -> Problems:
+def _processes(role: EngineRole) -> Problems:
     """The product of the sizes divides the processes; other sizes say what is left."""
     section, world = role.section.torchtitan, role.processes
     shared, copies = math.prod(section[name] for name in SIZES), section[COPIES]
@@ -132,7 +132,7 @@ def _processes(role: ModelRole) -> Problems:
     ]
 
 
-def _model(role: ModelRole) -> Problems:
+def _model(role: EngineRole) -> Problems:
     """What the model's config.json says: a family that is there, and heads, layers and experts that can be shared."""
     facts = facts_of(role.path)
     if facts is None:
@@ -143,7 +143,7 @@ def _model(role: ModelRole) -> Problems:
     return _heads(role, facts) or _stages(role, facts) or _experts(role, facts)
 
 
-def _heads(role: ModelRole, facts: dict[str, Any]) -> Problems:
+def _heads(role: EngineRole, facts: dict[str, Any]) -> Problems:
     section, heads = role.section.torchtitan, facts.get("num_attention_heads")
     tensor, context = section["tensor_parallel_size"], section["context_parallel_size"]
     kv = facts.get("num_key_value_heads", heads)
@@ -157,7 +157,7 @@ def _heads(role: ModelRole, facts: dict[str, Any]) -> Problems:
     return []
 
 
-def _stages(role: ModelRole, facts: dict[str, Any]) -> Problems:
+def _stages(role: EngineRole, facts: dict[str, Any]) -> Problems:
     name = "pipeline_parallel_size"
     stages, layers = role.section.torchtitan[name], facts.get("num_hidden_layers")
     if stages == 1:
@@ -171,7 +171,7 @@ def _stages(role: ModelRole, facts: dict[str, Any]) -> Problems:
     return []
 
 
-def _experts(role: ModelRole, facts: dict[str, Any]) -> Problems:
+def _experts(role: EngineRole, facts: dict[str, Any]) -> Problems:
     section, experts = role.section.torchtitan, experts_of(facts)
     size, tensor = section[EXPERTS], section["tensor_parallel_size"]
     if experts is None:
@@ -186,7 +186,7 @@ def _experts(role: ModelRole, facts: dict[str, Any]) -> Problems:
     return []
 
 
-def _number(role: ModelRole, name: str, message: str, allowed: Any) -> ConfigError:
+def _number(role: EngineRole, name: str, message: str, allowed: Any) -> ConfigError:
     return ConfigError(message, key=_key(role, name), got=role.section.torchtitan[name], allowed=allowed)
 
 
@@ -197,7 +197,7 @@ def _not_built(key: str, what: str, role: str, allowed: Any = None) -> NotBuiltE
     )
 
 
-def _key(role: ModelRole, name: str) -> str:
+def _key(role: EngineRole, name: str) -> str:
     return f"{role.key}.torchtitan.{name}"
 
 
@@ -219,7 +219,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
             )
 
 
-def tell_model(role: ModelRole) -> None:
+def tell_model(role: EngineRole) -> None:
     """The attention that a model's section names."""
     if role.model is not None and (role.model.override_config or {}).get("attn_implementation"):
         key = f"{role.model_key}.override_config.attn_implementation"

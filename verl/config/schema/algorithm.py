@@ -95,7 +95,7 @@ def importance_sampling(
     return ImportanceSampling(bounds, level, mode, veto_threshold)
 
 
-def ratio_bounds(upper: Any, lower: Any, key: str, lower_key: str | None = None) -> Bounds:
+def ratio_bounds(upper: object, lower: object, key: str, lower_key: str | None = None) -> Bounds:
     """Bounds of a ratio; ``lower`` None is ``1 / upper``, which takes an upper bound above 1."""
     high = _number(upper, key)
     if high <= 0:
@@ -536,7 +536,7 @@ class Teacher:
     pool: str = "teacher"
 
 
-def teachers_of(cfg: Any) -> Iterator[Teacher]:
+def teachers_of(cfg: ConfigNode) -> Iterator[Teacher]:
     """The teachers of a run whose settings `verl.config.rules.distillation` accepts."""
     ref = cfg.actor_rollout_ref.ref
     for name, described in (cfg.distillation.teacher_models if cfg.distillation.enabled else {}).items():

@@ -161,7 +161,7 @@ class Schema:
         return None
 
 
-def holds_mapping(annotation: Any) -> bool:
+def holds_mapping(annotation: object) -> bool:
     """Whether a leaf of this type may hold a mapping, so that keys may reach into it."""
     return annotation is dict or dict in typing.get_args(annotation)
 
@@ -304,7 +304,7 @@ _LIST = re.compile(r"\[[^\[\]{}]*\]$")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|[+-]?inf$")
 
 
-def convert(value: Any, annotation: Any) -> Any:
+def convert(value: object, annotation: object) -> Any:
     """``value`` as an ``annotation``; raises TypeError if it cannot mean that."""
     if annotation is Any:
         return value
@@ -322,7 +322,7 @@ def convert(value: Any, annotation: Any) -> Any:
     raise TypeError(describe(annotation))
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: object) -> str:
     """What a person may write for this type."""
     names = []
     for option in _options(annotation):
@@ -331,7 +331,7 @@ def describe(annotation: Any) -> str:
     return " or ".join(names)
 
 
-def expand_path(value: Any, key: str) -> Any:
+def expand_path(value: object, key: str) -> Any:
     """``~`` and ``$VARIABLES`` in a path or a list of paths; a variable that is not set is an error."""
     if isinstance(value, list):
         return [expand_path(item, key) for item in value]
@@ -534,3 +534,7 @@ class ConfigNode(Node):
             inner = declared.metadata.get("section")
             if inner is not None and isinstance(self.__dict__[name], Mapping):
                 object.__setattr__(self, name, from_mapping(inner, self.__dict__[name]))
+
+
+SettingsSource = ConfigNode | Mapping[str, Any] | types.SimpleNamespace | None
+"""What code of a user's may hand over for a section: a configuration node, a mapping, a namespace."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.schema.node import ConfigNode, section, setting
 from verl.config.schema.tree import COUNT
+
+if TYPE_CHECKING:
+    from verl.config.schema.model import HFModelConfig
 
 NAME = "torchtitan"
 VERSION = "0.3."
@@ -119,7 +122,7 @@ TITAN_LIKE_ACTOR = {name: f"actor_rollout_ref.actor.torchtitan.{name}" for name 
 """Of a role that shares processes with the actor."""
 
 
-def features_not_built(model: Any) -> dict[str, str]:
+def features_not_built(model: HFModelConfig) -> dict[str, str]:
     """Settings of a model that ask for what the engine has not -> what that is."""
     features = {
         "lora_rank": (model.lora_rank > 0, "an adapter"),

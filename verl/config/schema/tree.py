@@ -110,7 +110,7 @@ ABSENT = "no such setting"
 
 
 def setting(
-    default: Any,
+    default: object,
     meaning: str,
     *,
     upstream: Any = UNSET,
@@ -217,7 +217,7 @@ class Node:
     def __contains__(self, name: object) -> bool:
         return name in type(self).__dataclass_fields__
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """The value, or ``default`` where there is no such setting or it is null."""
         if name not in self:
             return default
@@ -255,7 +255,7 @@ def place(node: Node, path: str = "", typed: frozenset[str] = frozenset()) -> No
             object.__setattr__(node, "_typed", (*node.__dict__.get("_typed", ()), name))
 
 
-def key_of(section: Any, name: str) -> str:
+def key_of(section: object, name: str) -> str:
     """The dotted key of a setting of ``section`` in this program; of a section that was built by hand, the name alone.
 
     Example:
