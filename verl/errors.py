@@ -84,7 +84,7 @@ class VerlError(Exception):
         fix: what the person should change.
     """
 
-    def __init__(self, message: str, *, key: str | None = None, got: Any = None, allowed: Any = None, fix: str = ""):
+    def __init__(self, message: str, *, key: str | None = None, got: object = None, allowed: Any = None, fix: str = ""):
         self.message, self.key, self.got, self.allowed, self.fix = message, key, got, allowed, fix
         super().__init__(printable(self._text()))
 

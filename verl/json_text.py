@@ -45,7 +45,7 @@ def read_json(text: str | bytes | bytearray, *, strict: bool = False, depth: int
     return value
 
 
-def without_nan(value: Any) -> Any:
+def without_nan(value: object) -> Any:
     """The same with null for floats that JSON has no number for: other programs refuse a line with NaN."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
@@ -54,7 +54,7 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def object_of(value: Any) -> Any:
+def object_of(value: object) -> Any:
     """The object that a text holds as JSON, else the value itself."""
     try:
         parsed = read_json(value) if isinstance(value, str) else value
@@ -81,7 +81,7 @@ def leading_json(text: str, at: int = 0) -> tuple[Any, int]:
     return value, end
 
 
-def check_depth(value: Any, depth: int = MAX_DEPTH) -> None:
+def check_depth(value: object, depth: int = MAX_DEPTH) -> None:
     """Refuse a value of lists and dicts that is nested more than ``depth`` deep.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, Sampler
 
@@ -18,11 +18,21 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 from verl.registry import load_from_module
 
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+    from verl.data.vision.processor import VisionProcessor
+    from verl.protocol.tokenizer import Tokenizer
+
 Files = str | Path | Iterable[str | Path]
 
 
 def create_rl_dataset(
-    files: Files, config: Any, tokenizer: Any, processor: Any = None, is_train: bool = True, max_samples: int = -1
+    files: Files,
+    config: SettingsSource,
+    tokenizer: Tokenizer,
+    processor: VisionProcessor | None = None,
+    is_train: bool = True,
+    max_samples: int = -1,
 ) -> Dataset:
     """The prompts of ``files`` as ``data.custom_cls`` or as `RLHFDataset`.
 
@@ -37,7 +47,11 @@ def create_rl_dataset(
 
 
 def create_sft_dataset(
-    files: Files, config: Any, tokenizer: Any, processor: Any = None, max_samples: int = -1
+    files: Files,
+    config: SettingsSource,
+    tokenizer: Tokenizer,
+    processor: VisionProcessor | None = None,
+    max_samples: int = -1,
 ) -> Dataset:
     """The conversations of ``files`` as ``data.custom_cls`` or as `MultiTurnSFTDataset`."""
     cls = dataset_class(config, MultiTurnSFTDataset)
@@ -45,7 +59,9 @@ def create_sft_dataset(
     return cls(parquet_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
 
 
-def create_preference_datasets(config: Any, tokenizer: Any, processor: Any = None) -> tuple[Any, Any]:
+def create_preference_datasets(
+    config: SettingsSource, tokenizer: Tokenizer, processor: VisionProcessor | None = None
+) -> tuple[Any, Any]:
     """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`.
 
     The class is called with ``processor`` only where the model takes images: a class for text need not accept it.
@@ -63,7 +79,7 @@ def create_preference_datasets(config: Any, tokenizer: Any, processor: Any = Non
     return datasets[0], datasets[1]
 
 
-def create_rl_sampler(config: Any, dataset: Any) -> Sampler[int]:
+def create_rl_sampler(config: SettingsSource, dataset: Any) -> Sampler[int]:
     """The order of the training prompts: ``data.sampler.class_path/class_name`` of the user, else seeded epochs.
 
     A user's class is called with ``data_source`` and ``data_config`` and must be a torch `Sampler`. One that learns
@@ -81,7 +97,7 @@ def create_rl_sampler(config: Any, dataset: Any) -> Sampler[int]:
     return sampler
 
 
-def dataset_class(config: Any, default: type[Dataset]) -> type[Any]:
+def dataset_class(config: SettingsSource, default: type[Dataset]) -> type[Any]:
     """``data.custom_cls``, which must be a torch `Dataset`, or ``default`` where none is set."""
     custom = read(config, "custom_cls")
     path = read(custom, "path") if custom is not None else None

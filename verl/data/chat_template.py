@@ -140,7 +140,7 @@ class ChatTemplate:
             return [MarkedPart(None, "", UNKNOWN, str(failure))]
         return list(dict.fromkeys(lost))
 
-    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+    def once(self, key: object, find: Callable[[], Any]) -> Any:
         """What ``find`` gives for this template's text and arguments, called once."""
         key = (str(self.tokenizer.chat_template), repr(self.kwargs), key)
         if key not in _known:
@@ -185,7 +185,7 @@ class ChatTemplate:
         """Messages of a tool, a user or a client with their special tokens marked, whatever the arguments allow."""
         return self._as_text.messages(messages)
 
-    def outside_text(self, value: Any) -> Any:
+    def outside_text(self, value: object) -> Any:
         """The same for a text, or for all texts in lists and dicts."""
         return self._as_text.defused(value)
 

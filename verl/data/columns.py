@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,9 @@ from verl.json_text import read_json
 from verl.metrics import notice
 from verl.storage.arrow_types import is_list, is_text
 
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+
 DATA_SOURCE = "data_source"
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 PAIRS = (("prompt", "response"), ("question", "answer"))
@@ -33,7 +36,7 @@ SHAREGPT = (
 FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def check_prompts(table: pa.Table, origin: Origin, config: Any, sees: bool = True) -> None:
+def check_prompts(table: pa.Table, origin: Origin, config: SettingsSource, sees: bool = True) -> None:
     """The columns of prompts: they are there, no prompt is null or empty, and no row has media that nobody reads.
 
     Args:
@@ -74,7 +77,7 @@ def _check_prompt_column(prompts: pa.ChunkedArray, name: str, origin: Origin) ->
         raise DataError(f"column {name!r} is {what}{more}", key=origin.describe(int(rows[0])), fix=fix)
 
 
-def check_media(table: pa.Table, origin: Origin, config: Any, sees: bool) -> None:
+def check_media(table: pa.Table, origin: Origin, config: SettingsSource, sees: bool) -> None:
     """Refuse the first row with images, videos or sounds that nobody would read.
 
     Such a column has their type, or a name such as ``images``; it is read if ``data.image_key`` or ``data.video_key``
@@ -145,7 +148,7 @@ class ConversationColumns:
         DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: sounds.
     """
 
-    def __init__(self, table: pa.Table, origin: Origin, config: Any, sees: bool = True):
+    def __init__(self, table: pa.Table, origin: Origin, config: SettingsSource, sees: bool = True):
         self.messages_key = str(read(config, "messages_key", "messages"))
         self.pair = self._choose_pair(table.column_names, origin.files[0], config)
         self._fields = [list(read(config, f"{side}_dict_keys", ())) for side in ("prompt", "response")]
@@ -203,7 +206,7 @@ class PairColumns:
         DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: sounds.
     """
 
-    def __init__(self, table: pa.Table, origin: Origin, config: Any, sees: bool = True):
+    def __init__(self, table: pa.Table, origin: Origin, config: SettingsSource, sees: bool = True):
         self.keys = pair_keys(config)
         columns, first = table.column_names, origin.files[0]
         for side in SIDES:
@@ -250,12 +253,12 @@ class PairColumns:
         return as_messages(prompt, lambda: where, media=MEDIA)
 
 
-def pair_keys(config: Any) -> dict[str, str]:
+def pair_keys(config: SettingsSource) -> dict[str, str]:
     """The columns of a pair by what they hold."""
     return {side: str(read(config, f"{side}_key", side)) for side in ("prompt", *SIDES, "margin")}
 
 
-def as_flag(value: Any, where: str) -> bool:
+def as_flag(value: object, where: str) -> bool:
     """A value that is true or false, or the word or number for it; anything else (NaN, too) is a `DataError`."""
     word = str(value).strip().lower()
     if isinstance(value, (bool, int, str)) and word in FLAGS:
@@ -263,7 +266,7 @@ def as_flag(value: Any, where: str) -> bool:
     raise DataError("neither true nor false", key=where, got=value, allowed="true, false")
 
 
-def as_object(value: Any, where: str, allowed: str = "an object") -> dict[str, Any]:
+def as_object(value: object, where: str, allowed: str = "an object") -> dict[str, Any]:
     """A value that is an object, or JSON text of one as csv files hold it; {} for null."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:

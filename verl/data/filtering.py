@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,10 +11,13 @@ from verl.data.settings import read
 from verl.errors import ConfigError, DataError
 from verl.rewards.user_file import load_user_code
 
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+
 KEY = "data.filter_function"
 
 
-def filter_of(config: Any) -> Callable[[dict[str, Any], Callable[[], str]], bool] | None:
+def filter_of(config: SettingsSource) -> Callable[[dict[str, Any], Callable[[], str]], bool] | None:
     """The filter of the ``data`` section, called with a row and with what describes its place; None without one.
 
     Raises:

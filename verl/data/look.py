@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -20,10 +20,13 @@ from verl.errors import DataError
 from verl.storage import expand, is_remote
 from verl.storage.formats import first_rows
 
+if TYPE_CHECKING:
+    from verl.config.schema.node import ConfigNode
+
 SPLITS = ("train_files", "val_files")
 
 
-def look_at_prompts(config: Any) -> None:
+def look_at_prompts(config: ConfigNode) -> None:
     """The prompts of `main_ppo`.
 
     Args:
@@ -32,17 +35,17 @@ def look_at_prompts(config: Any) -> None:
     _look(config.data, SPLITS, _prompts)
 
 
-def look_at_questions(config: Any) -> None:
+def look_at_questions(config: ConfigNode) -> None:
     """The prompts of `main_generation`; arguments as above."""
     _look(config.data, ("path",), _prompts)
 
 
-def look_at_conversations(config: Any) -> None:
+def look_at_conversations(config: ConfigNode) -> None:
     """The conversations of `sft_trainer`; arguments as above."""
     _look(config.data, SPLITS, _conversations)
 
 
-def look_at_pairs(config: Any) -> None:
+def look_at_pairs(config: ConfigNode) -> None:
     """The pairs of `dpo_trainer` and `rm_trainer`; arguments as above."""
     _look(config.data, SPLITS, _pairs)
 

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.data.chat_template import ChatTemplate
 from verl.data.messages import Message
@@ -18,6 +18,9 @@ from verl.data.overlong import PART
 from verl.data.vision.parts import text_of
 from verl.errors import DataError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 FIRST_ROWS = 32
 IGNORED = re.compile("C|Z|M[ne]|P[if]")
@@ -61,7 +64,7 @@ def check_kept(
         notice("tokenizer", f"it has no token for characters that the model then does not see: {signs!r} in {where}")
 
 
-def lost_characters(text: str, ids: Sequence[int], tokenizer: Any) -> str:
+def lost_characters(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """The characters of a text that its ids do not hold, each as often as it is lost."""
     encoded = [number for number in ids if number != tokenizer.unk_token_id]
     decoded = tokenizer.decode(encoded, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -32,7 +32,7 @@ MEDIA = tuple(MEDIA_NAMES)
 REFUSED_TYPES = ("audio", "input_audio", "audio_url")
 
 
-def as_messages(value: Any, where: Where, media: Sequence[str] = (), padded: bool = True) -> list[Message]:
+def as_messages(value: object, where: Where, media: Sequence[str] = (), padded: bool = True) -> list[Message]:
     """A conversation from a list of messages, a numpy array of them, their JSON text, or one plain string.
 
     A plain string becomes one user message, with a notice. Contents that consist of text parts are joined; one with an
@@ -59,7 +59,7 @@ def as_messages(value: Any, where: Where, media: Sequence[str] = (), padded: boo
     return [_message(message, number, where, media, padded) for number, message in enumerate(value)]
 
 
-def as_tools(value: Any, where: Where, padded: bool = True) -> list[dict[str, Any]] | None:
+def as_tools(value: object, where: Where, padded: bool = True) -> list[dict[str, Any]] | None:
     """Tool schemas from a list of dicts or its JSON text, whose nulls stay; None where there are none."""
     if isinstance(value, str):
         padded = False
@@ -76,7 +76,7 @@ def as_tools(value: Any, where: Where, padded: bool = True) -> list[dict[str, An
     return prune(value, padded)
 
 
-def prune(value: Any, padded: bool = True) -> Any:
+def prune(value: object, padded: bool = True) -> Any:
     """Without the keys whose value is null, if these are ``padded``, at every depth; numpy arrays become lists."""
     if isinstance(value, Mapping):
         return {key: prune(item, padded) for key, item in value.items() if item is not None or not padded}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,11 @@ from verl.data.settings import read
 from verl.data.sft_dataset import EncodedRow, MultiTurnSFTDataset
 from verl.errors import DataError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+    from verl.data.vision.processor import VisionProcessor
+    from verl.protocol.tokenizer import Tokenizer
 
 
 class PreferenceDataset(MultiTurnSFTDataset):
@@ -34,7 +39,14 @@ class PreferenceDataset(MultiTurnSFTDataset):
             ``max_length``; with ``data.filter_invalid=true`` such rows are left out and counted in a notice.
     """
 
-    def __init__(self, parquet_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1):
+    def __init__(
+        self,
+        parquet_files: Any,
+        tokenizer: Tokenizer,
+        config: SettingsSource,
+        processor: VisionProcessor | None = None,
+        max_samples: int = -1,
+    ):
         self._keys = pair_keys(config)
         self._pairs: dict[int, dict[str, Any]] = {}
         super().__init__(parquet_files, tokenizer, config, processor, max_samples)

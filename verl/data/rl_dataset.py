@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -30,6 +30,11 @@ from verl.data.vision.parts import text_of
 from verl.errors import DataError
 from verl.metrics import log, notice
 from verl.tools.loading import load_tools
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+    from verl.data.vision.processor import VisionProcessor
+    from verl.protocol.tokenizer import Tokenizer
 
 TRUTH = "an object such as {'style': 'rule', 'ground_truth': '42'}"
 
@@ -74,9 +79,9 @@ class RLHFDataset(Dataset):
     def __init__(
         self,
         data_files: str | Path | Iterable[str | Path],
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
+        tokenizer: Tokenizer,
+        config: SettingsSource,
+        processor: VisionProcessor | None = None,
         max_samples: int = -1,
     ):
         self.data_files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files or ())

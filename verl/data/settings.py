@@ -5,15 +5,18 @@ Users' datasets and tests construct the datasets with any of the three.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
 
 
 @runtime_checkable
 class HasGet(Protocol):
-    def get(self, key: str, default: Any = None) -> Any: ...
+    def get(self, key: str, default: object = None) -> Any: ...
 
 
-def read(config: Any, name: str, default: Any = None) -> Any:
+def read(config: SettingsSource, name: str, default: object = None) -> Any:
     """The setting ``name``, or ``default`` where the carrier does not have it or holds None."""
     if config is None:
         return default
@@ -21,10 +24,10 @@ def read(config: Any, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def read_mapping(config: Any, name: str) -> dict[str, Any]:
+def read_mapping(config: SettingsSource, name: str) -> dict[str, Any]:
     """A setting that is a mapping, as a plain dict."""
     return dict(read(config, name, {}).items())
 
 
-def read_number(config: Any, name: str, default: int) -> int:
+def read_number(config: SettingsSource, name: str, default: int) -> int:
     return int(read(config, name, default))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,11 @@ from verl.data.vision.parts import text_of
 from verl.data.vision.processor import Inputs
 from verl.errors import ConfigError, DataError
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+    from verl.data.vision.processor import VisionProcessor
+    from verl.protocol.tokenizer import Tokenizer
 
 TrainedTurns = Callable[[Sequence[int]], list[int]]
 PAD_MODES = ("no_padding", "right")
@@ -77,9 +82,9 @@ class MultiTurnSFTDataset(Dataset):
     def __init__(
         self,
         parquet_files: str | Path | Iterable[str | Path],
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
+        tokenizer: Tokenizer,
+        config: SettingsSource,
+        processor: VisionProcessor | None = None,
         max_samples: int = -1,
     ):
         self.tokenizer, self.processor, self.config = tokenizer, processor, config

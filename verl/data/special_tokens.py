@@ -10,10 +10,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.data.messages import Message
 from verl.metrics import notice
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 
 def random_mark() -> str:
@@ -33,7 +36,7 @@ class SampledMessage(dict[str, Any]):
     """An answer that the policy itself has sampled: the special tokens in what it says are its own."""
 
 
-def special_tokens(tokenizer: Any) -> frozenset[str]:
+def special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
     """The special tokens of a tokenizer as text: those that its texts are searched for."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return frozenset(added | set(tokenizer.all_special_tokens))
@@ -50,7 +53,7 @@ class SpecialTokensAsText:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         encode: Callable[[Sequence[str]], list[list[int]]],
         structure: Callable[[], frozenset[str]],
     ):
@@ -68,7 +71,7 @@ class SpecialTokensAsText:
         """
         return [self._message(message) for message in messages]
 
-    def defused(self, value: Any) -> Any:
+    def defused(self, value: object) -> Any:
         """A text, or all texts in lists and dicts, keys included, with their special tokens marked."""
         return self._all.marked(value)
 
@@ -115,7 +118,7 @@ class _Tokens:
     def only(self, names: frozenset[str]) -> _Tokens:
         return _Tokens(name for name in self.names if name in names)
 
-    def marked(self, value: Any) -> Any:
+    def marked(self, value: object) -> Any:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from verl.config.schema.node import full_keys
 from verl.errors import ModelError
 from verl.metrics import notice
 from verl.storage import copy_to_local, expand, is_hub_name, is_remote, missing_path
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 VOCABULARY_PAIRS = (("vocab.json", "merges.txt"), ("vocab.txt",))
@@ -100,7 +103,7 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     return [int(i) for i in array]
 
 
-def eos_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
+def eos_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> tuple[int, ...]:
     """All ids at which a response ends: the tokenizer's end token first, then those of the generation config.
 
     Args:

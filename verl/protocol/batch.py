@@ -451,7 +451,7 @@ class DataProto:
             meta_info=copy.deepcopy(self.meta_info, memo),
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Tensors and arrays travel as out-of-band buffers where the transport supports them (see `wire`)."""
         return wire.reduce_batch(self)
 

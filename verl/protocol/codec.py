@@ -139,7 +139,7 @@ class Encoder:
         self._small += raw.tobytes()
         return [0, start, raw.size]
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> Any:
         """The JSON form of one value; raises `Refused`."""
         encode = self._by_type.get(type(value))
         if encode is not None:

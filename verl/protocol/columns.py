@@ -24,7 +24,7 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
     return array
 
 
-def as_column(key: str, values: Any) -> np.ndarray:
+def as_column(key: str, values: object) -> np.ndarray:
     """A non-tensor column from an array, a list or a tuple."""
     if isinstance(values, np.ndarray):
         if values.ndim == 0:

@@ -49,7 +49,7 @@ class LazyColumn(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyColumn(shape={tuple(self.shape)}, dtype={self.dtype}, {type(self.plan).__name__})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return LazyColumn, (self.plan,)
 
     @classmethod

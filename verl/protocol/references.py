@@ -21,7 +21,7 @@ def register_reference(kind: type, fetch_all: FetchAll) -> None:
     _FETCHERS[kind] = fetch_all
 
 
-def is_reference(value: Any) -> bool:
+def is_reference(value: object) -> bool:
     return isinstance(value, tuple(_FETCHERS))
 
 

@@ -102,7 +102,7 @@ def make_samples(rows: Sequence[Mapping[str, Any]], column: str, function: Rewar
     return samples
 
 
-def candidates(ground_truth: Any) -> list[str]:
+def candidates(ground_truth: object) -> list[str]:
     """The ground truth in the forms in which models write answers, an empty answer and a wrong one."""
     golds = gold_answers(ground_truth)
     return [*(form.format(gold) for gold in golds[:1] for form in FORMS), "", WRONG]

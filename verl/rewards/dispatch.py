@@ -60,7 +60,7 @@ def known_data_sources() -> list[str]:
     return sorted([*SCORERS, *(f"{prefix}*" for prefix in PREFIXES)])
 
 
-def find_scorer(data_source: Any) -> BuiltinScorer:
+def find_scorer(data_source: object) -> BuiltinScorer:
     """The built-in scorer of a data source.
 
     Raises:
@@ -102,7 +102,7 @@ def missing_data_source(message: str, column: str = "data_source") -> RewardErro
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     extra_info: Any = None,
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
@@ -131,18 +131,18 @@ def default_compute_score(
     return scorer(solution_str, ground_truth, **options)
 
 
-def waits(data_source: Any) -> bool:
+def waits(data_source: object) -> bool:
     """Whether the scorer of a data source waits for another process."""
     return isinstance(data_source, str) and _known(data_source) in WAITING
 
 
-def answer_of(data_source: Any, solution_str: str) -> str | None:
+def answer_of(data_source: object, solution_str: str) -> str | None:
     """The final answer that a source's scorer reads in a text, in one spelling, to count votes; None without one."""
     read = ANSWERS.get(_known(data_source)) if isinstance(data_source, str) else None
     return None if read is None else read(solution_str)
 
 
-def runs_programs(data_source: Any) -> bool:
+def runs_programs(data_source: object) -> bool:
     """Whether answers of a data source are programs."""
     return isinstance(data_source, str) and _known(data_source) is code.compute_score
 

@@ -90,7 +90,7 @@ def results_of(function: RewardFunction, raw: Any, count: int) -> list[RewardRes
     return [result_of(value) for value in values]
 
 
-def result_of(value: Any) -> RewardResult:
+def result_of(value: object) -> RewardResult:
     """One returned value as a score, or as the failure that says what is wrong with it."""
     if type(value) is float and -LARGEST <= value <= LARGEST:  # by far the most frequent
         return RewardResult(value)

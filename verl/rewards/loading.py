@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
@@ -16,6 +16,10 @@ from verl.rewards.function import RewardFunction, find_reward_function, load_rew
 from verl.rewards.programs import code_runner
 from verl.rewards.scoring import ScoringLimits
 from verl.rewards.user_file import load_user_code
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+    from verl.protocol.tokenizer import Tokenizer
 
 USUAL_NAME = "compute_score"
 LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers", "max_per_minute")
@@ -50,7 +54,7 @@ class ServedModel:
         return arguments
 
 
-def get_custom_reward_fn(config: Any, served: ServedModel | None = None) -> RewardFunction | None:
+def get_custom_reward_fn(config: SettingsSource, served: ServedModel | None = None) -> RewardFunction | None:
     """The user's reward function of ``reward.custom_reward_function``, None where no file is named.
 
     The section may also stand at the top level, as in the evaluation program. The name ``compute_score`` is upstream's
@@ -67,7 +71,7 @@ def get_custom_reward_fn(config: Any, served: ServedModel | None = None) -> Rewa
     return load_reward_function(path, name, kwargs)
 
 
-def resolve_reward_manager_cls(config: Any) -> type:
+def resolve_reward_manager_cls(config: SettingsSource) -> type:
     """The manager class that ``reward.reward_manager`` names: built in, registered, dotted, or in a file."""
     section = _at(config, "reward.reward_manager")
     name = _at(section, "name") or "naive"
@@ -95,7 +99,9 @@ def resolve_reward_manager_cls(config: Any) -> type:
     )
 
 
-def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | None = None, **reward_kwargs: Any) -> Any:
+def load_reward_manager(
+    config: SettingsSource, tokenizer: Tokenizer, *, served: ServedModel | None = None, **reward_kwargs: Any
+) -> Any:
     """The reward manager of a run, ready to be called with a batch.
 
     Args:
@@ -129,7 +135,7 @@ def load_reward_manager(config: Any, tokenizer: Any, *, served: ServedModel | No
 
 
 def check_reward_data(
-    config: Any,
+    config: SettingsSource,
     data_sources: Iterable[Any] | None,
     holders: Iterable[Any] = (),
     describe: Callable[[int], str] = "row {}".format,

@@ -26,7 +26,7 @@ def needs_truth(function: RewardFunction) -> bool:
     return function.is_builtin or (named and parameter.name not in function.reward_kwargs)  # type: ignore[union-attr]
 
 
-def is_missing(truth: Any) -> bool:
+def is_missing(truth: object) -> bool:
     """Null, or what files make of it; an empty text is a ground truth."""
     if isinstance(truth, Mapping) and "target" in truth:
         truth = truth["target"]

@@ -26,7 +26,7 @@ class Channel:
         self._frames = frames.Frames(longest)
         self._answers: list[dict[str, Any]] = []
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Raises SandboxError where the run is gone."""
         self._socket.settimeout(HANG_SECONDS)
         try:

@@ -15,7 +15,7 @@ MAX_REQUEST = 256 << 20
 """Bytes of the largest message that either side takes."""
 
 
-def pack(message: Any) -> bytes:
+def pack(message: object) -> bytes:
     """Raises ValueError where the message holds something that JSON does not know or is too large."""
     data = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
     if len(data) > MAX_REQUEST:

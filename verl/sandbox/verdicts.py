@@ -18,7 +18,7 @@ def same_text(got: str, expected: str) -> bool:
     return _lines(got) == _lines(expected)
 
 
-def same_value(got: Any, expected: Any) -> bool:
+def same_value(got: object, expected: Any) -> bool:
     """Equal as JSON knows values: a tuple is a list, keys are text, 1 is 1.0 but not True; floats to 1e-9 relative."""
     if isinstance(expected, bool) or isinstance(got, bool):
         return isinstance(expected, bool) and isinstance(got, bool) and got == expected

@@ -80,7 +80,7 @@ class HttpResponse:
 Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-def as_json(value: Any) -> bytes:
+def as_json(value: object) -> bytes:
     """JSON has no infinities: a log-prob of minus infinity goes as OpenAI's -9999."""
     return json.dumps(_finite(value)).encode()
 

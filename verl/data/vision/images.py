@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -25,6 +25,9 @@ from verl.data.settings import read, read_mapping, read_number
 from verl.errors import DataError
 from verl.metrics import notice
 from verl.storage import expand
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PIXELS = 50_000_000
@@ -55,7 +58,7 @@ class ImageLimits:
     max_pixels: int | None = None
 
     @classmethod
-    def of(cls, config: Any) -> ImageLimits:
+    def of(cls, config: SettingsSource) -> ImageLimits:
         """From the ``data`` section."""
         sizes = read_mapping(config, "mm_processor_kwargs")
         least, most = (None if sizes.get(name) is None else int(sizes[name]) for name in ("min_pixels", "max_pixels"))
@@ -64,7 +67,7 @@ class ImageLimits:
 
 
 def open_image(
-    value: Any,
+    value: object,
     where: str,
     limits: ImageLimits,
     formats: tuple[str, ...] = FORMATS,
@@ -101,7 +104,7 @@ def open_image(
     return image
 
 
-def load_image(value: Any, where: str, limits: ImageLimits) -> Image.Image:
+def load_image(value: object, where: str, limits: ImageLimits) -> Image.Image:
     """The image decoded, upright, in RGB, and within its ``min_pixels`` and ``max_pixels``.
 
     Transparent places become white. Of an animation the first picture is taken, with a notice.
@@ -123,7 +126,7 @@ def load_image(value: Any, where: str, limits: ImageLimits) -> Image.Image:
     return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def pixel_range(value: Any, where: str, limits: ImageLimits) -> tuple[int | None, int | None]:
+def pixel_range(value: object, where: str, limits: ImageLimits) -> tuple[int | None, int | None]:
     """(min_pixels, max_pixels) of an image: its own, else those of the settings.
 
     Raises:
@@ -186,7 +189,7 @@ def describe_image(image: Image.Image) -> str:
     return f"image {image.width}x{image.height} sha256:{digest[:8]}"
 
 
-def open_source(value: Any, where: str, limits: ImageLimits, kind: str = "image") -> io.BytesIO | Path:
+def open_source(value: object, where: str, limits: ImageLimits, kind: str = "image") -> io.BytesIO | Path:
     """Bytes, a path or an address as what is to be opened.
 
     Args:
@@ -277,7 +280,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """What was given, short enough for a message."""
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"

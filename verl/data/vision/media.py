@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -17,6 +17,9 @@ from verl.data.vision.parts import bare, media_parts, with_media
 from verl.data.vision.processor import Inputs, Pieces, VisionProcessor
 from verl.data.vision.videos import VideoClip, VideoLimits, load_video, open_video
 from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
 
 Where = Callable[[], str]
 
@@ -52,7 +55,7 @@ class RowMedia:
         config: the ``data`` section.
     """
 
-    def __init__(self, processor: Any, config: Any):
+    def __init__(self, processor: VisionProcessor | None, config: SettingsSource):
         if not isinstance(processor, VisionProcessor):
             processor = VisionProcessor(processor)
         self.processor = processor.with_arguments(read_mapping(config, "mm_processor_kwargs"))
@@ -61,7 +64,7 @@ class RowMedia:
         self.video_key = str(read(config, "video_key", "videos"))
 
     @classmethod
-    def of(cls, processor: Any, config: Any) -> RowMedia | None:
+    def of(cls, processor: VisionProcessor | None, config: SettingsSource) -> RowMedia | None:
         """None for a model that reads only text."""
         return None if processor is None else cls(processor, config)
 

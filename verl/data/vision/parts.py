@@ -67,7 +67,7 @@ def bare(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """The text of a content, without its images and videos."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part.get("type") == "text")

@@ -14,7 +14,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from verl.data.vision.frames import FrameProcessor
 from verl.data.vision.videos import ClipShape, VideoClip, clip_shape
 from verl.errors import ConfigError, DataError, ModelError, NotBuiltError, suggest
 from verl.json_text import read_json
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 Inputs = dict[str, torch.Tensor]
 """What a processor makes of the images and videos of one row, by the names of the model's arguments."""
@@ -273,7 +276,7 @@ def join_inputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> Inputs:
 
 def load_processor(
     name_or_path: str | Path,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     *,
     key: str = "name_or_path",
     trust_remote_code: bool = False,
@@ -311,7 +314,7 @@ def load_processor(
     return VisionProcessor(hf, folder if folder.is_dir() else None, call)
 
 
-def processor_of(model: Any, tokenizer: Any, call: Mapping[str, Any] | None = None) -> VisionProcessor | None:
+def processor_of(model: Any, tokenizer: Tokenizer, call: Mapping[str, Any] | None = None) -> VisionProcessor | None:
     """The processor of a ``model`` section; errors name its settings. Arguments as in `load_processor`."""
     with full_keys(model):
         return load_processor(model.path, tokenizer, key="path", trust_remote_code=model.trust_remote_code, call=call)
@@ -358,7 +361,7 @@ def _with_frames(cls: type[Any]) -> type[Any]:
     """The class with a video processor that may be missing, or ours."""
 
     class WithFrames(cls):  # type: ignore[valid-type, misc]
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> Any:
             """Nothing to check of a part that is not there, or not of transformers."""
             is_ours = argument is None or isinstance(argument, FrameProcessor)
             return None if is_ours else super().check_argument_for_proper_class(argument_name, argument)

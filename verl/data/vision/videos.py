@@ -38,6 +38,8 @@ from verl.errors import DataError, NotBuiltError
 if TYPE_CHECKING:
     from av.container import InputContainer
 
+    from verl.config.schema.node import SettingsSource
+
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 CONTAINERS = {b"ftyp": (4, "mp4"), b"\x1a\x45\xdf\xa3": (0, "matroska"), b"AVI ": (8, "avi")}
 """First bytes of files that PyAV reads: where they are, and the demuxer."""
@@ -89,7 +91,7 @@ class VideoLimits:
     most: int = MOST
 
     @classmethod
-    def of(cls, config: Any) -> VideoLimits:
+    def of(cls, config: SettingsSource) -> VideoLimits:
         """From the ``data`` section."""
         rates, most = read_mapping(config, "mm_processor_kwargs"), read_number(config, "max_video_frames", MOST)
         entry = {name: value for name, value in rates.items() if name in ("fps", "min_frames", "max_frames")}
@@ -102,7 +104,7 @@ def clip_shape(clip: VideoClip) -> ClipShape:
     return clip["frames"][0].size, tuple(clip["indices"]), float(clip["fps"]), int(clip["total"])
 
 
-def checked_clip(value: Any) -> VideoClip:
+def checked_clip(value: object) -> VideoClip:
     """A clip that came over a wire.
 
     Raises:
@@ -121,7 +123,7 @@ def describe_clip(clip: VideoClip) -> str:
     return f"video {len(indices)}x{width}x{height}"
 
 
-def open_video(value: Any, where: str, limits: VideoLimits, step: int = 1) -> ClipShape:
+def open_video(value: object, where: str, limits: VideoLimits, step: int = 1) -> ClipShape:
     """The shape that `load_video` gives a video, from its header.
 
     Args:
@@ -140,7 +142,7 @@ def open_video(value: Any, where: str, limits: VideoLimits, step: int = 1) -> Cl
     return size, indices, source.fps, source.total
 
 
-def load_video(value: Any, where: str, limits: VideoLimits, step: int = 1) -> VideoClip:
+def load_video(value: object, where: str, limits: VideoLimits, step: int = 1) -> VideoClip:
     """The frames of a video, RGB and within ``min_pixels`` and ``max_pixels``; arguments and errors as `open_video`."""
     source, size, indices = _measured(value, where, limits, step)
     frames = [

@@ -87,7 +87,7 @@ class RowPositions(nn.Module):
         row = next((x for x in (*args, *options.values()) if isinstance(x, PackedRow)), None)
         return self.rotary.get_rotary_seq_len(*args, **options) if row is None else row
 
-    def forward(self, length: Any, **options: Any) -> Any:
+    def forward(self, length: object, **options: Any) -> Any:
         if not isinstance(length, PackedRow):
             return self.rotary(length, **options)
         angles = self.rotary(length.max_seqlen_q, packed_seq=True)

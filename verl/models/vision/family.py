@@ -7,13 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
@@ -95,7 +98,7 @@ class VisionFamily(ABC):
     unread: ClassVar[frozenset[str]] = frozenset(("mm_token_type_ids", "input_ids", "attention_mask"))
     """What processors give besides, and is known from the tokens."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: PretrainedConfig):
         self.config, self.name = config, str(config.model_type)
 
     @abstractmethod

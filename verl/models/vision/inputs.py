@@ -7,13 +7,16 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl.models.vision.family import KINDS, Kind, PlacedPicture, VisionFamily
 from verl.models.vision.towers import language_backbone
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class VisionInputs:
 
 
 @contextlib.contextmanager
-def placing(model: Any, vision: VisionInputs | None) -> Iterator[dict[str, Any]]:
+def placing(model: nn.Module, vision: VisionInputs | None) -> Iterator[dict[str, Any]]:
     """Within the block the model puts features where ``vision`` says, and no other token counts as a placeholder.
 
     A model may draw a placeholder itself; its own code would then have more placeholders than features, and stop.

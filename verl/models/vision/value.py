@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForTokenClassification
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def value_class(config: Any) -> type[PreTrainedModel]:
+
+def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The token-classification class of a family, from its configuration."""
     return _made(AutoModelForImageTextToText._model_mapping[type(config)])
 

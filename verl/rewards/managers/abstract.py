@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 RawRewardFn = Callable[..., Any]
 """A user's reward function, in any form."""
@@ -25,7 +28,7 @@ class AbstractRewardManager(ABC):
     @abstractmethod
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None,
         reward_fn_key: str = "data_source",

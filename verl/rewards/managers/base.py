@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from verl.rewards.managers.rows import RM_SCORE, SampleRow, is_scored, known_res
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Scorer, ScoringLimits
 from verl.rewards.truths import needs_truth, notice_numbers
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 log = logging.getLogger("verl.rewards")
 
@@ -49,7 +52,7 @@ class RewardManager(AbstractRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",

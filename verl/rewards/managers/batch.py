@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.rewards.forms import Form
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.scoring import ScoringLimits
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 
 class BatchRewardManager(RewardManager):
@@ -21,7 +24,7 @@ class BatchRewardManager(RewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None,
         reward_fn_key: str = "data_source",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.managers.rows import SampleRow
 from verl.rewards.samples import RewardResult
 from verl.rewards.scoring import ScoringLimits
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 KEY = "reward.reward_kwargs.overlong_buffer_cfg"
 FIELDS = ("enable", "len", "penalty_factor", "log")
@@ -66,7 +69,7 @@ class DAPORewardManager(RewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",

@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.managers.rows import SampleRow
 from verl.rewards.samples import RewardFailure, RewardResult
 from verl.rewards.scoring import ScoringLimits
+
+if TYPE_CHECKING:
+    from verl.config.schema.node import SettingsSource
+    from verl.protocol.tokenizer import Tokenizer
 
 NAMELESS = "returned a score alone. Allowed: a dict with the key 'score' and one key for each reward."
 
@@ -27,12 +31,12 @@ class GDPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",
         compute_score_timeout: float | None = None,
-        config: Any = None,
+        config: SettingsSource | None = None,
         *,
         limits: ScoringLimits | None = None,
     ):

@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from verl.rewards.managers.rows import is_scored, known_results, last_sampled, t
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample, zeroed
 from verl.rewards.scoring import SAMPLE_TIMEOUT, Pace, ScoringLimits
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 
 class RewardManagerBase(ABC):
@@ -36,7 +39,7 @@ class RewardManagerBase(ABC):
     def __init__(
         self,
         config: Any,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         compute_score: Callable[..., Any] | None = None,
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
@@ -48,7 +51,7 @@ class RewardManagerBase(ABC):
         type(self).init_class(config, tokenizer)
 
     @classmethod
-    def init_class(cls, config: Any, tokenizer: Any) -> None:
+    def init_class(cls, config: Any, tokenizer: Tokenizer) -> None:
         """Set up once per process what all instances share; called by every instance, so check whether it is done."""
         cls._ready = True
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.scoring import ScoringLimits
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 
 class NaiveRewardManager(RewardManager):
@@ -19,7 +22,7 @@ class NaiveRewardManager(RewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",

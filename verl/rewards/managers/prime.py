@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.scoring import Isolation, ScoringLimits
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 
 class PrimeRewardManager(RewardManager):
@@ -16,7 +19,7 @@ class PrimeRewardManager(RewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.truths import is_missing, missing_truth, truth_of
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 RM_SCORE = "rm_score"
 """Column (B,): what a reward model says of each sample, before a function has its say."""
@@ -47,7 +50,9 @@ class SampleRow:
     length: int
 
 
-def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: RewardFunction | None) -> list[SampleRow]:
+def read_rows(
+    data: DataProto, tokenizer: Tokenizer, reward_fn_key: str, needed_by: RewardFunction | None
+) -> list[SampleRow]:
     """All rows of a batch with decoded responses (special tokens skipped).
 
     Args:
@@ -79,7 +84,7 @@ def read_rows(data: DataProto, tokenizer: Any, reward_fn_key: str, needed_by: Re
     return rows
 
 
-def prompt_text(data: DataProto, tokenizer: Any, row: int) -> str:
+def prompt_text(data: DataProto, tokenizer: Tokenizer, row: int) -> str:
     """The prompt of a row as text, empty where the batch holds no prompts."""
     if not has(data, "prompts"):
         return ""

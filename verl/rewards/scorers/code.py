@@ -71,7 +71,7 @@ class Tests:
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     runner: CodeRunner,
     continuous: bool = False,
     seconds: float = SECONDS,
@@ -127,7 +127,7 @@ def extract_code(text: str) -> str:
     return text[start:].partition("\n")[2] if end < 0 else text[start:end].partition("\n")[2]
 
 
-def read_tests(ground_truth: Any) -> Tests:
+def read_tests(ground_truth: object) -> Tests:
     """The tests of a row, from JSON or as they are."""
     tests = ground_truth
     if isinstance(tests, (str, bytes)):

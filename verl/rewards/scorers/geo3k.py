@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from verl.rewards.scorers.math_boxed import is_equiv
 from verl.rewards.scorers.symbolic import equal
@@ -42,14 +41,14 @@ RATIO = re.compile(r"-?[0-9]{1,40}/[0-9]{1,40}")
 DECIMAL = re.compile(r"-?[0-9]{0,40}\.[0-9]{1,40}")
 
 
-def compute_score(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def compute_score(predict_str: str, ground_truth: object, use_boxed: bool = True, format_score: float = 0.1) -> float:
     r"""``(1 - f) * accuracy + f * format``; with ``use_boxed=False`` the whole text is the answer."""
     return (1.0 - format_score) * accuracy(predict_str, ground_truth, use_boxed) + format_score * has_format(
         predict_str
     )
 
 
-def accuracy(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+def accuracy(predict_str: str, ground_truth: object, use_boxed: bool = True) -> float:
     """1.0 for the right answer, else 0.0."""
     answer = last_braced(predict_str, r"\boxed") if use_boxed else predict_str
     return float(answer is not None and same_answer(answer, text_of(ground_truth)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal
+from typing import Literal
 
 from verl.errors import RewardError
 from verl.rewards.scorers.text import join_thousands, text_of
@@ -68,7 +68,7 @@ def _signed(match: re.Match[str], lenient: bool) -> str:
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     method: Method = "strict",
     format_score: float = 0.0,
     score: float = 1.0,

@@ -90,7 +90,7 @@ def is_equiv(first: str | None, second: str | None) -> bool:
     return bool(normal) and normal == normalize(second) and not names_conflict(first, second)
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> float:
+def compute_score(solution_str: str, ground_truth: object) -> float:
     """1.0 if the last boxed answer is the ground truth, else 0.0."""
     answer = last_boxed(solution_str)
     return float(answer is not None and is_equiv(answer, text_of(ground_truth)))

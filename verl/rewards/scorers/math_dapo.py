@@ -70,7 +70,7 @@ def _normalize(text: str) -> str:
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
 ) -> dict[str, Any]:

@@ -42,7 +42,7 @@ _lock = threading.Lock()  # threads that score: two would start two runners
 _runner: Any = None
 
 
-def compute_score(solution_str: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+def compute_score(solution_str: str, ground_truth: object, timeout_score: float = 0.0) -> float:
     """1.0 if the answer is equal to the truth, else 0.0; ``timeout_score`` where that is not decided in time.
 
     The two are compared as texts first: the last box, without one the last formula. Then math-verify reads the last

@@ -63,7 +63,7 @@ def extract_answer(solution_str: str) -> tuple[bool, str]:
     return any(sign.isdigit() for sign in text), text
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: object) -> dict[str, Any]:
     """``{"score": 1.0 or 0.0, "acc": bool, "pred": str, "format": whether an answer was found}``."""
     is_marked, answer = extract_answer(solution_str)
     right = same_answer(answer, text_of(ground_truth))
@@ -194,7 +194,7 @@ def _same_matrix(first: list[list[str]], second: list[list[str]], same_formula: 
     return all(_same_element(simplify(a), simplify(b), same_formula) for a, b in pairs)
 
 
-def compute_verdict(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
+def compute_verdict(model_output: str, ground_truth: object) -> tuple[bool, bool, str]:
     """(whether it is right, whether an answer was found, the answer)."""
     scored = compute_score(model_output, ground_truth)
     return scored["acc"], bool(scored["format"]), scored["pred"]

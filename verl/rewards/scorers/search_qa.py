@@ -46,7 +46,7 @@ def normalize_answer(text: str) -> str:
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """``score`` if the answer equals any gold answer, else ``format_score``; 0 where there is no answer.
 
@@ -58,7 +58,7 @@ def compute_score(
 
 
 def compute_score_subem(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """As `compute_score`, but a gold answer that is contained in the answer counts."""
     return _score(solution_str, ground_truth, format_score, score, _contains)
@@ -71,12 +71,12 @@ def _contains(gold: str, answer: str) -> bool:
     return re.search(before + re.escape(gold) + after, answer) is not None
 
 
-def em_check(prediction: str, golden_answers: Any) -> int:
+def em_check(prediction: str, golden_answers: object) -> int:
     """1 if the prediction equals any of them."""
     return int(compute_score(f"{OPEN}{prediction}{CLOSE}", golden_answers))
 
 
-def subem_check(prediction: str, golden_answers: Any) -> int:
+def subem_check(prediction: str, golden_answers: object) -> int:
     """1 if the prediction contains any of them."""
     return int(compute_score_subem(f"{OPEN}{prediction}{CLOSE}", golden_answers))
 
@@ -93,7 +93,7 @@ def _score(solution_str: str, ground_truth: Any, format_score: float, score: flo
     return score / PENALTY_FOR_MANY_TAGS if crowded else score
 
 
-def gold_answers(ground_truth: Any) -> list[str]:
+def gold_answers(ground_truth: object) -> list[str]:
     """The gold answers as texts, whatever the file made of them (a struct, a list, an array, a string)."""
     target = ground_truth.get("target", ()) if isinstance(ground_truth, Mapping) else ground_truth
     if hasattr(target, "tolist"):

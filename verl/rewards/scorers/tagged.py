@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.rewards.scorers.geo3k import same_answer
 from verl.rewards.scorers.text import text_of
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.1) -> float:
+def compute_score(solution_str: str, ground_truth: object, format_score: float = 0.1) -> float:
     """``(1 - f) * accuracy + f * format``; 0 where a closing tag or ``<answer>`` stands twice.
 
     Without tags the whole text is the answer, on either side.
@@ -23,7 +21,7 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
     return (1.0 - format_score) * float(same_answer(*read)) + format_score * has_format(solution_str)
 
 
-def same_option(solution_str: str, ground_truth: Any) -> float:
+def same_option(solution_str: str, ground_truth: object) -> float:
     """1.0 if both have the same text within tags, in upper or lower case; else 0.0."""
     prediction, truth = answer(solution_str), answer(text_of(ground_truth))
     return float(prediction is not None and truth is not None and prediction.upper() == truth.upper() != "")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 SEPARATOR = r"(?P<sep>,|\{,\}|,\\!|\\,|\\ |[ ~\u00a0\u202f])"
 THOUSANDS = re.compile(
@@ -39,7 +38,7 @@ UNKNOWN = re.compile(
 MENTION = re.compile(r"\s*(?:\.{2,}|…|\\[lc]?dots)?\s*")
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """A ground truth as the text that a model would write: ``5.0`` -> ``'5'``, ``np.int64(7)`` -> ``'7'``."""
     if isinstance(value, str):
         return value

@@ -128,7 +128,7 @@ def share(calls: Sequence[Call]) -> list[Call]:
             counted[id(value)] = counted.get(id(value), 0) + 1
     boxes: dict[int, BoxedRef] = {}
 
-    def boxed(value: Any) -> Any:
+    def boxed(value: object) -> Any:
         if isinstance(value, ray.ObjectRef):
             return BoxedRef(value)
         if counted[id(value)] < 2 or payload_bytes(value) < SHARED_BYTES:

@@ -176,7 +176,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         return self._send(method_name, [(args, kwargs)])[0]
 
-    def wait(self, references: Any) -> Any:
+    def wait(self, references: object) -> Any:
         """The values behind references; after a failure the workers that are still busy with the call are remembered.
 
         Raises:

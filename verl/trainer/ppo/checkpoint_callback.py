@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl import registry
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.config.schema.root import PPOTrainerConfig
 
 KEY = "trainer.checkpoint_callback_class"
 
@@ -24,7 +27,7 @@ class CheckpointCallback:
         ...         models.register(checkpoint_dir, global_step)
     """
 
-    def __init__(self, config: Any = None):
+    def __init__(self, config: PPOTrainerConfig | None = None):
         self.config = config
 
     def on_save(
@@ -40,7 +43,7 @@ class CheckpointCallback:
         """
 
 
-def build_checkpoint_callback(config: Any) -> Any:
+def build_checkpoint_callback(config: PPOTrainerConfig) -> Any:
     """The callback that the configuration names, made with ``config=config``; one that does nothing without a name.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ import torch
 from verl.data.vision.images import describe_image, thumbnails
 from verl.data.vision.videos import describe_clip
 from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl.protocol.tokenizer import Tokenizer
 
 IMAGES = "multi_modal_data"
 RECORD = "trajectory"
@@ -32,7 +35,7 @@ class SampleTexts:
         processor: of the policy; None for a model that reads only text.
     """
 
-    def __init__(self, tokenizer: Any, processor: Any = None):
+    def __init__(self, tokenizer: Tokenizer, processor: Any = None):
         self.tokenizer, self.processor = tokenizer, processor
 
     def of(self, batch: DataProto) -> tuple[list[str], list[str]]:
