@@ -37,6 +37,7 @@ READ_ELSEWHERE = {
     "algorithm.gdpo_reward_weights",
     "algorithm.vapo_length_alpha",
     "algorithm.vapo_lam_critic",
+    "algorithm.gigpo.step_advantage_w",
     "algorithm.pf_ppo.reweight_method",
     "algorithm.pf_ppo.weight_pow",
     # Only dynamic sampling reads it: tests/trainer/ppo/test_dynamic_sampling.py.

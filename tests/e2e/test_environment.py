@@ -84,3 +84,41 @@ def test_the_page_on_environments_learns_as_it_says(tmp_path):
     programs.run(["bash", "-e", "-c", commands], tmp_path)
     rewards = programs.curve(programs.metrics(tmp_path, "games", "e"), "critic/score/mean")
     assert len(rewards) == 6 and rewards[0] < 0.3 and rewards[-1] > 0.9, rewards
+
+
+LOCK = '''
+"""A dial per position: the right digit opens the next one, a wrong one changes nothing."""
+
+
+class Lock:
+    def reset(self, *, seed=None, options=None):
+        self.place = self.turns = 0
+        return "0=", {}
+
+    def step(self, action):
+        self.turns += 1
+        self.place += action.strip() == "385"[self.place]
+        return f"{self.place}=", float(self.place == 3), self.place == 3, self.turns == 8, {}
+'''
+
+
+@pytest.mark.slow
+def test_gigpo_opens_a_lock_in_the_fewest_turns(tmp_path):
+    """All samples open it in the end, which teaches grpo no more; the discounted turns still differ."""
+    programs.run([sys.executable, str(ROOT / "examples/quickstart/model.py"), "base"], tmp_path)
+    (tmp_path / "game.py").write_text(LOCK)
+    (tmp_path / "loops.yaml").write_text(LOOPS.replace("letters", "lock").replace("Letters", "Lock"))
+    prompt = '{"prompt": [{"role": "user", "content": "0+9="}]}\n'
+    (tmp_path / "train.jsonl").write_text(64 * prompt)
+    words = [
+        *SETTINGS, "algorithm.adv_estimator=gigpo", "algorithm.gamma=0.9", "data.train_files=train.jsonl",
+        "data.train_batch_size=16", "actor_rollout_ref.model.path=base",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_epochs=1",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=lock", "trainer.total_training_steps=20",
+    ]  # fmt: skip
+    programs.command("verl.trainer.main_ppo", *words, cwd=tmp_path)
+    steps = programs.metrics(tmp_path, "games", "e")
+    scores, turns = (programs.curve(steps, name) for name in ("critic/score/mean", "rollout/environment/steps"))
+    assert scores[0] < 0.1 and min(scores[-3:]) > 0.95, scores
+    assert turns[0] > 7 and max(turns[-3:]) < 3.3, turns

@@ -19,6 +19,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     digits = sum(c.isdigit() for c in solution_str)
     return {"score": digits + len(solution_str) % 3, "digits": digits, "thirds": len(solution_str) % 3}
 """
+GAME = """
+class Letters:
+    def reset(self, *, seed=None, options=None):
+        self.turns = 0
+        return "Say a letter.", {}
+
+    def step(self, action):
+        self.turns += 1
+        return "Another.", float(action[:1].isalpha()), self.turns == 2, False, {}
+"""
+LOOPS = """
+- name: letters
+  _target_: verl.agent_loop.envs.loop.EnvironmentAgentLoop
+  environment: game.py:Letters
+  max_tokens_per_turn: 1
+"""
 COMMON = [
     "data.train_files=train.parquet",
     "data.train_batch_size=4",
@@ -41,6 +57,12 @@ ESTIMATORS: dict[str, list[str]] = {
         f"{ALG}.vapo_length_alpha=0.2",
         f"{ALG}.vapo_lam_critic=0.9",
         f"{A}.positive_lm_coef=0.1",
+    ],
+    "gigpo": [
+        f"{ALG}.gigpo.step_advantage_w=0.5",
+        "data.max_response_length=64",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=letters",
     ],
     "gdpo": [f"{ALG}.gdpo_reward_keys=[digits,thirds]", f"{ALG}.gdpo_reward_weights=[1.0,0.5]"],
 }
@@ -87,7 +109,8 @@ READ_HERE = [
     f"{A}.policy_loss.clip_cov_ratio", f"{A}.policy_loss.clip_cov_lb", f"{A}.policy_loss.clip_cov_ub",
     f"{A}.policy_loss.kl_cov_ratio", f"{A}.policy_loss.ppo_kl_coef", f"{A}.policy_loss.dro_beta", f"{A}.tau_pos",
     f"{A}.tau_neg", f"{A}.sppo_eta", f"{ALG}.gdpo_reward_keys", f"{ALG}.gdpo_reward_weights",
-    f"{ALG}.vapo_length_alpha", f"{ALG}.vapo_lam_critic", f"{ALG}.pf_ppo.reweight_method", f"{ALG}.pf_ppo.weight_pow",
+    f"{ALG}.vapo_length_alpha", f"{ALG}.vapo_lam_critic", f"{ALG}.gigpo.step_advantage_w",
+    f"{ALG}.pf_ppo.reweight_method", f"{ALG}.pf_ppo.weight_pow",
 ]  # fmt: skip
 EXACT_KL = {"actor/kl_loss": f"{A}.kl_loss_type", "actor/reward_kl_penalty": f"{ALG}.kl_penalty"}
 reads: set[str] = set()
@@ -96,6 +119,8 @@ reads: set[str] = set()
 @pytest.fixture(scope="module", autouse=True)
 def here(shared_workplace: Path) -> None:
     prepare(SCORER, 16, hidden=16, heads=2, kv_heads=1, layers=1)
+    Path("game.py").write_text(GAME)
+    Path("loops.yaml").write_text(LOOPS)
 
 
 @pytest.mark.parametrize("name", RUNS)

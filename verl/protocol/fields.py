@@ -22,6 +22,8 @@ from verl.errors import BatchError, ConfigError, suggest
 
 CANDIDATES = "candidate_ids"
 """(B, T, K) int32: tokens of which a model gives the log-probs at each position, besides the sampled one."""
+TURN_STATES = "turn_states"
+"""(B,) lists: (place in the response where an action begins, state of the environment) of every action, in order."""
 TIME_SYMBOLS = ("P", "T", "P+T")
 PaddingRule = Literal["pad_token", "edge"]
 PaddingValue = float | bool | PaddingRule
@@ -154,6 +156,7 @@ def _declare_standard_fields() -> None:
         Field("raw_prompt_ids", object, row, "dataset", 0, "templated and truncated token ids, not padded"),
         Field("multi_modal_inputs", object, row, "agent loop", 0, "named arrays of one row's images and videos"),
         Field("__num_turns__", object, row, "agent loop", 0, "turns of the conversation"),
+        Field(TURN_STATES, object, row, "environment loop", 0, "where each action begins, and the state it met"),
         Field("agent_name", object, row, "dataset", 0, "which agent loop runs the row"),
         Field("finish_reason", object, row, "agent loop", 0, "stop, length or abort"),
     ):

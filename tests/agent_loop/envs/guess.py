@@ -55,6 +55,18 @@ class Guess:
         self.closed = True
 
 
+class Named(Guess):
+    """Names its states: ``start``, then the number of guesses."""
+
+    def reset(self, **options):
+        shown, info = super().reset(**options)
+        return shown, {**info, "state": [] if self.broken == "state" else "start"}
+
+    def step(self, action):
+        *step, info = super().step(action)
+        return (*step, {**info, "state": self.guesses})
+
+
 class Discs:
     """Shows a blue disc, then a red one; the answer is the colour that is shown. Each picture has its own form."""
 

@@ -54,6 +54,18 @@ def test_an_episode_is_one_row_with_masked_observations_and_a_reward_on_the_end_
     assert Guess.made[0].closed
 
 
+def test_the_state_of_each_action_is_its_observation_or_what_info_names(tmp_path):
+    (states,) = play(tmp_path, "3", "2", "7").non_tensor_batch["turn_states"]
+    second = 2 + len(ids("\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"))
+    assert [place for place, _ in states] == [0, second, 2 * second]
+    first, higher, again = (state for _, state in states)
+    assert higher == again and first != higher
+    (named,) = play(tmp_path, "3", "2", "7", environment=f"{HERE}:Named").non_tensor_batch["turn_states"]
+    assert [state for _, state in named] == ["start", "1", "2"]
+    with pytest.raises(RolloutError, match=r"reset returned info\['state'\] of type list; it is a text or a number"):
+        play(tmp_path, "3", environment=f"{HERE}:Named", environment_kwargs={"broken": "state"})
+
+
 def test_an_episode_ends_where_the_environment_or_the_settings_cut_it(tmp_path):
     made = play(tmp_path, "1", "2", "3", environment_kwargs={"limit": 2})
     assert made.non_tensor_batch["ended"].tolist() == ["truncated"]

@@ -105,6 +105,26 @@ def rewards_to_go(b):
     return [returns(r, 1.0) for r in b["rewards"]]
 
 
+def gigpo(b):
+    """Weight 0.7 on the turns; a turn has the tokens from its place to the next turn's."""
+    met = {}
+    for i, (row, states) in enumerate(zip(b["rewards"], b["turn_states"])):
+        ends = [place for place, _ in states[1:]] + [len(row)]
+        parts = [(place, end, state) for (place, state), end in zip(states, ends)]
+        for k, (place, end, state) in enumerate(parts):
+            later = [sum(row[begin:stop]) for begin, stop, _ in parts[k:]]
+            gain = sum(b["gamma"] ** n * reward for n, reward in enumerate(later))
+            if end > place:
+                met.setdefault((b["uids"][i], state), []).append((i, place, end, gain))
+    result = [[a] * len(r) for a, r in zip(grpo(b), b["rewards"])]
+    for turns in met.values():
+        gains = np.array([gain for *_, gain in turns])
+        for i, place, end, gain in turns if len(turns) > 1 else []:
+            for t in range(place, end):
+                result[i][t] += 0.7 * (gain - gains.mean()) / (gains.std(ddof=1) + 1e-6)
+    return result
+
+
 def otb(tail):
     """By number of generated tokens, which for rows without holes is the position."""
 
@@ -139,6 +159,7 @@ ORACLES = {
     "opo": spread(per_response(length_weighted)),
     "gpg": spread(gpg),
     "gdpo": gdpo,
+    "gigpo": gigpo,
     "reinforce_plus_plus": lambda b: whiten([returns(r, b["gamma"]) for r in b["rewards"]]),
     "reinforce_plus_plus_baseline": lambda b: whiten(spread(centred)(b)),
     "remax": lambda b: [[g - c for g in returns(r, 1.0)] for r, c in zip(b["rewards"], b["reward_baselines"])],

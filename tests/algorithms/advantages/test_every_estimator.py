@@ -19,7 +19,7 @@ NAMES = sorted(ADVANTAGE_ESTIMATORS.builtin_targets())
 HOLES = [n for n in NAMES if n != "optimal_token_baseline"]  # it counts positions; its tir form counts tokens
 CONFIG = SimpleNamespace(
     gamma=0.97, gdpo_reward_keys=["first", "second"], gdpo_reward_weights=None, vapo_length_alpha=0.05,
-    vapo_lam_critic=1.0,
+    vapo_lam_critic=1.0, gigpo=SimpleNamespace(step_advantage_w=0.7),
 )  # fmt: skip
 TENSORS = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
 
@@ -47,8 +47,18 @@ def batch_of(seed, rows, width, num_groups=3, holes=True, dtype=torch.float64):
         "non_tensor_batch": {
             "first": np.array(numbers(2).tolist(), dtype=object),
             "second": np.array(numbers(3).tolist(), dtype=object),
+            "turn_states": states_of(generator, rows, width),
         },
     }
+
+
+def states_of(generator, rows, width):
+    """Where each row's actions begin, the first at 0, and one of two states each."""
+    states = np.empty(rows, dtype=object)
+    for row in range(rows):
+        begins = [0, *(place for place in range(1, width) if torch.rand((), generator=generator) < 0.4)]
+        states[row] = [(place, "ab"[int(torch.randint(0, 2, (), generator=generator))]) for place in begins]
+    return states
 
 
 def call(name, batch, **more):
@@ -68,6 +78,10 @@ def as_lists(batch):
         "gamma": 0.97,
         "lam": 0.9,
         **{name: list(x) for name, x in batch["non_tensor_batch"].items()},
+        "turn_states": [
+            [(int(m[:place].sum()), state) for place, state in row]
+            for row, m in zip(batch["non_tensor_batch"]["turn_states"], mask)
+        ],
     }
 
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,15 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment shows: a text, and for a model that sees images before it."""
+    """What an environment shows: a text, and for a model that sees images before it.
+
+    Args:
+        state: names the state that is observed, where the environment does; else the observation itself does.
+    """
 
     text: str
     images: tuple[Any, ...] = ()
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,10 @@ class Environment:
             raise EnvironmentFailure(f"{type(self._it).__name__} has no method {missing[0]}")
         arguments = {"seed": seed, "options": None if options is None else dict(options)}
         answer = await self._call("reset", self._it.reset, **_taken(self._it.reset, arguments))
+        info: Mapping[str, Any] = {}
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
-            answer = answer[0]
-        return _observed(answer, "reset")
+            answer, info = answer
+        return replace(_observed(answer, "reset"), state=_state(info, "reset"))
 
     async def step(self, action: str) -> Step:
         """Do what the model wrote."""
@@ -121,7 +127,9 @@ class Environment:
             raise EnvironmentFailure(f"step returned the reward {reward!r:.100}, which is no finite number")
         over = bool(terminated) or bool(truncated)
         shown = Observation("") if over and observation is None else _observed(observation, "step")
-        return Step(shown, float(reward), bool(terminated), bool(truncated), info if isinstance(info, Mapping) else {})
+        info = info if isinstance(info, Mapping) else {}
+        shown = replace(shown, state=_state(info, "step"))
+        return Step(shown, float(reward), bool(terminated), bool(truncated), info)
 
     async def close(self) -> None:
         """Let go of it, where it has a ``close``."""
@@ -181,6 +189,16 @@ def _picture(image: Any) -> Any:
         got, allowed = f"the shape {image.shape} and the type {image.dtype}", "(H, W), (H, W, 3) or (H, W, 4), of uint8"
         raise EnvironmentFailure(f"an image has {got}; it may have {allowed}")
     return fromarray(image)
+
+
+def _state(info: Mapping[str, Any], where: str) -> str:
+    """``info["state"]``, a text or a number; empty where there is none."""
+    state = info.get("state")
+    if state is None or isinstance(state, str):
+        return state or ""
+    if isinstance(state, numbers.Number):
+        return _text(state, where)
+    raise EnvironmentFailure(f"{where} returned info['state'] of type {type(state).__name__}; it is a text or a number")
 
 
 def _text(observation: Any, where: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+from PIL.Image import Image
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
@@ -23,6 +25,7 @@ from verl.data.messages import Message, prune
 from verl.data.vision.images import describe_image
 from verl.errors import DataError
 from verl.metrics import notice
+from verl.protocol.fields import TURN_STATES
 from verl.protocol.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -137,7 +140,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         self, episode: _Episode, environment: Environment, sampling_params: Mapping[str, Any], options: Any
     ) -> None:
         settings, extender, data = self.shared.settings, self.shared.extender, episode.data
-        first = self._shown(data, await episode.timed(environment.reset(_seed(str(data.row["uid"])), options)))
+        first = self._shown(episode, await episode.timed(environment.reset(_seed(str(data.row["uid"])), options)))
         as_text = replace(first, text=extender.template.outside_text(first.text))
         data.messages = _opening(data.row.get("raw_prompt"), as_text)
         data.seen.take(first.images)
@@ -146,7 +149,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if self._left(data) < 1:
             raise EnvironmentFailure(f"its first observation and the prompt have {len(data.prompt_ids)} tokens already")
         while True:
-            answer = await self._sample(data, sampling_params)
+            answer = await self._sample(episode, sampling_params)
             history, text = list(data.messages), extender.text(answer.token_ids)
             message = assistant_message(text, text)
             data.messages.append(message)
@@ -160,7 +163,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
-            shown = self._shown(data, step.observation)
+            shown = self._shown(episode, step.observation)
             new: list[Message] = [{"role": "user", "content": _content(shown)}]
             try:
                 ids = data.seen.expanded(extender.after(answer.token_ids, history, message, new), shown.images)
@@ -176,15 +179,17 @@ class EnvironmentAgentLoop(AgentLoopBase):
             data.add_inserted(ids)
             data.record.append(_entry("user", shown, len(ids), 0))
 
-    def _shown(self, data: AgentData, observation: Observation) -> Observation:
+    def _shown(self, episode: _Episode, observation: Observation) -> Observation:
         """What the model is shown: its images as pictures, and a text that is not too long.
 
         The text is cut before it is rendered and tokenised, which takes many times its memory and cannot be
         interrupted.
         """
+        data = episode.data
         if observation.images and data.seen.processor is None:
             raise EnvironmentFailure("it shows an image, and the model reads only text")
         images = tuple(data.seen.load(observation.images, self._name)) if observation.images else ()
+        episode.state = observation.state or _digest(observation.text, images)
         shown = shortened(observation.text, self.shared.settings.max_observation_length, "left")
         if shown is not observation.text:
             data.metrics.add("rollout/environment/truncated_observations", 1, "sum")
@@ -192,13 +197,16 @@ class EnvironmentAgentLoop(AgentLoopBase):
             notice(self._name, f"{lengths} (max_observation_length); further ones are only counted")
         return Observation(shown, images)
 
-    async def _sample(self, data: AgentData, sampling_params: Mapping[str, Any]) -> Any:
+    async def _sample(self, episode: _Episode, sampling_params: Mapping[str, Any]) -> Any:
+        data = episode.data
         most = min(self._left(data), self.shared.settings.max_tokens_per_turn or self._left(data))
         answer = await self.server_manager.generate(
             "environment_agent",
             prompt_ids=[*data.prompt_ids, *data.response_ids],
             sampling_params={**within_response(sampling_params, len(data.response_ids)), "max_tokens": most},
         )
+        if answer.token_ids:
+            episode.states.append((len(data.response_ids), episode.state))
         data.add_sampled(answer)
         return answer
 
@@ -218,6 +226,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         data.metrics.add("rollout/agent/failed", 0, "sum")
         data.finish_reason = {"length": "length", "abort": "abort"}.get(episode.ended, "stop")
         data.extra_fields |= {"ended": episode.ended, "step_rewards": [r for _, r in episode.rewards], COLUMN: None}
+        data.extra_fields[TURN_STATES] = episode.states
         output = data.output()
         output.step_rewards = episode.rewards
         output.reward_score = sum(reward for _, reward in episode.rewards)
@@ -226,10 +235,18 @@ class EnvironmentAgentLoop(AgentLoopBase):
 
 @dataclass
 class _Episode:
-    """An episode as it is played: ``rewards`` are (place in the response, reward) of each step."""
+    """An episode as it is played.
+
+    Args:
+        rewards: (place in the response, reward) of each step, on the last token of its action.
+        states: (place in the response, state) of each action, at its first token.
+        state: the state that was observed last.
+    """
 
     data: AgentData
     rewards: list[tuple[int, float]] = field(default_factory=list)
+    states: list[tuple[int, str]] = field(default_factory=list)
+    state: str = ""
     ended: str = ""
     seconds: float = 0.0
 
@@ -276,6 +293,14 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return list(content)
+
+
+def _digest(text: str, images: Sequence[Image]) -> str:
+    """The state that an observation without a name stands for."""
+    state = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
+    for image in images:
+        state.update(repr(image.size).encode() + image.tobytes())
+    return state.hexdigest()
 
 
 def _seed(uid: str) -> int:

@@ -224,7 +224,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
     mode, estimator = actor.policy_loss.loss_mode, algorithm.adv_estimator
     sections = {"": actor, "policy_loss.": actor.policy_loss}
     of_actor = [f"{at}{name}" for at, section in sections.items() for name in changed_names(section)]
-    sections = {"": algorithm, "pf_ppo.": algorithm.pf_ppo}
+    sections = {"": algorithm, "pf_ppo.": algorithm.pf_ppo, "gigpo.": algorithm.gigpo}
     of_algorithm = [f"{at}{name}" for at, section in sections.items() for name in changed_names(section)]
     if not (algorithm.use_pf_ppo or is_dotted(estimator)):
         for key in ("algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"):

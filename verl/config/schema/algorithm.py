@@ -394,6 +394,15 @@ class PFPPOConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
+class GiGPOConfig(ConfigNode):
+    """Comparison of the actions that episodes took in the same state (GiGPO)."""
+
+    step_advantage_w: float = setting(
+        1.0, "gigpo: weight of a turn's advantage next to its episode's", upstream=ABSENT, within=AMOUNT
+    )
+
+
+@dataclass(frozen=True)
 class AlgoConfig(ConfigNode):
     """Advantages, KL in the reward, and correction of the sampler's mismatch."""
 
@@ -430,6 +439,7 @@ class AlgoConfig(ConfigNode):
         within=ValueBound("above 0, or null", lambda value: value > 0),
     )
     vapo_lam_critic: float = setting(1.0, "vapo: GAE lambda of the critic's targets", upstream=ABSENT, within=SHARE)
+    gigpo: GiGPOConfig = section(GiGPOConfig)
     singleton: str = setting(
         "zero",
         "group estimators: advantage of a group of one: zero, or raw (its reward)",
