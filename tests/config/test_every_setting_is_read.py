@@ -40,6 +40,7 @@ READ_ELSEWHERE = {
     "algorithm.gigpo.step_advantage_w",
     "algorithm.pf_ppo.reweight_method",
     "algorithm.pf_ppo.weight_pow",
+    "trainer.best_mode",  # Only a run that compares checkpoints reads it: tests/checkpoint/test_best.py.
     # Only dynamic sampling reads it: tests/trainer/ppo/test_dynamic_sampling.py.
     "algorithm.filter_groups.max_inflight_gen_batches",
     # Only a schedule with a queue reads them: tests/trainer/ppo/test_queue_schedules.py.

@@ -12,6 +12,7 @@ from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import logged, records
 from verl.config import SFTTrainerConfig
 from verl.config.schema.sft import SFTDataConfig
+from verl.json_text import read_json
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer, sft_trainer_ray
 from verl.trainer.supervised import SupervisedTrainer
@@ -55,6 +56,22 @@ def test_each_epoch_ends_with_a_validation_and_a_checkpoint(here):
     lines = records(log)
     assert [line["step"] for line in lines if "val/loss" in line["data"]] == [6, 8]
     assert sorted(path.name for path in Path("sft").glob("global_step_*")) == ["global_step_6", "global_step_8"]
+
+
+def test_the_checkpoint_with_the_best_validation_outlives_newer_ones(here):
+    words = [
+        "data.train_files=train.jsonl", "data.val_files=val.jsonl", "data.train_batch_size=16", "data.max_length=64",
+        "model.path=model", "optim.lr=1e-2", "trainer.total_training_steps=4", "trainer.test_freq=1",
+        "trainer.save_freq=1", "trainer.best_metric=val/loss", "trainer.best_mode=max", "trainer.max_ckpt_to_keep=1",
+        "checkpoint.save_contents=[model]", "trainer.default_local_dir=best", "trainer.logger=[file]",
+        "trainer.experiment_name=best",
+    ]  # fmt: skip
+    assert sft_trainer.main(words) == 0
+    losses = [step["val/loss"] for step in logged("logs", "best")]
+    best = 1 + losses.index(max(losses))
+    assert best < 4, "the loss falls, and the largest is looked for"
+    assert {path.name for path in Path("best").glob("global_step_*")} == {f"global_step_{best}", "global_step_4"}
+    assert read_json(Path("best/best_checkpoint.json").read_text())["global_step"] == best
 
 
 def test_validation_before_the_first_step_is_step_0_and_changes_nothing(here):

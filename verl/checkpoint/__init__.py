@@ -8,6 +8,7 @@ its own shard), ``extra.safetensors`` and ``extra.json`` (generators, schedule);
 """
 
 from verl.checkpoint.background import BackgroundPart, PartInWork
+from verl.checkpoint.best import BestCheckpoint, check_metric
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
 from verl.checkpoint.lock import RunLock
@@ -20,6 +21,7 @@ from verl.checkpoint.writer import CheckpointWriter
 __all__ = [
     "BackgroundCopies",
     "BackgroundPart",
+    "BestCheckpoint",
     "Checkpoint",
     "CheckpointReader",
     "CheckpointWriter",
@@ -28,6 +30,7 @@ __all__ = [
     "PartInWork",
     "RemoteCheckpoints",
     "RunLock",
+    "check_metric",
     "find_checkpoint",
     "find_or_fetch",
     "list_checkpoints",

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from verl import env
 from verl.checkpoint.background import BackgroundPart, PartInWork
+from verl.checkpoint.best import BestCheckpoint
 from verl.checkpoint.files import (
     FileRecord,
     checked_json_text,
@@ -88,6 +89,7 @@ class CheckpointWriter:
         root: the run folder (``trainer.default_local_dir``).
         keep: role -> how many complete checkpoints stay (``trainer.max_actor_ckpt_to_keep``); None keeps all.
         copies: gets every checkpoint once it is in place; what it still needs is neither deleted nor replaced.
+        best: knows the best checkpoint, which is not deleted.
         background: `save` copies the engine states and returns; threads write them. The checkpoint is put in place by
             a later `advance`, `wait`, `save` or `close`, which also raises the error of a write that failed.
         point: called with the name of every point that a save reaches, for tests that kill there.
@@ -106,13 +108,14 @@ class CheckpointWriter:
         *,
         keep: Mapping[str, int | None] | None = None,
         copies: Copies | None = None,
+        best: BestCheckpoint | None = None,
         background: bool = False,
         point: Callable[[str], None] = lambda name: None,
     ):
         self.root = Path(env.expand(str(root)))
         self.keep, self.background, self.point = dict(keep or {}), background, point
         check_keep(self.keep)
-        self.copies = copies
+        self.copies, self.best = copies, best
         self.published: list[Path] = []
         """Checkpoints that were put in place, the newest last; the caller takes them out."""
         self._save: _Save | None = None
@@ -345,7 +348,8 @@ class CheckpointWriter:
         self.point("end")
 
     def _needed(self, folder: Path) -> bool:
-        return self.copies is not None and self.copies.needs(folder)
+        is_best = self.best is not None and self.best.holds(folder)
+        return is_best or (self.copies is not None and self.copies.needs(folder))
 
     def _give_up(self, error: BaseException) -> None:
         """Remove what was written, and tell an error of the disk, or of another rank, in our own words."""

@@ -16,10 +16,12 @@ from verl import device as devices
 from verl.algorithms.losses import LossFn
 from verl.checkpoint import (
     BackgroundCopies,
+    BestCheckpoint,
     CheckpointReader,
     CheckpointWriter,
     FileRecord,
     RemoteCheckpoints,
+    check_metric,
     find_or_fetch,
 )
 from verl.checkpoint.provenance import Provenance, check_resume
@@ -169,7 +171,7 @@ class SupervisedTrainer:
                 self.places |= tracking.start(self.total_steps, self.step, self.places)
                 if trainer.val_before_train and self.val_loader is not None and self.step == 0:
                     with timed("validating"):
-                        metrics = self.validate()
+                        metrics = self._validated()
                     tracking.log(metrics, 0)
                 with StopSignals(drop_at_once=False) as stop:
                     self._run_steps(tracking, stop)
@@ -180,7 +182,8 @@ class SupervisedTrainer:
     def _make_writer(self) -> CheckpointWriter:
         trainer, remote = self.config.trainer, RemoteCheckpoints.of(self.config.trainer)
         copies = None if remote is None else BackgroundCopies(remote)
-        return CheckpointWriter(trainer.default_local_dir, keep={"model": trainer.max_ckpt_to_keep}, copies=copies)
+        keep, best = {"model": trainer.max_ckpt_to_keep}, BestCheckpoint.of(trainer)
+        return CheckpointWriter(trainer.default_local_dir, keep=keep, copies=copies, best=best)
 
     def _run_steps(self, tracking: Tracking, stop: StopSignals) -> None:
         batches, watch, updates, before = self._batches(), Watch(), Updates(), None
@@ -193,7 +196,7 @@ class SupervisedTrainer:
             metrics["train/time(s)"] = time.perf_counter() - started
             last = self.step == self.total_steps
             if self.val_loader is not None and self.test_every > 0 and (last or self.step % self.test_every == 0):
-                metrics |= self.validate()
+                metrics |= self._validated()
             updates.add("model", {name.removeprefix("train/"): value for name, value in metrics.items()})
             tracking.log(metrics, self.step)
             watch.step(signs_of_supervised(metrics, before, int(batch.tensors["response_mask"].sum())))
@@ -203,6 +206,8 @@ class SupervisedTrainer:
             if self.copies.is_due(self.step):
                 self.copies.run(self.engine.compare_copies)
             if self.save_every > 0 and (last or ends or self.step % self.save_every == 0):
+                if self.writer is not None and self.writer.best is not None:
+                    self.writer.best.offer(self.step, metrics)
                 self.save_checkpoint()
             if ends:
                 raise stop.stopped(self._stop_reason(), says=self.ctx.is_main)
@@ -251,6 +256,11 @@ class SupervisedTrainer:
     def complete(self, batch: DataProto, split: str = "train") -> DataProto:
         """This rank's rows with what the loss needs besides them; ``split`` is where they are from: train or val."""
         return batch
+
+    def _validated(self) -> dict[str, float]:
+        metrics = self.validate()
+        check_metric(self.config.trainer, metrics)
+        return metrics
 
     def validate(self) -> dict[str, float]:
         """``val/loss``: mean negative log-likelihood per trained token over the validation rows."""

@@ -63,6 +63,22 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_copy_as_if_nothing_had_happ
     assert len(list(Path("remote").glob("global_step_*/manifest.json"))) == 3
 
 
+def test_the_checkpoint_with_the_best_validation_stays_in_the_folder(shared_here):
+    words = (
+        *SAVES[:2], "trainer.default_local_dir=best", "trainer.total_training_steps=4", "trainer.test_freq=1",
+        "trainer.max_actor_ckpt_to_keep=1", "data.val_files=train.parquet", "trainer.experiment_name=best",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no such metric. Got 'val-core/reward'. Allowed: .*val-core/test"):
+        train(*words, "trainer.best_metric=val-core/reward")
+    name = "val-core/test/addition/reward/mean@1"
+    seen = train(*words, f"trainer.best_metric={name}")
+    values = {step: metrics[name] for step, metrics in enumerate(seen.metrics, start=1)}
+    best = max((1, 2, 3, 4), key=lambda step: (values[step], -step))
+    entry = read_json(Path("best/best_checkpoint.json").read_text())
+    assert entry["global_step"] == best and entry["values"][str(best)] == values[best]
+    assert {folder.name for folder in Path("best").glob("global_step_*")} == {f"global_step_{best}", "global_step_4"}
+
+
 def test_a_class_that_fails_ends_the_run_and_the_checkpoint_stays(shared_here):
     saves = (*SAVES[:2], "trainer.default_local_dir=failing")
     with pytest.raises(CheckpointError, match=r"checkpoint_callback_class: on_save failed.*no registry.*is complete"):

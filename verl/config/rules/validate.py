@@ -113,6 +113,17 @@ def _not_a_step(run: Any) -> bool:
     return run.resume_mode == "resume_path" and "global_step_" not in (run.resume_from_path or "")
 
 
+def _is_never(every: int | str) -> bool:
+    return isinstance(every, int) and every <= 0
+
+
+def _misses_validations(run: Any) -> bool:
+    every, test = run.save_freq, run.test_freq
+    if not run.best_metric or _is_never(every) or _is_never(test):
+        return False
+    return every % test != 0 if isinstance(every, int) and isinstance(test, int) else every != test
+
+
 RUN = (
     _leaves_folder("project_name"),
     _leaves_folder("experiment_name"),
@@ -127,6 +138,19 @@ RUN = (
         "resume_mode=resume_path needs the folder of a step",
         _not_a_step,
         allowed="a path that ends in global_step_<number>",
+    ),
+    Rule(
+        "best_metric",
+        "checkpoints are compared by a validation at the same step",
+        lambda run: run.best_metric and (_is_never(run.save_freq) or _is_never(run.test_freq)),
+        "Set {at}.save_freq and {at}.test_freq.",
+    ),
+    Rule(
+        "best_metric",
+        "compares only checkpoints of validated steps: {at}.save_freq={save_freq} is no multiple of "
+        "{at}.test_freq={test_freq}",
+        _misses_validations,
+        kind=NOTICE,
     ),
 )
 _CLIPS = "the clip of {at}.loss_type=ppo_clip corrects"

@@ -248,6 +248,19 @@ class TrainerConfig(ConfigNode):
     )
     max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all", within=COUNT)
     max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all", within=COUNT)
+    best_metric: str | None = setting(
+        None,
+        "validation metric by which checkpoints are compared; the best one is never deleted, and best_checkpoint.json "
+        "in the run's folder names it; null: none",
+        upstream=ABSENT,
+    )
+    best_mode: str = setting(
+        "max",
+        "whether the larger (max) or smaller (min) value is better",
+        upstream=ABSENT,
+        choices=("max", "min"),
+        needs=".best_metric",
+    )
     ray_wait_register_center_timeout: int = setting(300, "time limit for Ray workers to start, in seconds")
     device: str | None = setting(
         None,

@@ -164,6 +164,19 @@ class SFTRunConfig(ConfigNode):
     val_before_train: bool = setting(False, "validate before the first step", upstream=ABSENT)
     copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)
     max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all", within=COUNT)
+    best_metric: str | None = setting(
+        None,
+        "validation metric by which checkpoints are compared; the best one is never deleted, and best_checkpoint.json "
+        "in the run's folder names it; null: none",
+        upstream=ABSENT,
+    )
+    best_mode: str = setting(
+        "min",
+        "whether the larger (max) or smaller (min) value is better",
+        upstream=ABSENT,
+        choices=("max", "min"),
+        needs=".best_metric",
+    )
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
     resume_mode: str = setting(
         "auto",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from verl.checkpoint import (
     BackgroundCopies,
+    BestCheckpoint,
     CheckpointReader,
     CheckpointWriter,
     FileRecord,
@@ -127,7 +128,8 @@ class RunCheckpoints:
             self.copies = None if self.remote is None else BackgroundCopies(self.remote)
             keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
             background = any(self._in_background(name) for name in self._trained())
-            self.writer = CheckpointWriter(self.folder, keep=keep, copies=self.copies, background=background)
+            best = BestCheckpoint.of(trainer)
+            self.writer = CheckpointWriter(self.folder, keep=keep, copies=self.copies, best=best, background=background)
 
     def save(self) -> Path:
         """Write ``global_step_<step>``, which `end_step` puts in place; earlier checkpoints stay if it fails."""
@@ -137,13 +139,15 @@ class RunCheckpoints:
         """Whether a checkpoint of this step was made."""
         return self._saved is not None and self._saved[0] == step
 
-    def end_step(self) -> None:
+    def end_step(self, metrics: Mapping[str, float]) -> None:
         """After a step was logged: its checkpoint, if there is one, may be found; a dropped step goes back to here."""
         if self.run.ledger is not None:
             self.run.ledger.end(self.run.step)
         if self.run.journal is not None and self.has_saved(self.run.step):
             self.run.journal.sync()  # its checkpoint, which is put in place next, has its place in it
         if self.writer is not None:
+            if self.writer.best is not None and self.has_saved(self.run.step):
+                self.writer.best.offer(self.run.step, metrics)
             self.writer.release()
         self.remember()
         self._tell_saved()
@@ -281,7 +285,8 @@ class RunCheckpoints:
             self._loaded = None
             return
         copied = self.copies is not None and folder.parent == self.folder and not self.copies.needs(folder)
-        if copied or self._has_saved:
+        is_best = self.writer is not None and self.writer.best is not None and self.writer.best.holds(folder)
+        if (copied or self._has_saved) and not is_best:
             self._loaded = None
             delete(folder.parent, folder)
             notice(f"checkpoint {folder}", "it was resumed from and is deleted (trainer.del_local_ckpt_after_load)")

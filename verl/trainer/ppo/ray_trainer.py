@@ -16,6 +16,7 @@ import torch
 
 from verl import device
 from verl.algorithms.advantages import AdvantageEstimator
+from verl.checkpoint import check_metric
 from verl.checkpoint.find import find_latest_ckpt_path
 from verl.config import PPOTrainerConfig, to_dict
 from verl.config.loading.configuration import config_from
@@ -315,9 +316,10 @@ class RayPPOTrainer:
                 raise StepDropped
 
     def _end_step(self, batch: DataProto) -> None:
-        self.log(self._step_metrics(batch), self.ctx.step)
+        metrics = self._step_metrics(batch)
+        self.log(metrics, self.ctx.step)
         self.state.spans.flush()  # before a checkpoint from which the step is not repeated
-        self.checkpoints.end_step()
+        self.checkpoints.end_step(metrics)
 
     def _end_saved_step(self, batch: DataProto) -> None:
         """The failure came after the save, which stands if metrics and ledger get the step. The error is re-raised."""
@@ -378,6 +380,7 @@ class RayPPOTrainer:
         self.schedule.settle(self.roles, self.ctx)
         metrics, seen = self.validator.run(self.roles, self.ctx.step)
         self.on_validation_samples(seen)
+        check_metric(self.config.trainer, metrics)
         return metrics
 
     def on_validation_samples(self, seen: ValidationSamples) -> None:

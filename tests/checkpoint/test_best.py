@@ -1,0 +1,94 @@
+"""The checkpoint with the best validation is named in a file, and retention leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.checkpoint.builders import assert_holds, save
+from verl.checkpoint import BestCheckpoint, CheckpointWriter, check_metric
+from verl.checkpoint.best import FILE
+from verl.errors import CheckpointError, ConfigError
+from verl.json_text import read_json
+from verl.metrics import notices, reset_notices
+
+NAME = "val-core/sums/acc/mean@1"
+
+
+def settings(root: Path, mode: str = "max", name: str | None = NAME) -> SimpleNamespace:
+    return SimpleNamespace(default_local_dir=str(root), best_metric=name, best_mode=mode)
+
+
+def saved(root: Path, values: dict[int, float], mode: str = "max") -> list[int]:
+    """The steps that are left after saves that were validated with these values, one checkpoint kept."""
+    best = BestCheckpoint.of(settings(root, mode))
+    with CheckpointWriter(root, keep={"actor": 1}, best=best) as writer:
+        for step, value in values.items():
+            assert best is not None
+            best.offer(step, {NAME: value})
+            save(writer, step)
+    return sorted(int(folder.name.split("_")[-1]) for folder in root.glob("global_step_*"))
+
+
+def named(root: Path) -> int:
+    return read_json((root / FILE).read_text())["global_step"]
+
+
+def test_the_best_one_stays_next_to_the_newest(tmp_path):
+    assert saved(tmp_path, {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.7}) == [2, 4] and named(tmp_path) == 2
+    assert_holds(tmp_path / "global_step_2", 2)
+
+
+def test_a_restart_compares_with_what_was_saved_before(tmp_path):
+    assert saved(tmp_path, {1: 0.9, 2: 0.5}) == [1, 2]
+    assert saved(tmp_path, {3: 0.6}) == [1, 3]
+    assert saved(tmp_path, {4: 0.95}) == [4] and named(tmp_path) == 4
+
+
+def test_a_smaller_value_is_better_where_the_mode_says_min(tmp_path):
+    assert saved(tmp_path, {1: 2.0, 2: 1.0, 3: 1.5}, "min") == [2, 3] and named(tmp_path) == 2
+
+
+def test_of_equal_values_the_earlier_step_stays(tmp_path):
+    assert saved(tmp_path, {1: 0.5, 2: 0.5}) == [1, 2] and named(tmp_path) == 1
+
+
+def test_a_value_of_a_checkpoint_that_never_came_is_forgotten(tmp_path):
+    """The run is killed between the comparison and the rename, and the next one validates differently."""
+    saved(tmp_path, {1: 0.7})
+    best = BestCheckpoint.of(settings(tmp_path))
+    best.offer(2, {NAME: 0.9})
+    assert BestCheckpoint.of(settings(tmp_path)).holds(tmp_path / "global_step_1")
+    assert saved(tmp_path, {3: 0.6}) == [1, 3] and named(tmp_path) == 1
+
+
+def test_nan_and_a_step_without_validation_are_not_compared(tmp_path):
+    reset_notices()
+    assert saved(tmp_path, {1: 0.1, 2: float("nan"), 3: float("inf")}) == [1, 3]
+    assert "is nan at step 2, which is never the best" in notices()["trainer.best_metric"]
+    BestCheckpoint.of(settings(tmp_path)).offer(4, {"other": 1.0})
+    assert named(tmp_path) == 1
+
+
+def test_another_metric_starts_again_with_a_notice(tmp_path):
+    saved(tmp_path, {1: 0.9})
+    reset_notices()
+    assert BestCheckpoint.of(settings(tmp_path, "min")).step is None
+    assert f"compared {NAME} (max); it starts again" in notices()["trainer.best_metric"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"values": 3}', '{"values": {"a": 1}, "metric": "m", "mode": "max"}'])
+def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=f"best_metric: this file cannot be read.*{FILE}.*Delete it"):
+        BestCheckpoint.of(settings(tmp_path))
+
+
+def test_a_metric_that_no_validation_measures_is_refused(tmp_path):
+    measured = {NAME: 0.5, "val-aux/num_turns/mean": 2.0}
+    check_metric(settings(tmp_path), measured)
+    check_metric(settings(tmp_path, name=None), measured)
+    with pytest.raises(ConfigError, match=r"no such metric.*Did you mean 'val-core/sums/acc/mean@1'"):
+        check_metric(settings(tmp_path, name="val-core/sums/acc/mean@4"), measured)

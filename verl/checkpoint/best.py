@@ -1,0 +1,114 @@
+"""The checkpoint with the best validation (``trainer.best_metric``): named in a file, and kept by retention."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from verl import env
+from verl.checkpoint.files import replace_text
+from verl.checkpoint.find import step_folder
+from verl.errors import CheckpointError, ConfigError, suggest
+from verl.json_text import read_json
+from verl.metrics import notice
+
+FILE = "best_checkpoint.json"
+KEY = "trainer.best_metric"
+
+
+class BestSettings(Protocol):
+    """The section ``trainer`` of a program."""
+
+    @property
+    def default_local_dir(self) -> str: ...
+    @property
+    def best_metric(self) -> str | None: ...
+    @property
+    def best_mode(self) -> str: ...
+
+
+@dataclass
+class BestCheckpoint:
+    """``<root>/best_checkpoint.json``: the step of the best checkpoint of a run folder, and the value of each.
+
+    Args:
+        root: the run folder.
+        metric: name of a validation metric.
+        mode: whether a larger or a smaller value is better. Of equal values the earlier step stays.
+    """
+
+    root: Path
+    metric: str
+    mode: Literal["max", "min"]
+
+    def __post_init__(self) -> None:
+        self.values = self._read()
+
+    @classmethod
+    def of(cls, settings: BestSettings) -> BestCheckpoint | None:
+        """As the settings say; None without a metric."""
+        if not settings.best_metric:
+            return None
+        mode: Literal["max", "min"] = "min" if settings.best_mode == "min" else "max"
+        return cls(Path(env.expand(settings.default_local_dir)), settings.best_metric, mode)
+
+    @property
+    def step(self) -> int | None:
+        """Of the best checkpoint that is in place."""
+        return self._best([step for step in self.values if step_folder(self.root, step).is_dir()])
+
+    def holds(self, folder: Path) -> bool:
+        """Whether this step folder of the run is the best one."""
+        return self.step is not None and folder.name == step_folder(self.root, self.step).name
+
+    def offer(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A checkpoint of this step is about to be put in place; without a value of the metric it is not compared."""
+        value = metrics.get(self.metric)
+        if value is None:
+            return
+        if not math.isfinite(value):
+            notice(KEY, f"{self.metric} is {value} at step {step}, which is never the best")
+            return
+        self.values[step] = float(value)
+        best = self._best(list(self.values))
+        entry = {"global_step": best, "metric": self.metric, "mode": self.mode, "values": self.values}
+        replace_text(self.root / FILE, json.dumps(entry) + "\n")
+
+    def _best(self, steps: Sequence[int]) -> int | None:
+        sign = -1.0 if self.mode == "min" else 1.0
+        return max(steps, key=lambda step: (sign * self.values[step], -step), default=None)
+
+    def _read(self) -> dict[int, float]:
+        """Step -> value of what an earlier part of the run saved; none if that compared another metric."""
+        file = self.root / FILE
+        if not file.is_file():
+            return {}
+        try:
+            entry = read_json(file.read_text(encoding="utf-8"))
+            values = {int(step): float(value) for step, value in entry["values"].items()}
+            values = {step: value for step, value in values.items() if step_folder(self.root, step).is_dir()}
+            compared = (entry["metric"], entry["mode"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fix = "Delete it: the next validated checkpoint writes it again."
+            raise CheckpointError("this file cannot be read", key=KEY, got=str(file), fix=fix) from error
+        if compared != (self.metric, self.mode):
+            notice(KEY, f"{file} compared {compared[0]} ({compared[1]}); it starts again with {self.metric}")
+            return {}
+        return values
+
+
+def check_metric(settings: BestSettings, metrics: Mapping[str, float]) -> None:
+    """Raise `ConfigError` if a validation did not measure ``trainer.best_metric``."""
+    name = settings.best_metric
+    if name and name not in metrics:
+        raise ConfigError(
+            "the validation has no such metric",
+            key=KEY,
+            got=name,
+            allowed=sorted(metrics),
+            fix=suggest(name, list(metrics)),
+        )
