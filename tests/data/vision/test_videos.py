@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import struct
 import tracemalloc
 from dataclasses import replace
 from fractions import Fraction
@@ -43,6 +44,16 @@ def animation(count: int = 10, milliseconds: int = 100, size: tuple[int, int] = 
     out = io.BytesIO()
     frames[0].save(out, kind, save_all=True, append_images=frames[1:], duration=milliseconds, lossless=True)
     return out.getvalue()
+
+
+def growing_gif(width: int, height: int) -> bytes:
+    """A first picture of 56 x 56 pixels, and a header of a second one of this size."""
+
+    out, frames = io.BytesIO(), [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
+    first, second, last = out.getvalue().split(b"\x2c" + struct.pack("<HHHH", 0, 0, 56, 56))
+    headers = [b"\x2c" + struct.pack("<HHHH", 0, 0, *size) for size in ((56, 56), (width, height))]
+    return first + headers[0] + second + headers[1] + last
 
 
 def reds(made: Any) -> list[int]:
@@ -139,6 +150,8 @@ def test_frames_are_scaled_to_the_limits_on_pixels():
         ),
         ({"bytes": animation(size=(300, 300)), "fps": 9}, "8 frames of 300 x 300 pixels are more than data.max_image"),
         (animation(size=(900, 900)), "900 x 900 pixels, more than data.max_image_pixels"),
+        pytest.param(growing_gif(900, 900), "frame 1: the image has 900 x 900 pixels, more than data", id="grows"),
+        pytest.param(growing_gif(30_000, 30_000), r"video 1, frame 1: the picture cannot be read: Image", id="bomb"),
     ],
 )
 def test_what_is_hostile_or_broken_is_refused_with_its_place(value, words):

@@ -36,6 +36,8 @@ MAX_RATIO = 200
 """Longer edge over shorter: processors of the Qwen family refuse more."""
 MAX_BYTES = 200_000_000
 FETCH_SECONDS = 20.0
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError)
+"""What Pillow raises for a file that is damaged; the last one for pictures that grow behind the first, too."""
 FORMS = {
     "image": "{bytes}, {path}, a path, a data URL, an image_url part, or a PIL image",
     "video": "a list of frames, {video}, {bytes}, {path}, a path, a data URL, or a video_url part",
@@ -98,9 +100,9 @@ def open_image(
                 image = Image.open(source, formats=formats)
         except UnidentifiedImageError as failure:
             raise DataError(f"not {what}", key=where, got=shown(value), allowed=", ".join(formats)) from failure
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as failure:
+        except BROKEN as failure:
             raise DataError(f"the image cannot be read: {failure}", key=where, got=shown(value)) from failure
-    _check_size(image, where, limits)
+    check_size(image, where, limits)
     return image
 
 
@@ -116,11 +118,11 @@ def load_image(value: object, where: str, limits: ImageLimits) -> Image.Image:
         DataError: as in `open_image`, or it is damaged further on.
     """
     image = open_image(value, where, limits)
-    if getattr(image, "n_frames", 1) > 1:
-        notice("images", f"{where} has several pictures; the first is taken")
     try:
+        if getattr(image, "n_frames", 1) > 1:
+            notice("images", f"{where} has several pictures; the first is taken")
         image = _rgb(ImageOps.exif_transpose(image))
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError) as failure:  # what Pillow's decoders raise
+    except BROKEN as failure:
         raise DataError(f"the image is damaged: {failure}", key=where, got=shown(value)) from failure
     width, height = fitted_size(image.size, *pixel_range(value, where, limits))
     return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BICUBIC)
@@ -257,7 +259,8 @@ def _fetched(url: str, where: str, limits: ImageLimits, kind: str) -> bytes:
     return body
 
 
-def _check_size(image: Image.Image, where: str, limits: ImageLimits) -> None:
+def check_size(image: Image.Image, where: str, limits: ImageLimits) -> None:
+    """Raise a `DataError` for more pixels than the limit, or an edge that is too long for the other."""
     width, height = image.size
     if width * height > limits.decoded:
         raise DataError(

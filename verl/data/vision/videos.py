@@ -24,7 +24,9 @@ from PIL import Image
 from verl.data.messages import VIDEO_NAMES
 from verl.data.settings import read_mapping, read_number
 from verl.data.vision.images import (
+    BROKEN,
     ImageLimits,
+    check_size,
     fitted_size,
     load_image,
     open_image,
@@ -196,11 +198,18 @@ class Animation(VideoSource):
 
     def read(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         for index in indices:
+            place = f"{self.where}, frame {index}"
             try:
                 self.image.seek(index)
-                yield load_image(self.image.convert("RGBA"), self.where, self.limits)
-            except (OSError, ValueError, SyntaxError, EOFError, IndexError):
+                check_size(self.image, place, self.limits)  # pictures of a GIF may be larger than its first
+                picture = self.image.convert("RGBA")
+            except DataError:
+                raise
+            except Image.DecompressionBombError as failure:
+                raise DataError(f"the picture cannot be read: {failure}", key=place) from failure
+            except BROKEN:
                 return
+            yield load_image(picture, place, self.limits)
 
 
 @dataclass
@@ -278,7 +287,7 @@ def _of_file(source: io.BytesIO | Path, where: str, limits: ImageLimits, named: 
         try:
             total = int(getattr(image, "n_frames", 1))
             image.load()  # of a WebP, the rate is known only then
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError) as failure:
+        except BROKEN as failure:
             raise DataError(f"the video is damaged: {failure}", key=where, got=named) from failure
         _check_total(total, image.size, where, named)
         return Animation(where, limits, total, 1000 / (image.info.get("duration") or 100), image.size, image)
