@@ -16,7 +16,8 @@ from tests.harness.vision import clip
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.seen import SeenImages
-from verl.errors import DataError, RolloutError
+from verl.data.vision.processor import load_processor
+from verl.errors import DataError, NotBuiltError, RolloutError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo.stages import with_answers
@@ -93,19 +94,77 @@ def test_a_picture_that_a_tool_answers_with_is_seen_from_the_next_turn_on(seeing
         assert inputs["pixel_values"].shape == (16 + 24, 1176)
 
 
-def test_a_trajectory_that_goes_on_later_has_its_pictures_again(processor):
+def filmed(folder: Path) -> dict[str, Any]:
+    """The settings of a run with a tool that shows videos."""
+    return {
+        "multi_turn__enable": True,
+        "agent__default_agent_loop": "tool_agent",
+        "multi_turn__tool_config_path": tool_file(folder, ("Recorder", schema("film", colour={"type": "string"}))),
+    }
+
+
+def film_call(colour: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'film', 'arguments': {'colour': colour}})}\n</tool_call><|im_end|>"
+
+
+def test_a_video_that_a_tool_answers_with_is_seen_from_the_next_turn_on(seeing_tokenizer, processor, tmp_path):
+    prompts = table(seeing_tokenizer, processor)
+    answers = [film_call("blue"), film_call("lime"), "blue<|im_end|>"]
+    batch, script = play(seeing_tokenizer, processor, answers, prompts, **filmed(tmp_path))
+    _, second, third = (r for r in script.requests if r.session == script.requests[0].session)
+    assert [clip["frames"][0].getpixel((0, 0)) for clip in third.videos] == [(0, 0, 255), (0, 255, 0)]
+    assert second.videos == third.videos[:1] and [image.size for image in second.images] == [(56, 56), (84, 56)]
+    # Two frames become one step in time, and four patches one token: 2 * 16 / 4.
+    assert second.multi_modal_inputs["video_grid_thw"].tolist() == [[2, 4, 4]]
+    film = next(number for number, kind in processor.placeholder_ids.items() if kind == "video")
+    assert [request.token_ids.count(film) for request in (second, third)] == [8, 16]
+    shown = (batch.batch["responses"] == film) | (batch.batch["responses"] == processor.placeholder_id)
+    assert shown.sum(-1).tolist() == [28, 28] and not (shown & batch.batch["response_mask"].bool()).any()
+    call = batch.non_tensor_batch["trajectory"][0][1]["calls"][0]
+    assert call["videos"] == ["video 4x56x56"] and call["images"][0].startswith("image 84x56")
+    assert batch.meta_info["metrics"]["agent_loop/rendered_differently"].value == 0.0
+    inputs = with_answers(prompts, batch, MetricSet()).non_tensor_batch["multi_modal_inputs"][0]
+    assert inputs["pixel_values"].shape == (16 + 2 * 24, 1176) and inputs["pixel_values_videos"].shape == (64, 1176)
+
+
+def test_a_video_that_cannot_be_read_is_a_failed_call_that_says_why(seeing_tokenizer, processor, tmp_path):
+    answers = [film_call("none"), "red<|im_end|>"]
+    batch, script = play(seeing_tokenizer, processor, answers, table(seeing_tokenizer, processor), **filmed(tmp_path))
+    call = batch.non_tensor_batch["trajectory"][0][1]["calls"][0]
+    assert call["answer"] == "Error: DataError: tool film, video 0: a video without frames" and "images" not in call
+    assert script.requests[-1].videos is None and len(script.requests[-1].images) == 1
+
+
+def test_videos_of_an_environment_are_seen_with_its_text(seeing_tokenizer, processor, tmp_path):
+    prompts, answers = table(seeing_tokenizer, processor), ["blue<|im_end|>", "red<|im_end|>"]
+    batch, script = play(seeing_tokenizer, processor, answers, prompts, **discs(tmp_path, environment="Films"))
+    first, second = (r for r in script.requests if r.session == script.requests[0].session)
+    assert len(first.images) == 1 and [len(clip["frames"]) for clip in first.videos] == [4]
+    assert [clip["frames"][0].getpixel((0, 0)) for clip in second.videos] == [(0, 0, 255), (255, 0, 0)]
+    assert second.multi_modal_inputs["video_grid_thw"].tolist() == [[2, 4, 4], [1, 4, 6]]
+    film = next(number for number, kind in processor.placeholder_ids.items() if kind == "video")
+    shown = batch.batch["responses"] == film
+    assert shown.sum(-1).tolist() == [6, 6] and not (shown & batch.batch["response_mask"].bool()).any()
+    assert batch.non_tensor_batch["reward_score"].tolist() == [1.0, 1.0]
+    assert batch.non_tensor_batch["trajectory"][0][2]["videos"] == ["video 2x84x56"]
+
+
+def test_a_trajectory_that_goes_on_later_has_its_pictures_and_videos_again(processor):
     row = {"multi_modal_data": {"images": [RED]}, "multi_modal_inputs": processor.process([RED])[0]}
     data = AgentData(row, seen=SeenImages(processor, row))
-    data.seen.take([Image.new("RGB", (84, 56), "blue")])
+    data.seen.take([Image.new("RGB", (84, 56), "blue"), clip(2, 56, 56)])
     later = AgentData.of_plain(row, data.plain(), SeenImages(processor, row))
     assert [image.size for image in later.seen.images] == [(56, 56), (84, 56)]
-    assert torch.equal(later.seen.inputs["pixel_values"], data.seen.inputs["pixel_values"])
+    assert [len(video["frames"]) for video in later.seen.videos] == [2]
+    for name, tensor in data.seen.inputs.items():
+        assert torch.equal(later.seen.inputs[name], tensor)
 
 
 def discs(folder: Path, **options: Any) -> dict[str, str]:
     """The settings of a run whose rows play an environment that shows pictures."""
+    place = f"tests.agent_loop.envs.guess:{options.pop('environment', 'Discs')}"
     entry = {"name": "discs", "_target_": "verl.agent_loop.envs.loop.EnvironmentAgentLoop", **options}
-    entry |= {"environment": "tests.agent_loop.envs.guess:Discs"}
+    entry |= {"environment": place}
     (folder / "loops.yaml").write_text(json.dumps([entry]))
     return {"agent__default_agent_loop": "discs", "agent__agent_loop_config_path": str(folder / "loops.yaml")}
 
@@ -135,7 +194,7 @@ def test_pictures_of_an_environment_are_seen_with_its_text(seeing_tokenizer, pro
     ("broken", "said"),
     [
         ("shape", "an image has the shape (56, 56, 2) and the type uint8"),
-        ("name", "an observation with ['picture']; it may have text and image"),
+        ("name", "an observation with ['picture']; it may have text, image, video"),
         ("damaged", "image 0: not an image, or damaged at its beginning"),
     ],
 )
@@ -146,9 +205,17 @@ def test_a_picture_that_cannot_be_shown_costs_its_own_row(seeing_tokenizer, proc
     assert said in str(failed.value)
 
 
-def test_an_environment_with_pictures_needs_a_model_that_sees(seeing_tokenizer, tmp_path):
-    with pytest.raises(RolloutError, match="it shows an image, and the model reads only text"):
-        play(seeing_tokenizer, None, ["blue<|im_end|>"], rows(ASK, raw_prompt_ids=[[1]]), **discs(tmp_path))
+@pytest.mark.parametrize(("environment", "kind"), [("Discs", "an image"), ("Films", "a video")])
+def test_an_environment_that_shows_something_needs_a_model_that_sees(seeing_tokenizer, tmp_path, environment, kind):
+    settings = discs(tmp_path, environment=environment)
+    with pytest.raises(RolloutError, match=f"it shows {kind}, and the model reads only text"):
+        play(seeing_tokenizer, None, ["blue<|im_end|>"], rows(ASK, raw_prompt_ids=[[1]]), **settings)
+
+
+def test_frames_of_another_type_cost_their_row_and_say_so(seeing_tokenizer, processor, tmp_path):
+    settings = discs(tmp_path, environment="Films", environment_kwargs={"broken": True})
+    with pytest.raises(RolloutError, match=r"an image has the shape .* and the type float32"):
+        play(seeing_tokenizer, processor, ["blue<|im_end|>"], table(seeing_tokenizer, processor), **settings)
 
 
 @register("test_looks")
@@ -170,6 +237,39 @@ def test_a_loop_that_renders_its_messages_itself_gets_the_rows_images(seeing_tok
     assert list(script.requests[0].token_ids) == asked.non_tensor_batch["raw_prompt_ids"][0]
     assert np.asarray(script.requests[0].images[0]).tolist() == np.asarray(RED).tolist()
     assert script.requests[0].multi_modal_inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+@register("test_films")
+class FilmsItself(AgentLoopBase):
+    """Shows a video in its messages, and names images and videos of its requests."""
+
+    async def run(self, sampling_params, **row):
+        frames = [Image.new("RGB", (56, 56), "blue")] * 2
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "video", "video": frames}]}]
+        seen = await self.process_vision_info(messages)
+        ids = await self.apply_chat_template(messages, **seen)
+        media = {"image_data": seen["images"], "video_data": seen["videos"]}
+        answer = await self.server_manager.generate("x", prompt_ids=ids, sampling_params=sampling_params, **media)
+        output = AgentLoopOutput(ids, list(answer.token_ids), [1] * len(answer.token_ids))
+        with pytest.raises(DataError, match="the messages have more images than the trajectory"):
+            await self.process_vision_info(messages * 2)
+        return output
+
+
+def test_a_loop_may_show_a_video_that_is_not_of_its_row(seeing_tokenizer, processor):
+    prompts = table(seeing_tokenizer, processor)
+    _, script = play(seeing_tokenizer, processor, ["red<|im_end|>"], prompts, agent__default_agent_loop="test_films")
+    request = script.requests[0]
+    assert request.images[0] is RED and [len(video["frames"]) for video in request.videos] == [2]
+    assert request.multi_modal_inputs["video_grid_thw"].tolist() == [[1, 4, 4]]
+    assert request.token_ids.count(processor.placeholder_id) == 4
+
+
+def test_named_images_and_videos_of_a_family_with_frames_as_images_are_refused(seeing_model):
+    """Their features are joined in the order of the prompt, which a request does not say."""
+    sees = SeenImages(load_processor(seeing_model("internvl")), {"multi_modal_data": {"images": [RED]}})
+    with pytest.raises(NotBuiltError, match="this family takes frames as images"):
+        sees.of_request([RED.copy()], [clip(2, 28, 28)])
 
 
 def test_rows_without_inputs_stay_without_when_a_tool_answers_with_a_picture(processor):

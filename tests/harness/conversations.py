@@ -207,3 +207,14 @@ class Camera(BaseTool):
         from PIL import Image
 
         return ToolResponse(text="see", image=[Image.new("RGB", (84, 56), parameters["colour"])]), 0.0, {}
+
+
+class Recorder(BaseTool):
+    """Answers with a picture and a video of four frames in one colour; for ``none``, with a video without frames."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        from PIL import Image
+
+        colour = parameters["colour"]
+        frames = [] if colour == "none" else [Image.new("RGB", (56, 56), colour)] * 4
+        return ToolResponse(text="see", image=[Image.new("RGB", (84, 56), "red")], video=[frames]), 0.0, {}

@@ -181,7 +181,7 @@ def test_images_of_a_server_are_shown_to_a_model_that_sees():
     tool = MCPBaseTool({}, mcp_schema({"name": "look"}), answering)
     answers = []
 
-    def load(images, where):
+    def load(images, where, first):
         if images[0]["bytes"] == b"damaged":
             raise DataError("not an image")
         return images
@@ -196,6 +196,27 @@ def test_images_of_a_server_are_shown_to_a_model_that_sees():
         sees = SimpleNamespace(seen=SimpleNamespace(processor=object(), load=load))
         answer = asyncio.run(tool.execute("", {}, agent_data=sees))[0]
         assert (answer.text, answer.image) == ("a\n[image: image/png]", [{"bytes": blue}])
+
+
+def test_videos_of_a_server_are_shown_to_a_model_that_takes_them():
+    parts = [{"type": "resource", "resource": {"uri": "u", "mimeType": "video/mp4", "blob": "cmVk"}}]
+
+    async def answer_of(*_):
+        return {"content": parts}
+
+    def taken(videos, where, first):
+        return videos
+
+    def refused(videos, where, first):
+        raise DataError("the model takes images and no videos")
+
+    tool = MCPBaseTool({}, mcp_schema({"name": "look"}), SimpleNamespace(call=answer_of, restarts=0))
+    answers = []
+    for load_videos in (taken, refused):
+        trajectory = SimpleNamespace(seen=SimpleNamespace(processor=object(), load_videos=load_videos))
+        answers.append(asyncio.run(tool.execute("", {}, agent_data=trajectory))[0])
+    assert (answers[0].text, answers[0].image, answers[0].video) == ("", None, [{"bytes": b"red"}])
+    assert (answers[1].text, answers[1].video) == ("[resource: video/mp4]", None)
 
 
 def test_what_a_server_writes_to_its_standard_error_is_read_and_not_kept(tools):

@@ -30,7 +30,7 @@ class AgentData:
         turn_scores: rewards of the simulated user, one per turn.
         tool_rewards: step rewards of tools, in the order of the calls.
         instances: ids of the tools' instances by name.
-        seen: the images so far.
+        seen: the images and videos so far.
         record: one entry per piece of the conversation: role, text, tokens, mask, calls, rewards.
     """
 
@@ -85,11 +85,11 @@ class AgentData:
         self.user_turns += 1
 
     def plain(self) -> dict[str, Any]:
-        """All of it but the row, as data that a file can hold; of the images those that came after the row's own."""
+        """All of it but the row, as data that a file can hold; of the media what came after the row's own."""
         state = {name: value for name, value in vars(self).items() if name not in ("row", "tools_kwargs", "seen")}
         messages = [[isinstance(message, SampledMessage), dict(message)] for message in self.messages]
         return copy.deepcopy({**state, "messages": messages, "metrics": plain_metrics(self.metrics)}) | {
-            "images": list(self.seen.added)
+            "media": list(self.seen.added)
         }
 
     @classmethod
@@ -97,11 +97,11 @@ class AgentData:
         """The reverse of `plain`.
 
         Args:
-            seen: the images of the row, which gets those of later turns.
+            seen: the images and videos of the row, which gets those of later turns.
         """
-        fields = copy.deepcopy({name: value for name, value in state.items() if name != "images"})
+        fields = copy.deepcopy({name: value for name, value in state.items() if name != "media"})
         seen = seen or SeenImages()
-        seen.take(state.get("images") or ())
+        seen.take(state.get("media") or ())
         messages = [SampledMessage(message) if own else dict(message) for own, message in fields.pop("messages")]
         metrics = metrics_of(fields.pop("metrics"))
         return cls(row, messages, row.get("tools_kwargs") or {}, metrics=metrics, seen=seen, **fields)

@@ -17,7 +17,7 @@ from verl.config.schema.rollout import RolloutConfig
 from verl.data.chat_template import ChatTemplate
 from verl.data.messages import MEDIA, as_messages
 from verl.data.vision.parts import bare, media_parts
-from verl.errors import DataError, NotBuiltError
+from verl.errors import DataError
 from verl.metrics import MetricSet
 from verl.protocol.tokenizer import Tokenizer
 from verl.registry import AGENT_LOOPS
@@ -50,8 +50,8 @@ class AgentLoopOutput:
         token_versions: version of the weights that drew each token, -1 on inserted ones.
         routed_experts: (tokens, layers, top_k) array: the experts of the first tokens of prompt and response, at most
             all of them; None if nothing recorded them.
-        multi_modal_data, multi_modal_inputs: the images of all turns and what the processor made of them, where there
-            are more than the row's own; None leaves the row's.
+        multi_modal_data, multi_modal_inputs: the images and videos of all turns and what the processor made of them,
+            where there are more than the row's own; None leaves the row's.
         reward_score: a score that the loop already knows.
         step_rewards: (place in the response, reward) of each step, where it is not one score at the end; its sum is
             ``reward_score``.
@@ -181,27 +181,33 @@ class AgentLoopBase(ABC):
     async def process_vision_info(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """``{"images": [PIL.Image, ...], "videos": [VideoClip, ...]}`` of the messages, in order, without empty lists.
 
-        A part that only says that there is an image is one of the row's own, in order; a video is one of the row's.
+        A part that only says that there is one is of those that the trajectory has seen, in order.
 
         Raises:
-            DataError: there are more such parts than the row has images, or an image is broken.
-            NotBuiltError: a part that holds a video, or is a sound.
+            DataError: there are more such parts than it has seen, or an image or a video is broken.
+            NotBuiltError: a part that is a sound, or a file that no installed package reads.
         """
         parts = list(media_parts(as_messages(list(messages), lambda: "messages", media=MEDIA)))
-        if any("video" in part for part in parts):
-            raise NotBuiltError("videos that are not those of the row are not built yet", key="messages")
         seen = self.server_manager.seen
-        row_images = iter(seen.images)
-        images = [p["image"] if "image" in p else next(row_images, None) for p in parts if p["type"] == "image"]
-        videos = seen.videos[: len(parts) - len(images)]
-        loaded = {"images": seen.load(images, "messages") if images else [], "videos": videos}
-        return {name: values for name, values in loaded.items() if values}
+        waiting, loaded = {"image": iter(seen.images), "video": iter(seen.videos)}, dict[str, list[Any]]()
+        for part in parts:
+            kind = part["type"]
+            of_kind = loaded.setdefault(f"{kind}s", [])
+            if kind not in part:
+                of_kind.append(next(waiting[kind], None))
+                if of_kind[-1] is None:
+                    raise DataError(f"the messages have more {kind}s than the trajectory", key="messages")
+                continue
+            load = seen.load if kind == "image" else seen.load_videos
+            of_kind += load([part[kind]], "messages", first=len(of_kind))
+        return loaded
 
     async def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Messages -> token ids that end where the assistant's answer begins; special tokens in them are text.
 
         Args:
-            kwargs: further arguments of the template; ``images`` are those of the messages, else the row's.
+            kwargs: further arguments of the template; ``images`` and ``videos`` are those of the messages, else the
+                trajectory's.
         """
         template = ChatTemplate(self.tokenizer)
         aside = ("tokenize", "return_dict", "images", "videos")
@@ -210,7 +216,7 @@ class AgentLoopBase(ABC):
         ids = template.encode(text)
         if not any(True for _ in media_parts(messages)):
             return ids
-        return self.server_manager.seen.prompt(ids, kwargs.get("images"))
+        return self.server_manager.seen.prompt(ids, kwargs.get("images"), kwargs.get("videos"))
 
     async def prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """The row's prompt: as the dataset tokenised and truncated it, else from its messages."""

@@ -11,7 +11,7 @@ from verl import stacks
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import from_plain_part, plain_part
-from verl.errors import NotBuiltError, RolloutError, suggest
+from verl.errors import RolloutError, suggest
 from verl.json_text import Json
 from verl.observability.traces import traced
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
@@ -39,7 +39,7 @@ class SamplerClient:
         response_length: budget of a request that does not name its own.
         stop_token_ids: end a response, besides the model's own end tokens.
         stop: once it is set, requests come back aborted and empty.
-        seen: the images of this trajectory, which every request has; a loop may add to them.
+        seen: the images and videos of this trajectory, which every request has; a loop may add to them.
         goes_on: a request that is aborted resumes at once: its loop cannot resume in a later batch.
 
     Attributes:
@@ -94,16 +94,14 @@ class SamplerClient:
         Args:
             request_id: any name; requests of one trajectory may share it (servers route by it).
             sampling_params: keys of `SamplingParams`; ``max_new_tokens`` is understood too.
-            image_data: the images of ``prompt_ids``, in order; None: all that the trajectory has seen.
-            video_data: the videos of the row, which every request has; others are refused.
+            image_data, video_data: pictures and `VideoClip` mappings of ``prompt_ids``, each kind in order; None: all
+                that the trajectory has seen.
             generated_prefix: see `Request`; to resume a response that was aborted.
 
         Raises:
             RolloutError: an unknown parameter, or whatever the sampler refuses.
         """
-        if any(id(clip) not in map(id, self.seen.videos) for clip in video_data or ()):
-            raise NotBuiltError("videos that are not those of the row are not built yet", key="video_data")
-        images, inputs = self.seen.of_request(image_data)
+        images, videos, inputs = self.seen.of_request(image_data, video_data)
         turn, self.num_requests = self.num_requests, self.num_requests + 1
         request = Request(
             id=f"{self.uid}-{self.sample_index}-{turn}",
@@ -113,7 +111,7 @@ class SamplerClient:
             uid=self.uid if turn == 0 else f"{self.uid}/{turn}",
             sample_index=self.sample_index,
             images=images,
-            videos=self.seen.videos or None,
+            videos=videos,
             multi_modal_inputs=inputs,
             generated_prefix=tuple(generated_prefix),
             session=f"{request_id}/{self.uid}-{self.sample_index}",

@@ -17,7 +17,7 @@ from verl.agent_loop.seen import SeenImages
 from verl.agent_loop.unfinished import EARLIER
 from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.data.vision.images import ImageLimits
+from verl.data.vision.videos import VideoLimits
 from verl.errors import ConfigError, ReplayError, RolloutError
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Sampler
@@ -101,7 +101,7 @@ class RowRunner:
         end = self.tokenizer.eos_token_id
         ends = () if end is None else (int(end),)
         its_stop = Stop() if waits else stop
-        seen = SeenImages(self.processor, row, ImageLimits.of(self.data_config))
+        seen = SeenImages(self.processor, row, VideoLimits.of(self.data_config))
         client = SamplerClient(
             self.sampler, *stream, self.config.seed, budget, ends, its_stop, goes_on=waits, seen=seen
         )

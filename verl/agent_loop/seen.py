@@ -1,4 +1,4 @@
-"""The images and videos of one trajectory: those of its row, and images that tools answer with in later turns.
+"""The images and videos of one trajectory: those of its row, and those that tools show in later turns.
 
 Tokens stay the truth: a prompt and what is inserted have as many placeholders as their images have features, in order.
 """
@@ -6,14 +6,46 @@ Tokens stay the truth: a prompt and what is inserted have as many placeholders a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
-from verl.data.vision.images import ImageLimits, load_image
+from verl.data.vision.images import describe_image, load_image
 from verl.data.vision.processor import VisionProcessor, join_inputs
-from verl.data.vision.videos import VideoClip
-from verl.errors import RolloutError
+from verl.data.vision.videos import VideoClip, VideoLimits, describe_clip, load_video
+from verl.errors import NotBuiltError, RolloutError
+
+
+@dataclass(frozen=True)
+class ShownMedia:
+    """Pictures and clips of one message, in the order of their placeholders."""
+
+    media: tuple[Image.Image | VideoClip, ...] = ()
+
+    @property
+    def images(self) -> list[Any]:
+        return [one for one in self.media if isinstance(one, Image.Image)]
+
+    @property
+    def videos(self) -> list[VideoClip]:
+        return [one for one in self.media if not isinstance(one, Image.Image)]
+
+    def content(self, text: str) -> str | list[dict[str, Any]]:
+        """The content of a message that shows them before a text."""
+        if not self.media:
+            return text
+        parts = [{"type": "image" if isinstance(one, Image.Image) else "video"} for one in self.media]
+        return [*parts, {"type": "text", "text": text}] if text else parts
+
+    def entry(self) -> dict[str, list[str]]:
+        """Their sizes by kind, for people; without kinds of which there are none."""
+        images, videos = map(describe_image, self.images), map(describe_clip, self.videos)
+        return {kind: shown for kind, shown in (("images", [*images]), ("videos", [*videos])) if shown}
+
+
+NOTHING = ShownMedia()
 
 
 class SeenImages:
@@ -21,39 +53,41 @@ class SeenImages:
 
     Attributes:
         images: pictures in the order of their placeholders.
-        videos: those of the row, in the order of theirs.
+        videos: clips in the order of theirs.
         inputs: what the processor made of them; the row's own object until there are more.
-        added: pictures that came after the row's own.
+        added: pictures and clips that came after the row's own.
 
     Args:
         processor: of the policy; None for a model that reads only text.
         row: its columns ``multi_modal_data`` and ``multi_modal_inputs`` are read.
-        limits: of pictures that come later.
+        limits: of pictures and videos that come later.
     """
 
     def __init__(
         self,
         processor: VisionProcessor | None = None,
         row: Mapping[str, Any] | None = None,
-        limits: ImageLimits | None = None,
+        limits: VideoLimits | None = None,
     ):
         row = row or {}
-        self.processor, self.limits = processor, limits or ImageLimits()
+        self.processor, self.limits = processor, limits or VideoLimits()
         data = row.get("multi_modal_data") or {}
         self.images: list[Any] = list(data.get("images") or ())
         self.videos: list[VideoClip] = list(data.get("videos") or ())
         self.inputs: Mapping[str, Tensor] = row.get("multi_modal_inputs") or {}
-        self.added: list[Any] = []
+        self.added: list[Image.Image | VideoClip] = []
         self._made: dict[int, tuple[Any, Mapping[str, Tensor]]] = {}
-        """By the id of a picture; the picture is kept, since a freed id would be given again."""
+        """By the id of a picture or clip, which is kept, since a freed id would be given again."""
 
-    def prompt(self, ids: Sequence[int], images: Sequence[Any] | None = None) -> list[int]:
+    def prompt(
+        self, ids: Sequence[int], images: Sequence[Any] | None = None, videos: Sequence[VideoClip] | None = None
+    ) -> list[int]:
         """A prompt with one placeholder per image and video, expanded.
 
         Args:
-            images: of the prompt; None: all that the trajectory has seen.
+            images, videos: of the prompt; None: all that the trajectory has seen.
         """
-        return self.expanded(ids, self.images if images is None else images, self.videos)
+        return self.expanded(ids, self.images if images is None else images, self.videos if videos is None else videos)
 
     def expanded(self, ids: Sequence[int], images: Sequence[Any], videos: Sequence[VideoClip] = ()) -> list[int]:
         """Tokens with one placeholder for each image and video, with as many as these have features.
@@ -66,54 +100,83 @@ class SeenImages:
         processor = self._processor()
         return processor.expand(ids, processor.pieces(images, videos))
 
-    def take(self, images: Sequence[Any]) -> None:
-        """The images of a later turn: all requests from here on have them."""
-        if not images:
+    def take(self, media: Sequence[Image.Image | VideoClip]) -> None:
+        """Pictures and clips of a later turn, in order: all requests from here on have them."""
+        if not media:
             return
         processor = self._processor()
         if self.inputs or not (
             self.images or self.videos
         ):  # data.return_multi_modal_inputs=false leaves them out of all turns
-            self.inputs = join_inputs([self.inputs, processor.process(images, "a later turn")[0]])
-        self.images = [*self.images, *images]
-        self.added = [*self.added, *images]
+            self.inputs = join_inputs([self.inputs, processor.process(media, "a later turn")[0]])
+        shown = ShownMedia(tuple(media))
+        self.images, self.videos = [*self.images, *shown.images], [*self.videos, *shown.videos]
+        self.added = [*self.added, *media]
 
-    def load(self, images: Sequence[Any], where: str) -> list[Any]:
+    def load(self, images: Sequence[Any], where: str, first: int = 0) -> list[Any]:
         """Images that a tool answers with, in any form, as pictures.
+
+        Args:
+            first: number of the first one, for messages.
 
         Raises:
             DataError: one is broken, or larger than the limits. RolloutError: the model reads only text.
         """
         self._processor()
-        return [load_image(image, f"{where}, image {number}", self.limits) for number, image in enumerate(images)]
+        limits = self.limits.images
+        return [load_image(image, f"{where}, image {number}", limits) for number, image in enumerate(images, first)]
 
-    def of_request(self, images: Sequence[Any] | None) -> tuple[Sequence[Any] | None, Mapping[str, Tensor] | None]:
-        """Pictures and inputs of a request: what the trajectory has seen, or the pictures that its loop names.
+    def load_videos(self, videos: Sequence[Any], where: str, first: int = 0) -> list[VideoClip]:
+        """Videos that a tool answers with, in any form, as the frames that the model sees.
 
-        Videos are those of the row in both cases.
+        Args:
+            first: number of the first one, for messages.
+
+        Raises:
+            DataError: one is broken or larger than the limits, or the model takes no videos.
+            NotBuiltError: no installed package reads such a file.
+            RolloutError: the model reads only text.
         """
-        if images is None or (len(images) == len(self.images) and all(map(_same, images, self.images))):
-            return self.images or None, self.inputs or None
-        return list(images) or None, self._inputs_of(images) or None
+        processor = self._processor()
+        processor.check_videos(where)
+        step = processor.frames_per_token
+        return [
+            load_video(one, f"{where}, video {number}", self.limits, step) for number, one in enumerate(videos, first)
+        ]
+
+    def of_request(
+        self, images: Sequence[Any] | None, videos: Sequence[VideoClip] | None = None
+    ) -> tuple[Sequence[Any] | None, Sequence[VideoClip] | None, Mapping[str, Tensor] | None]:
+        """Pictures, clips and inputs of a request: what the trajectory has seen, or what its loop names."""
+        images, videos = self.images if images is None else images, self.videos if videos is None else videos
+        if [*map(id, images), *map(id, videos)] == [*map(id, self.images), *map(id, self.videos)]:
+            return self.images or None, self.videos or None, self.inputs or None
+        return list(images) or None, list(videos) or None, self._inputs_of(images, videos) or None
 
     def of_trajectory(self, images: Sequence[Any]) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         """The columns ``multi_modal_data`` and ``multi_modal_inputs`` of a trajectory that saw these pictures alone."""
-        return {"images": list(images), "videos": list(self.videos)}, self._inputs_of(images)
+        return {"images": list(images), "videos": list(self.videos)}, self._inputs_of(images, self.videos)
 
-    def _inputs_of(self, images: Sequence[Any]) -> Mapping[str, Tensor]:
-        """What the processor makes of pictures; those of the request before are not processed again."""
+    def _inputs_of(self, images: Sequence[Any], videos: Sequence[VideoClip]) -> Mapping[str, Tensor]:
+        """What the processor makes of pictures and clips; those of the request before are not processed again.
+
+        Raises:
+            NotBuiltError: both kinds, and a family that takes frames as images: their order is not known.
+        """
         cache, self._made = self._made, {}
-        shown = [*self.videos, *images]
-        for one in shown:
+        for one in (*videos, *images):
             entry = cache.get(id(one)) or (one, self._processor().process([one], "a request")[0])
             self._made[id(one)] = entry
-        return join_inputs([self._made[id(one)][1] for one in shown])
+        of_videos, of_images = (join_inputs([self._made[id(one)][1] for one in kind]) for kind in (videos, images))
+        if of_videos.keys() & of_images.keys():
+            raise NotBuiltError(
+                "a loop named images and videos of a request, and this family takes frames as images",
+                key="image_data",
+                fix="Leave image_data and video_data out: the request then has all that the trajectory has seen.",
+            )
+        return {**of_videos, **of_images}
 
     def _processor(self) -> VisionProcessor:
         if self.processor is None:
             raise RolloutError("the model reads only text: it has no image processor", fix="Use a model that sees.")
         return self.processor
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other

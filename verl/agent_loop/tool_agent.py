@@ -18,6 +18,7 @@ from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message, plain_message
 from verl.agent_loop.failed import error_place
 from verl.agent_loop.parsers import Malformed, Parsed, ToolParser
+from verl.agent_loop.seen import NOTHING, ShownMedia
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, CallLimits, ToolCalls, ToolReply, openai_call, shortened
 from verl.agent_loop.unfinished import PROCESS
 from verl.config.schema.data import DataConfig
@@ -197,11 +198,11 @@ class ToolAgentLoop(AgentLoopBase):
             )
             if self._is_over(data, answer):
                 return
-            images: list[Any] = []
+            shown = NOTHING
             if parsed.items:
                 replies = await parts.calls.run(data, parsed.items, names, parts.parser.form)
                 new, entry = [reply.message() for reply in replies], entry_of_calls(replies)
-                images = [image for reply in replies for image in reply.images]
+                shown = ShownMedia(tuple(one for reply in replies for one in reply.shown.media))
             elif simulated is not None:
                 new, entry = await self._ask(data, simulated)
             else:
@@ -217,13 +218,13 @@ class ToolAgentLoop(AgentLoopBase):
                 notice("the chat template", f"a conversation ends because of it and is scored as it is: {error}")
                 _ended(data, "template")
                 return
-            ids = data.seen.expanded(after, images)
+            ids = data.seen.expanded(after, shown.images, shown.videos)
             if not self._fits(data, ids):
                 data.record.append({**entry, "left_out": "it does not fit into the response"})
                 _ended(data, "length", "length")
                 return
             data.messages += new
-            data.seen.take(images)
+            data.seen.take(shown.media)
             data.add_inserted(ids)
             data.record.append({**entry, "tokens": len(ids), "mask": 0})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.parsers import FunctionCall, Malformed
-from verl.data.vision.images import describe_image
+from verl.agent_loop.seen import NOTHING, ShownMedia
 from verl.errors import suggest
 from verl.json_text import read_json
 from verl.metrics import notice
@@ -56,21 +56,18 @@ class ToolReply:
     reward: float | None = None
     seconds: float = 0.0
     fault: str = ""
-    images: tuple[Any, ...] = ()
+    shown: ShownMedia = NOTHING
 
     def message(self) -> dict[str, Any]:
-        """The answer as a message; its images stand before its text."""
-        content: Any = self.text
-        if self.images:
-            content = [{"type": "image"}] * len(self.images) + [{"type": "text", "text": self.text}]
-        message = {"role": "tool", "content": content, "name": self.name}
+        """The answer as a message; its images and videos stand before its text."""
+        message = {"role": "tool", "content": self.shown.content(self.text), "name": self.name}
         return {**message, "tool_call_id": self.call_id} if self.call_id else message
 
     def entry(self) -> dict[str, Any]:
         """The answer for people."""
         entry = {"name": self.name, "arguments": self.arguments, "answer": self.text, "reward": self.reward}
-        seen = {"images": [describe_image(image) for image in self.images]} if self.images else {}
-        return {**entry, "seconds": round(self.seconds, 4), **({"fault": self.fault} if self.fault else {}), **seen}
+        fault = {"fault": self.fault} if self.fault else {}
+        return {**entry, "seconds": round(self.seconds, 4), **fault, **self.shown.entry()}
 
 
 class ToolCallError(Exception):
@@ -160,17 +157,17 @@ class ToolCalls:
                 hint = f" Write a call as {form}" if form else ""
                 raise ToolCallError("malformed", f"the tool call could not be read: {item.reason}.{hint}")
             arguments = self._arguments(item, names)
-            text, images, reward = await self._execute(data, name, arguments)
+            text, shown, reward = await self._execute(data, name, arguments)
             kind = ""
         except ToolCallError as fault:
-            text, images, reward, kind = f"Error: {fault}", (), None, fault.kind
+            text, shown, reward, kind = f"Error: {fault}", NOTHING, None, fault.kind
         seconds = time.perf_counter() - start
         data.metrics.add(f"tool_calls/{kind or 'answered'}", 1, "sum")
         if name in self.tools:
             data.metrics.add(f"tool_calls/{name}/count", 1, "sum")
             data.metrics.add(f"tool_calls/{name}/failed", float(bool(kind)), "mean")
             data.metrics.add(f"tool_calls/{name}/seconds", seconds, "mean")
-        return ToolReply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind, images)
+        return ToolReply(name, self._shortened(data, text), arguments, call_id, reward, seconds, kind, shown)
 
     def _arguments(self, call: FunctionCall, names: Sequence[str]) -> dict[str, Any]:
         if call.name not in names:
@@ -188,8 +185,8 @@ class ToolCalls:
 
     async def _execute(
         self, data: AgentData, name: str, arguments: dict[str, Any]
-    ) -> tuple[str, tuple[Any, ...], float | None]:
-        """(text, images, step reward) of a tool's answer."""
+    ) -> tuple[str, ShownMedia, float | None]:
+        """(text, images and videos, step reward) of a tool's answer."""
         tool = self.tools[name]
         if name not in data.instances:
             raise ToolCallError("failed", f"the tool {name} could not be started")
@@ -199,7 +196,8 @@ class ToolCalls:
         try:
             returned = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
             response, reward, metrics = unpacked(returned)
-            images = tuple(data.seen.load(response.image, f"tool {name}")) if response.image else ()
+            images = data.seen.load(response.image, f"tool {name}") if response.image else ()
+            videos = data.seen.load_videos(response.video, f"tool {name}") if response.video else ()
         except TimeLimit as error:
             raise ToolCallError("timeout", f"the tool {name} gave {error}") from error
         except Exception as error:  # boundary: a user's tool; the model receives it, the person too
@@ -211,7 +209,7 @@ class ToolCalls:
         if reward is not None:
             data.tool_rewards.append(reward)
             data.metrics.add("tool_calls/step_reward", reward, "mean")
-        return response.text or "", images, reward
+        return response.text or "", ShownMedia((*images, *videos)), reward
 
     async def _run(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await self.runner.run(functools.partial(method, *arguments, **named), self.limits.seconds)
@@ -256,10 +254,9 @@ def unpacked(returned: object) -> tuple[ToolResponse, float | None, Mapping[str,
         response = ToolResponse(text=response)
     if not isinstance(response, ToolResponse):
         raise TypeError(f"the tool answered with {type(response).__name__}, not with a ToolResponse")
-    if response.video:
-        raise TypeError("the tool answered with videos, which only rows may have; images are taken")
-    if response.image is not None and not isinstance(response.image, (list, tuple)):
-        raise TypeError("the images of a tool's answer are a list")
+    for kind, media in (("images", response.image), ("videos", response.video)):
+        if media is not None and not isinstance(media, (list, tuple)):
+            raise TypeError(f"the {kind} of a tool's answer are a list")
     if response.text is not None and not isinstance(response.text, str):
         raise TypeError(f"the tool answered with {type(response.text).__name__}, not with text")
     known = metrics if isinstance(metrics, Mapping) else {}

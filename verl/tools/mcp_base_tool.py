@@ -96,18 +96,19 @@ class MCPBaseTool(BaseTool):
         refused = bool(reply.get("isError"))
         trajectory: Any = kwargs.get("agent_data")
         sees = trajectory is not None and trajectory.seen.processor is not None
-        images: list[Any] = []
-        parts: list[Any] = []
+        images, videos, parts = list[Any](), list[Any](), list[Any]()
         for part in reply.get("content") or ():
             try:
                 if sees and is_image(part):
-                    images += trajectory.seen.load([image_of(part)], f"tool {self.name}")
+                    images += trajectory.seen.load([file_of(part)], f"tool {self.name}", first=len(images))
+                elif sees and is_video(part):
+                    videos += trajectory.seen.load_videos([file_of(part)], f"tool {self.name}", first=len(videos))
                 else:
                     parts.append(part)
             except (VerlError, ValueError):  # a kind that is not read, or damaged: the model gets its type
                 parts.append(part)
-        text = result_text({**reply, "content": parts}) if parts or not images else ""
-        answer = ToolResponse(text=f"Error: {text}" if refused else text, image=images or None)
+        text = result_text({**reply, "content": parts}) if parts or not (images or videos) else ""
+        answer = ToolResponse(text=f"Error: {text}" if refused else text, image=images or None, video=videos or None)
         return answer, None, {"mcp_failed": float(refused), "mcp_restarts": self.server.restarts}
 
     async def close(self) -> None:
@@ -157,11 +158,17 @@ def is_image(part: Mapping[str, Any]) -> bool:
     return part.get("type") == "image" or (named and resource.get("blob") is not None)
 
 
-def image_of(part: Mapping[str, Any]) -> dict[str, bytes]:
-    """The file in an image part; raises ValueError where there is none, or it is not base64."""
+def is_video(part: Mapping[str, Any]) -> bool:
+    """Whether a part of an answer is a resource that holds a video."""
+    resource = part.get("resource") or {}
+    return str(resource.get("mimeType") or "").startswith("video/") and resource.get("blob") is not None
+
+
+def file_of(part: Mapping[str, Any]) -> dict[str, bytes]:
+    """The file in a part; raises ValueError where there is none, or it is not base64."""
     data = part.get("data") or (part.get("resource") or {}).get("blob")
     if not isinstance(data, str):
-        raise ValueError("an image part without data")
+        raise ValueError("a part without data")
     return {"bytes": base64.b64decode(data, validate=True)}
 
 

@@ -83,6 +83,22 @@ class Discs:
         return Image.new("RGB", (84, 56), "red"), float(action == "blue"), action == "red", False, {}
 
 
+class Films:
+    """Shows four frames of a colour, as an array, then two of another, by name; the answer is the colour."""
+
+    def __init__(self, broken: bool = False):
+        self.broken = broken
+
+    def reset(self):
+        frames = np.zeros((4, 56, 56, 3), dtype=np.uint8)
+        frames[..., 2] = 255
+        return (frames.astype(np.float32) if self.broken else frames), {}
+
+    def step(self, action: str):
+        shown = {"text": "And now?", "video": [Image.new("RGB", (84, 56), "red")] * 2}
+        return shown, float(action == "blue"), action == "red", False, {}
+
+
 class Older:
     """The form of before 2022: ``reset`` gives the observation alone, ``step`` one ``done``."""
 

@@ -21,8 +21,8 @@ from verl.errors import ConfigError, suggest
 from verl.registry import load_module, load_object
 from verl.tools.runner import TimeLimit, in_thread, runner
 
-OBSERVED = ("text", "image")
-"""Parts of an observation that has several; ``image`` is one image or a list."""
+OBSERVED = ("text", "image", "video")
+"""Parts of an observation that has several; ``image`` is one image or a list, ``video`` is one video."""
 
 
 class EnvironmentFailure(Exception):
@@ -31,7 +31,7 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment shows: a text, and for a model that sees images before it.
+    """What an environment shows: a text, and for a model that sees images and videos before it, in any form.
 
     Args:
         state: names the state that is observed, where the environment does; else the observation itself does.
@@ -39,6 +39,7 @@ class Observation:
 
     text: str
     images: tuple[Any, ...] = ()
+    videos: tuple[Any, ...] = ()
     state: str = ""
 
 
@@ -171,10 +172,13 @@ def _observed(observation: Any, where: str) -> Observation:
         unknown = [name for name in observation if name not in OBSERVED]
         if unknown or not observation:
             why = f"{where} returned an observation with {unknown or 'nothing'}"
-            raise EnvironmentFailure(f"{why}; it may have {' and '.join(OBSERVED)}")
-        images = observation.get("image")
+            raise EnvironmentFailure(f"{why}; it may have {', '.join(OBSERVED)}")
+        images, video = observation.get("image"), observation.get("video")
         listed = images if isinstance(images, (list, tuple)) else [] if images is None else [images]
-        return Observation(_text(observation.get("text") or "", where), tuple(map(_picture, listed)))
+        videos = () if video is None else (_clip(video),)
+        return Observation(_text(observation.get("text") or "", where), tuple(map(_picture, listed)), videos)
+    if isinstance(observation, np.ndarray) and observation.ndim == 4:
+        return Observation("", videos=(_clip(observation),))
     if isinstance(observation, (np.ndarray, Image)):
         return Observation("", (_picture(observation),))
     return Observation(_text(observation, where))
@@ -201,6 +205,13 @@ def _state(info: Mapping[str, Any], where: str) -> str:
     raise EnvironmentFailure(f"{where} returned info['state'] of type {type(state).__name__}; it is a text or a number")
 
 
+def _clip(video: Any) -> Any:
+    """Frames (T, H, W, 3) uint8, or a list of pictures, as a list; other forms are read as those of rows are."""
+    if isinstance(video, (np.ndarray, list, tuple)):
+        return [_picture(frame) for frame in video]
+    return video
+
+
 def _text(observation: Any, where: str) -> str:
     if isinstance(observation, str):
         return observation
@@ -210,6 +221,6 @@ def _text(observation: Any, where: str) -> str:
         except ValueError as error:  # Python writes no integer of more than 4,300 digits
             raise EnvironmentFailure(f"{where} returned a number that cannot be written as text: {error}") from error
     raise EnvironmentFailure(
-        f"{where} returned an observation of type {type(observation).__name__}; it is a text, an image, or "
-        '{"text": ..., "image": ...}'
+        f"{where} returned an observation of type {type(observation).__name__}; it is a text, an image, "
+        'a video, or {"text": ..., "image": ..., "video": ...}'
     )

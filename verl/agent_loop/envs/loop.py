@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-from PIL.Image import Image
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
@@ -17,6 +15,7 @@ from verl.agent_loop.client import within_response
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Observation, Step, load_environment
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
+from verl.agent_loop.seen import NOTHING, ShownMedia
 from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, shortened
 from verl.config.schema.data import DataConfig
@@ -121,7 +120,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             await asyncio.wait_for(work, settings.timeout)
         except EnvironmentFailure as failure:
             error = failure
-        except DataError as failure:  # an image that the processor refuses, or a template without a place for one
+        except DataError as failure:  # an image or video that is refused, or a template without a place for one
             error = EnvironmentFailure(str(failure))
         except TimeoutError:
             error = EnvironmentFailure(f"an episode took longer than {settings.timeout} s")
@@ -140,12 +139,13 @@ class EnvironmentAgentLoop(AgentLoopBase):
         self, episode: _Episode, environment: Environment, sampling_params: Mapping[str, Any], options: Any
     ) -> None:
         settings, extender, data = self.shared.settings, self.shared.extender, episode.data
-        first = self._shown(episode, await episode.timed(environment.reset(_seed(str(data.row["uid"])), options)))
-        as_text = replace(first, text=extender.template.outside_text(first.text))
-        data.messages = _opening(data.row.get("raw_prompt"), as_text)
-        data.seen.take(first.images)
+        first = await episode.timed(environment.reset(_seed(str(data.row["uid"])), options))
+        text, shown = self._shown(episode, first)
+        content = shown.content(extender.template.outside_text(text))
+        data.messages = _opening(data.row.get("raw_prompt"), content)
+        data.seen.take(shown.media)
         data.prompt_ids = data.seen.prompt(extender.prompt(data.messages))
-        data.record.append(_entry("user", first, len(data.prompt_ids), 0))
+        data.record.append(_entry("user", text, len(data.prompt_ids), 0, shown))
         if self._left(data) < 1:
             raise EnvironmentFailure(f"its first observation and the prompt have {len(data.prompt_ids)} tokens already")
         while True:
@@ -153,7 +153,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             history, text = list(data.messages), extender.text(answer.token_ids)
             message = assistant_message(text, text)
             data.messages.append(message)
-            data.record.append(_entry("assistant", Observation(text), len(answer.token_ids), 1))
+            data.record.append(_entry("assistant", text, len(answer.token_ids), 1))
             if answer.finish_reason == "abort" or self._left(data) < 1:
                 episode.end("length" if answer.finish_reason != "abort" else "abort")
                 return
@@ -163,39 +163,43 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
-            shown = self._shown(episode, step.observation)
-            new: list[Message] = [{"role": "user", "content": _content(shown)}]
+            text, shown = self._shown(episode, step.observation)
+            new: list[Message] = [{"role": "user", "content": shown.content(text)}]
             try:
-                ids = data.seen.expanded(extender.after(answer.token_ids, history, message, new), shown.images)
+                after = extender.after(answer.token_ids, history, message, new)
             except TemplateContinuationError as error:
                 notice("the chat template", f"an episode ends because of it: {error}; its rewards count")
                 episode.end("template")
                 return
+            ids = data.seen.expanded(after, shown.images, shown.videos)
             if len(ids) >= self._left(data):
                 episode.end("length")
                 return
             data.messages += new
-            data.seen.take(shown.images)
+            data.seen.take(shown.media)
             data.add_inserted(ids)
-            data.record.append(_entry("user", shown, len(ids), 0))
+            data.record.append(_entry("user", text, len(ids), 0, shown))
 
-    def _shown(self, episode: _Episode, observation: Observation) -> Observation:
-        """What the model is shown: its images as pictures, and a text that is not too long.
+    def _shown(self, episode: _Episode, observation: Observation) -> tuple[str, ShownMedia]:
+        """What the model is shown: a text that is not too long, pictures and clips.
 
         The text is cut before it is rendered and tokenised, which takes many times its memory and cannot be
         interrupted.
         """
         data = episode.data
-        if observation.images and data.seen.processor is None:
-            raise EnvironmentFailure("it shows an image, and the model reads only text")
-        images = tuple(data.seen.load(observation.images, self._name)) if observation.images else ()
-        episode.state = observation.state or _digest(observation.text, images)
+        images, videos = observation.images, observation.videos
+        if (images or videos) and data.seen.processor is None:
+            raise EnvironmentFailure(f"it shows {'an image' if images else 'a video'}, and the model reads only text")
+        media = data.seen.load(images, self._name) if images else []
+        media += data.seen.load_videos(videos, self._name) if videos else []
+        media_shown = ShownMedia(tuple(media))
+        episode.state = observation.state or _digest(observation.text, media_shown)
         shown = shortened(observation.text, self.shared.settings.max_observation_length, "left")
         if shown is not observation.text:
             data.metrics.add("rollout/environment/truncated_observations", 1, "sum")
             lengths = f"an observation of {len(observation.text)} characters is cut to {len(shown)}"
             notice(self._name, f"{lengths} (max_observation_length); further ones are only counted")
-        return Observation(shown, images)
+        return shown, media_shown
 
     async def _sample(self, episode: _Episode, sampling_params: Mapping[str, Any]) -> Any:
         data = episode.data
@@ -267,26 +271,19 @@ class _Episode:
             self.seconds += time.perf_counter() - start
 
 
-def _opening(prompt: Any, first: Observation) -> list[Message]:
+def _opening(prompt: Any, shown: str | list[dict[str, Any]]) -> list[Message]:
     """The row's messages with the first observation in their last user turn."""
     messages = [dict(message) for message in (prompt if prompt is not None else ())]
-    if not (first.text or first.images) and messages:
+    if not shown and messages:
         return messages
     if not messages or messages[-1]["role"] != "user":
-        return [*messages, {"role": "user", "content": _content(first)}]
-    before, shown = messages[-1]["content"], _content(first)
+        return [*messages, {"role": "user", "content": shown}]
+    before = messages[-1]["content"]
     if isinstance(before, str) and isinstance(shown, str):
         messages[-1]["content"] = f"{before}\n\n{shown}"
     else:
         messages[-1]["content"] = [*_parts(before), *_parts("\n\n" if before else ""), *_parts(shown)]
     return messages
-
-
-def _content(shown: Observation) -> str | list[dict[str, Any]]:
-    """The content of a message; images stand before the text."""
-    if not shown.images:
-        return shown.text
-    return [*({"type": "image"} for _ in shown.images), *_parts(shown.text)]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
@@ -295,12 +292,11 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return list(content)
 
 
-def _digest(text: str, images: Sequence[Image]) -> str:
-    """The state that an observation without a name stands for."""
-    state = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
-    for image in images:
-        state.update(repr(image.size).encode() + image.tobytes())
-    return state.hexdigest()
+def _digest(text: str, shown: ShownMedia) -> str:
+    """The state that an observation without a name stands for: its text and the pixels that it shows."""
+    pictures = [*shown.images, *(frame for clip in shown.videos for frame in clip["frames"])]
+    described = [describe_image(picture) for picture in pictures]
+    return hashlib.blake2b(f"{text}\n{described}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _seed(uid: str) -> int:
@@ -308,6 +304,5 @@ def _seed(uid: str) -> int:
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=4).digest(), "big") >> 1
 
 
-def _entry(role: str, shown: Observation, count: int, mask: int) -> dict[str, Any]:
-    seen = {"images": [describe_image(image) for image in shown.images]} if shown.images else {}
-    return {"role": role, "text": shown.text, "tokens": count, "mask": mask, **seen}
+def _entry(role: str, text: str, count: int, mask: int, shown: ShownMedia = NOTHING) -> dict[str, Any]:
+    return {"role": role, "text": text, "tokens": count, "mask": mask, **shown.entry()}
