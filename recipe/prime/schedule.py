@@ -133,7 +133,7 @@ def outcomes(batch: DataProto, ctx: StepContext) -> torch.Tensor:
     Raises:
         DataError: something else than a rate of being right.
     """
-    accuracy = torch.from_numpy(group_filter.accuracies(batch, ctx.sample_info)).float()
+    accuracy = torch.from_numpy(group_filter.accuracies(batch)).float()
     counted = torch.from_numpy(~group_filter.out_of_statistics(batch))
     wrong = counted & ~((accuracy >= 0) & (accuracy <= 1))
     if wrong.any():

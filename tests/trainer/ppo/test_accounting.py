@@ -36,8 +36,8 @@ def batch() -> DataProto:
 def test_every_row_of_a_batch_is_trained_on_or_dropped_for_its_own_reason(tmp_path):
     journal = Journal(tmp_path)
     journal.begin()
-    run = SimpleNamespace(ledger=Ledger(journal), learns_from_pairs=False)
-    ctx = SimpleNamespace(step=6, epoch=0, run=run, learned_from=None)
+    run = SimpleNamespace(ledger=Ledger(journal), learns_from_pairs=False, epoch_of=lambda step: 0)
+    ctx = SimpleNamespace(step=6, run=run)
     rows = batch()
     accounting.ask(rows, ctx)
     accounting.sampled(rows, ctx)

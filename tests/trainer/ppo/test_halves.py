@@ -10,6 +10,7 @@ from verl.config import PPOTrainerConfig, replace
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.callbacks import Callback
 from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.group_filter import DETAILS
 from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.step import learn
 
@@ -31,11 +32,11 @@ class Ahead(ScheduleRun):
 
     def _learn(self, batch, source, roles, ctx):
         def collect_next(_, roles, learning):
-            before = learning.metrics.values(), set(learning.timers.seconds), dict(learning.sample_info)
+            before = learning.metrics.values(), set(learning.timers.seconds)
             half = ctx.run.open(learning.step + 1)
             self.stream.prefetch(source, half, may_stop=False)
-            assert before == (learning.metrics.values(), set(learning.timers.seconds), learning.sample_info)
-            OPENED.append((learning.step, half.step, half.epoch, set(half.timers.seconds)))
+            assert before == (learning.metrics.values(), set(learning.timers.seconds))
+            OPENED.append((learning.step, half.step, ctx.run.epoch_of(half.step), set(half.timers.seconds)))
 
         last = ctx.step == ctx.run.total_steps
         return learn(batch, roles, ctx, () if last else (collect_next,))
@@ -49,7 +50,9 @@ class Books(Callback):
 
     def on_step_end(self, trainer, batch):
         ctx = trainer.ctx
-        self.books.append((ctx.step, ctx.epoch, ctx.sample_info, set(ctx.timers.seconds), ctx.gen_batches))
+        details = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info[DETAILS]}
+        batches = ctx.metrics.values()["training/num_gen_batches"]
+        self.books.append((ctx.step, ctx.run.epoch_of(ctx.step), details, set(ctx.timers.seconds), batches))
 
 
 def test_halves_of_two_steps_that_are_open_at_once_keep_their_own_numbers(workplace, monkeypatch):
@@ -79,13 +82,10 @@ def test_two_contexts_of_a_run_share_its_state_and_nothing_else():
         learning.metrics.add("actor/loss", 1.0)
         collecting.metrics.add("training/aborted_samples", 3, "sum")
         learning.metrics.add("actor/loss", 3.0)
-        collecting.gen_batches += 1
-        collecting.sample_info = {"acc": [1.0]}
-    assert (learning.step, learning.epoch, collecting.step, collecting.epoch) == (4, 1, 5, 2)
+    assert (learning.step, collecting.step) == (4, 5) and [run.epoch_of(step) for step in (4, 5)] == [1, 2]
     assert learning.metrics.values() == {"actor/loss": 2.0}
     assert collecting.metrics.values() == {"training/aborted_samples": 3.0}
     assert set(learning.timers.seconds) == {"update_actor"} and set(collecting.timers.seconds) == {"gen"}
-    assert (learning.gen_batches, learning.sample_info) == (0, {})
     assert learning.run is collecting.run is run and learning.run.kl_controller is collecting.run.kl_controller
     run.stop = stop = type(run.stop)()
     assert learning.run.stop is collecting.run.stop is stop
@@ -97,11 +97,10 @@ def test_a_half_that_ran_ahead_is_taken_into_the_context_of_its_step():
     for book in (half, step):
         with book.timed("gen"):
             book.metrics.add("training/zero_variance_groups", 1.0 if book is half else 0.0)
-    half.sample_info, half.gen_batches = {"acc": [0.0, 1.0]}, 3
+    half.metrics.add("training/num_gen_batches", 3, "sum")
     spent = half.timers.seconds["gen"] + step.timers.seconds["gen"]
     step.take_in(half)
-    assert step.metrics.values() == {"training/zero_variance_groups": 0.5}
+    assert step.metrics.values() == {"training/zero_variance_groups": 0.5, "training/num_gen_batches": 3.0}
     assert step.timers.seconds == {"gen": pytest.approx(spent)}
-    assert (step.sample_info, step.gen_batches) == ({"acc": [0.0, 1.0]}, 3)
     with pytest.raises(AssertionError, match="step 2 was given to step 3"):
         run.open(3).take_in(half)

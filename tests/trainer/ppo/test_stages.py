@@ -317,7 +317,7 @@ def test_tokens_are_counted_for_each_data_parallel_rank():
     data = batch([0.0] * 8, list("abcdefgh"), [4, 4, 1, 1, 4, 4, 1, 1])
     roles = {"actor": RoleHandle("actor", "trainable", Group(), mini_batch_size=4)}
     ctx = context(**{"actor_rollout_ref.rollout.n": 1})
-    stages.measure_balance(data, roles, ctx)
+    stages.measure_balance([data], roles, ctx)
     # As it is, each half of the batch has 5 + 5 + 2 + 2 tokens. In a mini-batch each rank gets a long and a short row.
     assert balance_of(ctx) == {
         "min": 14,
@@ -328,8 +328,8 @@ def test_tokens_are_counted_for_each_data_parallel_rank():
         "mean": 14,
     }
 
-    # Then four more rows of the step: 24 tokens in the first half of all twelve, 18 in the second.
-    stages.measure_balance(batch([0.0] * 4, list("ijkl"), [4, 4, 1, 1]), roles, ctx)
+    # With four more rows: 24 tokens in the first half of all twelve, 18 in the second.
+    stages.measure_balance([data, batch([0.0] * 4, list("ijkl"), [4, 4, 1, 1])], roles, ctx)
     assert balance_of(ctx) == {
         "min": 18,
         "max": 24,
@@ -341,11 +341,11 @@ def test_tokens_are_counted_for_each_data_parallel_rank():
     assert ctx.metrics.values()["perf/total_num_tokens"] == 42
 
     ctx = context(**{"actor_rollout_ref.rollout.n": 1})
-    stages.measure_balance(batch([0.0] * 4, list("abcd"), [4, 4, 1, 1]), roles, ctx)
+    stages.measure_balance([batch([0.0] * 4, list("abcd"), [4, 4, 1, 1])], roles, ctx)
     assert balance_of(ctx) == {"min": 4, "max": 10, "minmax_diff": 6, "balanced_min": 7, "balanced_max": 7, "mean": 7}
 
     ctx = context(**{"actor_rollout_ref.rollout.n": 1, "trainer.balance_batch": False})
-    stages.measure_balance(batch([0.0] * 4, list("abcd"), [4, 4, 1, 1]), roles, ctx)
+    stages.measure_balance([batch([0.0] * 4, list("abcd"), [4, 4, 1, 1])], roles, ctx)
     assert balance_of(ctx) == {"min": 4, "max": 10, "minmax_diff": 6, "balanced_min": 4, "balanced_max": 10, "mean": 7}
 
 

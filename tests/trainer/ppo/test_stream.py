@@ -18,7 +18,8 @@ from verl.protocol import DataProto
 from verl.protocol.columns import object_array
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.driver import Inline
-from verl.trainer.ppo.groups import judged
+from verl.trainer.ppo.group_filter import DETAILS
+from verl.trainer.ppo.groups import judged, together
 from verl.trainer.ppo.schedules import FULLY_ASYNC, ONE_STEP_OFF, SYNC, Schedule
 from verl.trainer.ppo.stream import GroupStream
 from verl.trainer.ppo.stream_parts import FINISHED, PROMPTS, STATE
@@ -82,13 +83,15 @@ def test_what_an_earlier_release_saved_in_four_parts_is_all_in_the_stream():
     assert states == [[{"turn": 0}, {"turn": 1}], [{"turn": 2}, {"turn": 3}]]
     assert [row.alone().non_tensor_batch["uid"][0] for row in stream._drawn.left] == ["f"]
     saved = stream.state()
-    assert set(saved) == {FINISHED, PROMPTS} and saved[FINISHED].meta_info[STATE]["context"]["gen_batches"] == 2
+    assert set(saved) == {FINISHED, PROMPTS} and saved[FINISHED].meta_info[STATE]["context"]["step"] == 4
     again = stream_of(SYNC, run_state(**{"actor_rollout_ref.rollout.keep_unfinished": True}))
     again.load_state(saved)
     assert held(again) == "abcde"
     step = again.run.open(4)
     step.take_in(again._ahead)
-    assert step.metrics.values() == {"reward/mean": 0.5} and step.timers.seconds == {"gen": 2.0}
+    assert step.metrics.values() == {"reward/mean": 0.5, "training/num_gen_batches": 2.0} and step.timers.seconds == {
+        "gen": 2.0
+    }
 
 
 def test_one_step_off_trains_on_the_batch_that_was_ahead_and_drops_what_is_two_versions_old():
@@ -124,16 +127,30 @@ def saved_by(schedule: Schedule) -> dict[str, DataProto]:
 
 
 def test_a_batch_names_the_details_of_the_score_that_its_samples_have():
-    """Another batch's samples had a reason, too, which some recipes would look for in every column that is named."""
+    """A recipe looks for every detail that is named, in a column of the batch."""
     run, ahead = run_state(), samples("ab")
     ahead.non_tensor_batch["acc"] = object_array([1.0, 0.0, 0.5, 0.5])
+    parts = earlier_parts()["ahead"].meta_info
+    parts["context"]["sample_info"] = ["acc", "why"]
+    ahead.meta_info |= parts
     stream = stream_of(SYNC, run)
     stream.load_state({"ahead": ahead})
-    stream._driver, stream._details = Inline({}, by_batch=True), {"acc": None, "why": None}
+    stream._driver = Inline({}, by_batch=True)
     ctx = run.open(4)
     stream.open_step(ctx)
     batch = stream.take(None, ctx, may_stop=False)
-    assert list(ctx.sample_info) == ["acc"] and len(batch) == 4
+    assert batch.meta_info[DETAILS] == ["acc"] and len(batch) == 4
+
+
+def test_joined_samples_name_the_details_of_the_score_of_every_part():
+    parts = [samples("a"), samples("b"), samples("c")]
+    for part, names in zip(parts, (["acc"], [], ["why", "acc"])):
+        part.meta_info[DETAILS] = names
+        part.non_tensor_batch |= {name: object_array([name] * 2) for name in names}
+    batch = together(parts)
+    assert batch.meta_info[DETAILS] == ["acc", "why"]
+    assert batch.non_tensor_batch["why"].tolist() == [None] * 4 + ["why"] * 2
+    assert parts[1].meta_info[DETAILS] == [], "the parts stay as they are"
 
 
 def test_samples_of_other_batches_than_were_begun_are_an_error_that_names_the_files():

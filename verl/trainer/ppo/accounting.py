@@ -5,7 +5,7 @@ A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.context import StepContext
 
 ERROR, SAMPLE, ROW = "agent_error", "sample_index", "__row__"
+LEARNED = "learned"
+"""Column (B,) bool: what the update learns from, where a method selects rows; without it that is all of the batch."""
 
 
 def keys_of(batch: DataProto) -> list[Key]:
@@ -37,8 +39,8 @@ def names_of(batch: DataProto) -> dict[str, list[Any]]:
 def ask(prompts: DataProto, ctx: StepContext) -> None:
     """These rows go to the sampler next."""
     if ctx.run.ledger is not None:
-        rows = prompts.non_tensor_batch.get(ROW)
-        ctx.run.ledger.requested(ctx.step, ctx.epoch, keys_of(prompts), None if rows is None else list(rows))
+        rows, epoch = prompts.non_tensor_batch.get(ROW), ctx.run.epoch_of(ctx.step)
+        ctx.run.ledger.requested(ctx.step, epoch, keys_of(prompts), None if rows is None else list(rows))
 
 
 def sampled(samples: DataProto, ctx: StepContext) -> None:
@@ -84,9 +86,8 @@ def batched(batch: DataProto, ctx: StepContext) -> None:
 def chosen(batch: DataProto, rows: DataProto, ctx: StepContext) -> None:
     """The rows that an update learns from, of those of the batch."""
     if ctx.run.ledger is not None and rows is not batch:
-        learned = rows.tensors["response_mask"].bool().any(-1).tolist()
-        before = ctx.learned_from or set()  # of the step's earlier batches
-        ctx.learned_from = before | {key for key, is_used in zip(keys_of(rows), learned) if is_used}
+        selected = set(compress(keys_of(rows), rows.tensors["response_mask"].bool().any(-1).tolist()))
+        batch.non_tensor_batch[LEARNED] = np.array([key in selected for key in keys_of(batch)])
 
 
 def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
@@ -97,18 +98,19 @@ def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
     """
     if ctx.run.ledger is None:
         return
-    by_reason, keys = dict[str, list[Key]]({"": []}), keys_of(batch)
-    for key, reason in zip(keys, _why_not(batch, keys, ctx, updated)):
+    by_reason = dict[str, list[Key]]({"": []})
+    for key, reason in zip(keys_of(batch), _why_not(batch, ctx, updated)):
         by_reason.setdefault(reason, []).append(key)
     ctx.run.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
 
 
-def _why_not(batch: DataProto, keys: Sequence[Key], ctx: StepContext, updated: bool) -> Iterator[str]:
+def _why_not(batch: DataProto, ctx: StepContext, updated: bool) -> Iterator[str]:
     """Why each row was not trained on; empty for those that were."""
     columns, tensors, rows = batch.non_tensor_batch, batch.tensors, range(len(batch))
     masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool).tolist()
     has_trained_tokens = tensors.get(KEPT_MASK, tensors["response_mask"]).bool().any(-1)
     rejected = (tensors["response_mask"].bool().any(-1) & ~has_trained_tokens).tolist()
+    learned = columns.get(LEARNED, np.ones(len(batch))).astype(bool).tolist()
     method = "not_paired" if ctx.run.learns_from_pairs else "not_drawn"
     for row in rows:
         if masked[row]:
@@ -118,7 +120,7 @@ def _why_not(batch: DataProto, keys: Sequence[Key], ctx: StepContext, updated: b
         elif not updated:
             yield "warm_up"
         else:
-            yield "" if ctx.learned_from is None or keys[row] in ctx.learned_from else method
+            yield "" if learned[row] else method
 
 
 def _why_masked(columns: Mapping[str, np.ndarray], row: int) -> str:

@@ -15,14 +15,12 @@ from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
 from verl.config import PPOTrainerConfig
 from verl.config.schema.root import learns_from_pairs, reads_ref_log_prob, skips_old_log_prob
-from verl.journal.account import Key
 from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
 from verl.journal.schedule import ScheduleRecord, Script
 from verl.journal.spans import Spans
 from verl.metrics import MetricSet, Timers
 from verl.registry import ADVANTAGE_ESTIMATORS
-from verl.trainer.ppo.replay import RolloutReplay
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Updates
 
@@ -61,7 +59,10 @@ class RunState:
         config = self.config
         self.estimator = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.replay = RolloutReplay.of(config)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch of a step's first prompt, from 0."""
+        return max(0, step - 1) // self.steps_per_epoch
 
     def open(self, step: int) -> StepContext:
         """The empty context of a step; that of another step may be open, too."""
@@ -124,32 +125,21 @@ class RunState:
 
 
 class StepContext:
-    """What a stage gets: the context of one step, or of one half of it, which knows its run.
+    """What a stage gets: where the run is, and what it reports of one step, or of its sampling alone.
 
     Args:
         run: the state of the run, which all contexts share.
         step: number of the step, from 1.
 
     Attributes:
-        epoch: the epoch of the step's first prompt, from 0.
         metrics: of this step alone.
         timers: seconds per stage (`timed`).
-        sample_info: what the scorer returned besides the scores of this step's samples, by name.
-        gen_batches: batches of prompts that were sampled for this step.
-        learned_from: the samples that the update learns from, where a method selects them; None: all of the batch.
-        lengths, shares: tokens of the rows that were learned from so far; which of them each rank of the actor had.
         goes_on: this step learns from more batches after this one, so what happens once per step does not happen yet.
     """
 
     def __init__(self, run: RunState, step: int = 0):
         self.run, self.step = run, step
-        self.epoch = max(0, step - 1) // run.steps_per_epoch
         self.metrics, self.timers = MetricSet(), Timers()
-        self.sample_info: dict[str, list[Any]] = {}
-        self.gen_batches = 0
-        self.learned_from: set[Key] | None = None
-        self.lengths: list[int] = []
-        self.shares: list[list[int]] = []
         self.goes_on = False
 
     @property
@@ -169,8 +159,6 @@ class StepContext:
         self.metrics.merge(part.metrics)
         for stage, seconds in part.timers.seconds.items():
             self.timers.seconds[stage] = self.timers.seconds.get(stage, 0.0) + seconds
-        self.sample_info = part.sample_info
-        self.gen_batches += part.gen_batches
 
     def state_dict(self) -> dict[str, Any]:
         """The context of a batch that was sampled ahead, as JSON values."""
@@ -178,8 +166,6 @@ class StepContext:
             "step": self.step,
             "metrics": {name: [m.value, m.reduction, m.weight] for name, m in self.metrics.items()},
             "seconds": dict(self.timers.seconds),
-            "sample_info": list(self.sample_info),
-            "gen_batches": self.gen_batches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,8 +174,6 @@ class StepContext:
         for name, (value, reduction, weight) in state["metrics"].items():
             self.metrics.add(name, value, reduction, weight)
         self.timers.seconds.update(state["seconds"])
-        self.sample_info = {name: [] for name in state["sample_info"]}
-        self.gen_batches = int(state["gen_batches"])
 
     @property
     def moves_reference(self) -> bool:

@@ -31,7 +31,8 @@ from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.decisions import Driver, Follow, Prompts
-from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows, count_lost, joined, judged
+from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows, count_lost, gen_batches, joined, judged
+from verl.trainer.ppo.replay import RolloutReplay
 from verl.trainer.ppo.step import collect
 from verl.workers.roles import Roles
 from verl.workers.sampling import FOLLOW, SERVED, SamplingWorker
@@ -53,11 +54,18 @@ class Inline(Driver):
     Args:
         by_batch: a step's batch of prompts: its samples keep the width that the sampler gave them, and a batch of which
             nothing could be scored ends the run.
+        files: of ``skip.rollout``, which samples are taken from.
     """
 
-    def __init__(self, roles: Roles, record: ScheduleRecord | None = None, by_batch: bool = False):
+    def __init__(
+        self,
+        roles: Roles,
+        record: ScheduleRecord | None = None,
+        by_batch: bool = False,
+        files: RolloutReplay | None = None,
+    ):
         super().__init__(record)
-        self.roles, self.by_batch = roles, by_batch
+        self.roles, self.by_batch, self.files = roles, by_batch, files
         self._done: list[Done] = []
         self._failed_in_a_row = 0
 
@@ -68,7 +76,7 @@ class Inline(Driver):
 
         def generate(batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
             if enough is None:
-                return generated(batch, roles, ctx)
+                return generated(batch, roles, ctx, self.files)
             samples, left = generated_partly(batch, roles, ctx, enough)
             self._done += [Done(numbers.pop(place), one, why=UNFINISHED) for place, one in reversed(left)]
             return samples
@@ -97,17 +105,17 @@ class Inline(Driver):
         return done
 
 
-def generated(prompts: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
-    """The samples of all groups, from the sampler or from the files of ``skip.rollout``."""
-    rows, files = stages.repeated(prompts, ctx), ctx.run.replay
-    samples = None if files is None else files.find(rows, ctx.step, ctx.gen_batches)
+def generated(prompts: DataProto, roles: Roles, ctx: StepContext, files: RolloutReplay | None) -> DataProto:
+    """The samples of all groups, from the sampler or from files."""
+    rows, number = stages.repeated(prompts, ctx), gen_batches(ctx)
+    samples = None if files is None else files.find(rows, ctx.step, number)
     accounting.ask(rows if samples is None else samples, ctx)
     if files is not None:
         ctx.metrics.add("rollout/replayed", float(samples is not None), "last")
     if samples is None:
         samples = stages.generate(rows, roles, ctx)
         if files is not None:
-            files.keep(samples, ctx.step, ctx.gen_batches)
+            files.keep(samples, ctx.step, number)
     return _entered_in_ledger(samples, ctx)
 
 
@@ -228,7 +236,6 @@ class Concurrent(Driver):
         if not self.in_work:
             self._since = time.monotonic()
         ctx.metrics.merge(group_ctx.metrics)
-        ctx.sample_info = {**ctx.sample_info, **group_ctx.sample_info}
         self._failed_in_a_row = self._failed_in_a_row + 1 if error is not None else 0
         if error is not None:
             if not _is_of_group(error):
@@ -305,7 +312,7 @@ class Driven(Concurrent):
 def driver_of(roles: Roles, ctx: StepContext, by_batch: bool) -> Driver:
     """Where a run samples its groups: what it has follows from where its roles are, or from the record it follows."""
     if by_batch:
-        return Inline(roles, by_batch=True)
+        return Inline(roles, by_batch=True, files=RolloutReplay.of(ctx.config))
     script, record = ctx.run.script, ctx.run.record
     if script is not None and not script.about["beside"]:
         return Inline(roles, record)

@@ -10,7 +10,6 @@ Shapes: B rows, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,8 @@ SCORE_SUMS = (None, "reward", "seq_reward", "seq_final_reward")
 KEY = "algorithm.filter_groups.metric"
 ACCURACY = "acc"
 """What a scorer may return next to the score: how correct a sample is, 0 to 1."""
+DETAILS = "score_details"
+"""Key of ``meta_info``: the columns that a scorer returned besides the scores, for any sample of a batch."""
 ROUNDING = 1e-6
 CUT_OFF = "length"
 
@@ -41,13 +42,12 @@ def out_of_statistics(samples: DataProto) -> np.ndarray:
     return np.zeros(len(samples), dtype=bool) if unscorable is None else unscorable.astype(bool)
 
 
-def outcomes(samples: DataProto, metric: str | None, returned: Iterable[str] = ()) -> np.ndarray:
+def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
     """(B,) float64: what has to differ inside a group; NaN where a sample has no such value.
 
     Args:
         metric: None, ``reward``, ``seq_reward`` or ``seq_final_reward`` for the sum of the token scores; else a key
             that the scorer returned (``acc``, ``score``, ...).
-        returned: all keys that the scorer returned, for the message.
 
     Raises:
         DataError: the scorer returned no such key, or something else than numbers under it.
@@ -55,7 +55,8 @@ def outcomes(samples: DataProto, metric: str | None, returned: Iterable[str] = (
     if metric in SCORE_SUMS or (metric == "score" and "score" not in samples.non_tensor_batch):
         return samples.tensors["token_level_scores"].double().sum(-1).numpy()
     column = samples.non_tensor_batch.get(str(metric))
-    numeric_keys = sorted(name for name in returned if _is_numeric(samples.non_tensor_batch[name]))
+    details = samples.meta_info.get(DETAILS, ())
+    numeric_keys = sorted(name for name in details if _is_numeric(samples.non_tensor_batch[name]))
     if column is None:
         raise DataError(
             "the reward function returned no such key",
@@ -96,9 +97,9 @@ def share_without_advantage(samples: DataProto) -> float:
     return 1.0 - float((np.bincount(groups, weights=taught) > 0).mean())
 
 
-def accuracies(samples: DataProto, returned: Iterable[str] = ()) -> np.ndarray:
+def accuracies(samples: DataProto) -> np.ndarray:
     """(B,) float64: what the scorer returned as ``acc``, else the score; NaN where a sample has none."""
-    return outcomes(samples, ACCURACY if ACCURACY in samples.non_tensor_batch else None, returned)
+    return outcomes(samples, ACCURACY if ACCURACY in samples.non_tensor_batch else None)
 
 
 def chosen_rows(samples: DataProto, kept: int, ctx: StepContext) -> np.ndarray:
@@ -108,7 +109,7 @@ def chosen_rows(samples: DataProto, kept: int, ctx: StepContext) -> np.ndarray:
     _, first, groups = np.unique(uids, return_index=True, return_inverse=True)
     liked = np.ones(len(first), dtype=bool)
     if data.filter_accuracy:
-        rate = _means(groups, accuracies(samples, ctx.sample_info), out_of_statistics(samples))
+        rate = _means(groups, accuracies(samples), out_of_statistics(samples))
         low, high = data.accuracy_lower_bound - ROUNDING, data.accuracy_upper_bound + ROUNDING
         liked &= (low <= rate) & (rate <= high)  # false for NaN
     if data.filter_truncate and "finish_reason" in samples.non_tensor_batch:

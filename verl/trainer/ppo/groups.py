@@ -31,6 +31,7 @@ UNFINISHED = "unfinished"
 MANY_LOST = 20
 """Batches of groups of which none is kept: a run without a limit of its own ends there."""
 LIMIT = "algorithm.filter_groups.max_num_gen_batches"
+GEN_BATCHES = "training/num_gen_batches"
 CHANGE = "The task is too easy or too hard for this model: change the data, or the filter (algorithm.filter_groups)."
 ABOUT_THE_REQUEST = ("global_steps", "validate", "do_sample", ENOUGH)
 """Keys of ``meta_info`` that are about one call of the sampler."""
@@ -101,6 +102,11 @@ class Done:
     oldest: int | None = None
     why: str = ""
     served: Mapping[str, Notes] = field(default_factory=dict)
+
+
+def gen_batches(ctx: StepContext) -> int:
+    """Batches of prompts that were sampled for a step so far."""
+    return int(ctx.metrics.values().get(GEN_BATCHES, 0))
 
 
 def count_lost(done: Done, ctx: StepContext) -> None:
@@ -180,13 +186,14 @@ def together(parts: Sequence[DataProto]) -> DataProto:
     detail of the score): None stands there. A tensor is kept where all parts have it.
     """
     names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    details = dict.fromkeys(name for part in parts for name in part.meta_info.get(group_filter.DETAILS, ()))
     tensors = [set[str]() if part.batch is None else set(part.batch.keys()) for part in parts]
     shared, alike = set.intersection(*tensors), []
     for part, there in zip(parts, tensors):
         lacks = {name: np.full(len(part), None, dtype=object) for name in names if name not in part.non_tensor_batch}
-        if lacks or there != shared:
-            part = part.select(batch_keys=sorted(shared))
-            part.non_tensor_batch = {**part.non_tensor_batch, **lacks}
+        part = part.select(batch_keys=None if there == shared else sorted(shared))
+        part.non_tensor_batch = {**part.non_tensor_batch, **lacks}
+        part.meta_info = {**part.meta_info, **({group_filter.DETAILS: list(details)} if details else {})}
         alike.append(part)
     return DataProto.concat(alike)
 

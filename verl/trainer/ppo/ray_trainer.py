@@ -39,7 +39,7 @@ from verl.single_controller.local import LocalWorkerGroup, create_colocated_work
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
 from verl.trainer.models import model_roles
-from verl.trainer.ppo import accounting, correction, record, stages
+from verl.trainer.ppo import accounting, correction, group_filter, record, stages
 from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.checkpointing import RunCheckpoints
@@ -340,7 +340,7 @@ class RayPPOTrainer:
         skipped = 0.0 if ctx.run.needs_old_log_prob else 1.0
         return {
             "training/global_step": ctx.step,
-            "training/epoch": ctx.epoch,
+            "training/epoch": ctx.run.epoch_of(ctx.step),
             "training/old_log_prob_skipped": skipped,
             **build.speed_of_training(ctx.metrics.values(), ctx.timers.seconds, ranks, self.config),
             **compute_data_metrics(
@@ -392,9 +392,7 @@ class RayPPOTrainer:
         """Prompt, response, score and reward details of every row as text, for dumps and the console."""
         prompts, responses = self.texts.of(batch)
         truths = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
-        extra = {
-            name: list(batch.non_tensor_batch[name]) for name in self.ctx.sample_info if name in batch.non_tensor_batch
-        }
+        extra = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get(group_filter.DETAILS, ())}
         return {
             "inputs": prompts,
             "outputs": responses,

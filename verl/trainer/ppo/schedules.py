@@ -201,6 +201,7 @@ class ScheduleRun:
             if self.schedule.checks or bound.in_work is not None:
                 staleness.check(chunk, ctx, bound.enforced)
             parts.append(self._learn(chunk, source, roles, ctx))
+        stages.measure_balance(parts, roles, ctx)
         stream.close_step(ctx)
         if len(parts) == 1:
             return parts[0]

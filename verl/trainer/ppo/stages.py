@@ -131,10 +131,11 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     """
     scored = score_samples(samples, roles, ctx.run.reward, ctx.metrics)
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
-    for name, values in scored.get("reward_extra_info", {}).items():
+    details = scored.get("reward_extra_info", {})
+    for name, values in details.items():
         samples.non_tensor_batch[name] = np.array(values, dtype=object)
-    ctx.sample_info = dict(scored.get("reward_extra_info", {}))
-    measure_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), ctx.metrics)
+    samples.meta_info = {**samples.meta_info, group_filter.DETAILS: list(details)}
+    measure_parts(details, ctx.config.algorithm.gdpo_reward_keys or (), ctx.metrics)
     ctx.metrics.merge(scored.get("metrics", {}))
     left_out = np.array(scored.get("unscorable", [False] * len(samples)), dtype=bool)
     aborted = samples.non_tensor_batch.get("finish_reason", np.full(len(samples), "")) == "abort"
@@ -142,7 +143,7 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         ctx.metrics.add("training/aborted_samples", int(aborted.sum()), "sum")
     leave_out(samples, left_out | aborted)
     out = samples.non_tensor_batch["unscorable"].tolist()
-    tell_missing_parts(ctx.sample_info, ctx.config.algorithm.gdpo_reward_keys or (), out)
+    tell_missing_parts(details, ctx.config.algorithm.gdpo_reward_keys or (), out)
     return samples
 
 
@@ -198,7 +199,7 @@ def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.
     listed = of_estimator(ctx.config).rewards
     if rule.metric is None and listed is not None and algorithm[listed]:
         metrics = list(algorithm[listed])  # one varying reward is enough
-    columns = [group_filter.outcomes(samples, metric, ctx.sample_info) for metric in metrics]
+    columns = [group_filter.outcomes(samples, metric) for metric in metrics]
     flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
@@ -208,23 +209,24 @@ def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.
     return flat
 
 
-def measure_balance(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
-    """Tokens of each of the actor's data-parallel ranks: ``global_seqlen/*``, over all batches of the step so far.
+def measure_balance(batches: Sequence[DataProto], roles: Roles, ctx: StepContext) -> None:
+    """Tokens of each of the actor's data-parallel ranks: ``global_seqlen/*``, over all batches of a step.
 
-    ``min`` and ``max`` are those of the batch cut as it is, as passes without gradient are; ``balanced_*`` those of the
-    mini-batches of one epoch, as updates split them.
+    ``min`` and ``max`` are those of the rows cut as they are, as passes without gradient are; ``balanced_*`` those of
+    the mini-batches of one epoch, as updates split them.
     """
-    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-    ctx.metrics.add("perf/total_num_tokens", sum(lengths), "sum")
-    role, seen = roles["actor"], len(ctx.lengths)
-    rows, groups = role.mini_batch_size * ctx.run.samples_per_prompt, _groups(batch, ctx, together=1)
-    ctx.shares = ctx.shares or [[] for _ in range(role.num_parts)]
-    for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
-        order = _in_rank_order(members, lengths, groups, role.num_parts, ctx)
-        for share, piece in zip(ctx.shares, np.array_split(order, role.num_parts)):
-            share += (piece + seen).tolist()
-    ctx.lengths += lengths
-    for name, value in log_seqlen_unbalance(ctx.lengths, ctx.shares, "global_seqlen").items():
+    role, all_lengths = roles["actor"], list[int]()
+    shares: list[list[int]] = [[] for _ in range(role.num_parts)]
+    for batch in batches:
+        lengths, groups = batch.tensors["attention_mask"].sum(-1).tolist(), _groups(batch, ctx, together=1)
+        rows = role.mini_batch_size * ctx.run.samples_per_prompt
+        for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
+            order = _in_rank_order(members, lengths, groups, role.num_parts, ctx)
+            for share, piece in zip(shares, np.array_split(order, role.num_parts)):
+                share += (piece + len(all_lengths)).tolist()
+        all_lengths += lengths
+    ctx.metrics.add("perf/total_num_tokens", sum(all_lengths), "last")
+    for name, value in log_seqlen_unbalance(all_lengths, shares, "global_seqlen").items():
         ctx.metrics.add(name, value, "last")
 
 

@@ -36,7 +36,6 @@ def collect(prompts: DataProto, roles: Roles, ctx: StepContext, generate: Genera
 
 def learn(batch: DataProto, roles: Roles, ctx: StepContext, more: Sequence[Stage] = ()) -> DataProto:
     """Estimate advantages on the batch, then update the critic and the actor; ``more`` are stages of a recipe."""
-    stages.measure_balance(batch, roles, ctx)
     if ctx.run.needs_old_log_prob or ctx.run.bypasses_old_log_prob:
         with ctx.timed("old_log_prob"):
             stages.add_old_log_prob(batch, roles, ctx)  # old_log_probs

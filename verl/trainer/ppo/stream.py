@@ -25,6 +25,7 @@ from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.driver import driver_of
 from verl.trainer.ppo.groups import (
+    GEN_BATCHES,
     LIMIT,
     OF_FAILED,
     UNFINISHED,
@@ -32,6 +33,7 @@ from verl.trainer.ppo.groups import (
     GroupRows,
     Report,
     check_not_starved,
+    gen_batches,
     joined,
     trimmed,
 )
@@ -61,8 +63,6 @@ class GroupStream:
         self.queue = GroupQueue(admission, version, version * admission.groups)
         self._driver: Driver | None = None
         self._drawn = DrawnPrompts()
-        self._details: dict[str, None] = {}
-        """Columns that the scorer returned besides the scores, for any group."""
         self._ahead: StepContext | None = None
         """The context of the next step, whose batch was sampled ahead."""
         self._lost = self.queue.lost
@@ -111,15 +111,13 @@ class GroupStream:
         self._lost, taken = self.queue.lost, self.queue.take()
         self.driver.took(taken, ctx)
         batch = joined([entry.samples for entry in taken])
-        details = {**{name: [] for name in self._details}, **ctx.sample_info}
-        ctx.sample_info = {name: values for name, values in details.items() if name in batch.non_tensor_batch}
         if self.admission.trained_on is not None:
             batch, taken = self._preferred(batch, taken, self.admission.trained_on, ctx)
         self._report.trained(taken, ctx.step - 1)
         batch = batch if self.admission.by_batch else trimmed(batch)
         accounting.batched(batch, ctx)
         if self.admission.by_batch:
-            ctx.metrics.add("training/num_gen_batches", ctx.gen_batches, "last")
+            ctx.metrics.add(GEN_BATCHES, 0, "sum")
             if ctx.config.algorithm.filter_groups.enable:
                 waiting = self.queue.complete_groups * ctx.run.samples_per_prompt
                 ctx.metrics.add("training/filter_groups/carried_samples", waiting, "last")
@@ -229,24 +227,25 @@ class GroupStream:
         if not rule.enable:
             return 0
         limit = rule.max_num_gen_batches
-        left = limit - ctx.gen_batches if limit > 0 else rule.max_inflight_gen_batches
+        left = limit - gen_batches(ctx) if limit > 0 else rule.max_inflight_gen_batches
         return max(0, min(rule.max_inflight_gen_batches, left) - 1)
 
     def _count_gen_batches(self, number: int, ctx: StepContext) -> None:
         """More batches of prompts are sampled for this step; an endless refill is an error."""
-        before, each = ctx.gen_batches, ctx.run.samples_per_prompt
-        ctx.gen_batches += number
+        before, each = gen_batches(ctx), ctx.run.samples_per_prompt
+        now = before + number
+        ctx.metrics.add(GEN_BATCHES, number, "sum")
         limit, kept = ctx.config.algorithm.filter_groups.max_num_gen_batches, self.queue.complete_groups * each
-        if 0 < limit < ctx.gen_batches:
+        if 0 < limit < now:
             raise DataError(
                 f"{limit} batches of prompts were sampled, only {kept} of {self.admission.groups * each} samples kept",
                 key=LIMIT,
                 fix="The task is too easy or too hard for this model: change the data, raise the limit or set it to 0.",
             )
-        if limit <= 0 and before < MANY_GEN_BATCHES <= ctx.gen_batches:
+        if limit <= 0 and before < MANY_GEN_BATCHES <= now:
             notice(
                 LIMIT,
-                f"step {ctx.step} samples batch {ctx.gen_batches} of prompts, with {kept} of "
+                f"step {ctx.step} samples batch {now} of prompts, with {kept} of "
                 f"{self.admission.groups * each} samples kept; without a limit this continues until the batch is full",
             )
 
@@ -265,7 +264,6 @@ class GroupStream:
     def take_in(self, ctx: StepContext, wait: bool, may_stop: bool = True) -> None:
         """Enter groups that ended since the last time."""
         ended = self.driver.results(ctx, wait, may_stop)
-        self._details |= dict.fromkeys(ctx.sample_info)
         again = {}
         for done in ended:
             if done.why == UNFINISHED:
@@ -304,7 +302,7 @@ class GroupStream:
     def state(self) -> dict[str, DataProto]:
         """Parts of a checkpoint; later steps leave them as they are."""
         context = None if self._ahead is None else self._ahead.state_dict()
-        return parts_of(self.queue, self._drawn, details=list(self._details), context=context)
+        return parts_of(self.queue, self._drawn, context=context)
 
     def load_state(self, parts: Mapping[str, DataProto]) -> None:
         """Continue with what `state` returned, perhaps under another schedule: groups in flight are sampled again."""
@@ -331,10 +329,12 @@ class GroupStream:
             for prompt in (*(entry.prompt for entry in queue if not entry.is_complete), *self._drawn.left):
                 prompt.batch.non_tensor_batch.pop(EARLIER, None)
         check_in_time(queue)
-        self._lost, self._details = queue.lost, dict.fromkeys(state["details"])
+        self._lost = queue.lost
         if context is not None and by_batch:
             self._ahead = run.open(run.step + 1)
             self._ahead.load_state_dict(context)
+            if "gen_batches" in context:  # of an earlier release
+                self._ahead.metrics.add(GEN_BATCHES, context["gen_batches"], "sum")
 
     def _drop_of_batches(self) -> None:
         """What a schedule without bound left is not trained on under one that has a bound."""

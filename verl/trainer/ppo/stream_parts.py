@@ -13,6 +13,7 @@ from verl.agent_loop.unfinished import EARLIER
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
+from verl.trainer.ppo.group_filter import DETAILS
 from verl.trainer.ppo.groups import DrawnPrompts, GroupRows, joined, oldest_versions, together, trimmed
 from verl.trainer.ppo.queue import GroupQueue
 
@@ -49,6 +50,9 @@ def load_parts(parts: Mapping[str, DataProto], queue: GroupQueue, drawn: DrawnPr
     samples, prompts = list[GroupRows](), deque[GroupRows]()
     if FINISHED in parts:
         batch = _without_state(parts[FINISHED])
+        if "details" in state:  # of an earlier release
+            columns = [name for name in state["details"] if name in batch.non_tensor_batch]
+            batch.meta_info.setdefault(DETAILS, columns)
         batch = batch if queue.bound.by_batch else trimmed(batch)
         samples = [GroupRows(batch, *rows) for rows in pairwise(accumulate(state["rows"], initial=0))]
     if PROMPTS in parts:
