@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import by_rank
 from verl.trainer import expiry
 from verl.trainer.copies import CopyCheck
+from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.sample_texts import SampleTexts, turns_of_rows
 from verl.trainer.ppo.signs import signs_of
@@ -38,6 +39,7 @@ class RunningTrainer(Protocol):
     ctx: StepContext
     roles: Roles
     schedule: Any
+    checkpoints: RunCheckpoints
     validator: Validator | None
     texts: SampleTexts
 
@@ -65,6 +67,9 @@ class Callback:
 
     ``trainer.ctx`` is the context of the step that is learned from, ``trainer.state`` what outlives it.
     """
+
+    def on_load(self, trainer: RunningTrainer) -> None:
+        """A checkpoint was loaded, or there is none; the sampler has no weights yet."""
 
     def on_fit_begin(self, trainer: RunningTrainer) -> None:
         """Before the first step."""

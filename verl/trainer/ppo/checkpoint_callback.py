@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from verl import registry
-from verl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl.config.schema.root import PPOTrainerConfig
+from verl.config import PPOTrainerConfig
+from verl.errors import CheckpointError, ConfigError
+from verl.trainer.ppo.callbacks import Callback, RunningTrainer
 
 KEY = "trainer.checkpoint_callback_class"
 
@@ -66,3 +67,24 @@ def build_checkpoint_callback(config: PPOTrainerConfig) -> Any:
         raise ConfigError(f"it cannot be made with config=...: {error}", key=KEY, got=path, fix=fix) from error
     make: Callable[..., Any] = named
     return make(config=config)
+
+
+class TellSaved(Callback):
+    """Calls the user's class after every complete checkpoint."""
+
+    def __init__(self, config: PPOTrainerConfig):
+        self._user = build_checkpoint_callback(config)
+
+    def on_load(self, trainer: RunningTrainer) -> None:
+        trainer.checkpoints.on_saved = partial(self._saved, trainer)
+
+    def _saved(self, trainer: RunningTrainer, step: int, folder: Path, background: bool) -> None:
+        try:
+            self._user.on_save(trainer=trainer, global_step=step, checkpoint_dir=str(folder), async_save=background)
+        except (Exception, SystemExit) as error:  # boundary: the user's code
+            raise CheckpointError(
+                f"on_save failed after step {step}: {type(error).__name__}: {error}",
+                key=KEY,
+                got=trainer.config.trainer.checkpoint_callback_class,
+                fix=f"The checkpoint is complete: {folder}.",
+            ) from error

@@ -20,6 +20,7 @@ from verl.journal.ledger import Ledger
 from verl.journal.schedule import ScheduleRecord, Script
 from verl.journal.spans import Spans
 from verl.metrics import MetricSet, Timers
+from verl.models.router_replay import COLUMN as EXPERTS
 from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Updates
@@ -68,6 +69,12 @@ class RunState:
         """The empty context of a step; that of another step may be open, too."""
         return StepContext(self, step)
 
+    def close(self) -> None:
+        """End what the run writes of itself."""
+        self.spans.flush()
+        if self.journal is not None:
+            self.journal.close()
+
     @property
     def script(self) -> Script | None:
         """The recorded schedule that the run follows."""
@@ -107,11 +114,18 @@ class RunState:
 
     @property
     def outputs_read(self) -> dict[str, str]:
-        """What else the pass over old log-probs brings, and its column; the exact KL is over all of the vocabulary."""
+        """What else the pass over old log-probs brings, and its column.
+
+        The exact KL is over all of the vocabulary; the actor's experts are those that its update replays.
+        """
         algorithm = self.config.algorithm
         charges_exact_kl = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
-        squared = {"sum_pi_squared": "sum_pi_squared"} if self.needs_sum_pi_squared else {}
-        return {**squared, "full_kl": "ref_kl"} if charges_exact_kl else squared
+        replays_its_experts = self.config.actor_rollout_ref.actor.router_replay.mode == "R2"
+        return {
+            **({"sum_pi_squared": "sum_pi_squared"} if self.needs_sum_pi_squared else {}),
+            **({"full_kl": "ref_kl"} if charges_exact_kl else {}),
+            **({EXPERTS: EXPERTS} if replays_its_experts else {}),
+        }
 
     @property
     def needs_ref_log_prob(self) -> bool:

@@ -19,11 +19,6 @@ def mode_of(ctx: StepContext) -> str:
     return str(ctx.config.actor_rollout_ref.actor.router_replay.mode)
 
 
-def outputs_read(ctx: StepContext) -> dict[str, str]:
-    """What the pass over old log-probs brings, and its column: the actor's experts, where the update replays these."""
-    return {COLUMN: COLUMN} if mode_of(ctx) == "R2" else {}
-
-
 def for_pass(batch: DataProto, role: str, ctx: StepContext) -> DataProto:
     """The batch as a model reads it without a gradient: with the sampler's experts where it replays these.
 

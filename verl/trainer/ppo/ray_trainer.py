@@ -26,7 +26,7 @@ from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps
 from verl.data.progress import timed
-from verl.errors import CheckpointError, DataError, RolloutError
+from verl.errors import DataError, RolloutError
 from verl.journal.places import folder_of_run
 from verl.metrics import notice
 from verl.observability.tracker import Sample
@@ -41,7 +41,7 @@ from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_repli
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, group_filter, record, stages
 from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callbacks
-from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
+from verl.trainer.ppo.checkpoint_callback import TellSaved
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.metric_utils import (
@@ -106,13 +106,11 @@ class RayPPOTrainer:
         self.role_worker_mapping = placement.plain_classes(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
-        self.callbacks: list[Callback] = default_callbacks(typed)
-        self.checkpoint_callback = build_checkpoint_callback(typed)
+        self.callbacks: list[Callback] = [record.KeepJournal(typed), *default_callbacks(typed), TellSaved(typed)]
         self.schedule = ScheduleRun(topology.schedule_of(typed))
         self.tracking: Tracking | None = None
         self.replicas: ReplicaKeeper | None = None
         self._folders: dict[str, Path] = {}
-        self.script = record.script_of(typed)
         self._create_dataloader(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
 
@@ -129,7 +127,7 @@ class RayPPOTrainer:
         if sampler is None and data.sampler.class_path:
             sampler = create_rl_sampler(data, train_dataset)
         if isinstance(sampler, LearnsFromSteps):
-            self.callbacks.insert(0, UpdateCurriculum(sampler))
+            self.callbacks.insert(1, UpdateCurriculum(sampler))
         loader = StatefulLoader(
             train_dataset,
             batch_size=prompts_at_once(data),
@@ -222,7 +220,6 @@ class RayPPOTrainer:
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.texts)
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
-        self.checkpoints.on_saved = self._on_saved
         self.tracking, self._folders = None, {}
         folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
         looks, mends = partial(processes_of_run, self.roles, self.replicas), partial(waits_for_replica, self.replicas)
@@ -240,20 +237,16 @@ class RayPPOTrainer:
             if self.replicas is not None:
                 self.replicas.close()
             self.checkpoints.close()
-            self.state.spans.flush()
-            if self.state.journal is not None:
-                self.state.journal.close()
+            self.state.close()
 
     def _run(self) -> None:
         self.load_checkpoint()
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         self._open_trackers()
-        waiting = accounting.waiting_in(self.schedule.held_samples())
-        record.open_journal(self.config, self.state, self.checkpoints, self.script, waiting)
-        keeper = self.replicas
-        if keeper is not None:
-            keeper.watch(partial(record.note_moved, self.state))
+        self._notify("on_load")
+        if self.replicas is not None:
+            self.replicas.watch(partial(record.note_moved, self.state))
         self.checkpoints.remember()
         self.schedule.publish(self.roles, self.ctx)
         try:
@@ -303,9 +296,6 @@ class RayPPOTrainer:
                 with ctx.timed("step"):
                     self._notify("on_step_begin")
                     batch = self.schedule.step(self.source, self.roles, ctx)
-                    record.note_step(batch, ctx)
-                    updated = "critic" in self.roles or step >= self.config.trainer.critic_warmup
-                    accounting.trained(batch, ctx, updated)
                     self._notify("on_step_end", batch)
             except BaseException:
                 if batch is not None and self.checkpoints.has_saved(step):
@@ -418,19 +408,6 @@ class RayPPOTrainer:
 
     def _save_checkpoint(self) -> None:
         self.checkpoints.save()
-
-    def _on_saved(self, step: int, folder: Path, background: bool) -> None:
-        try:
-            self.checkpoint_callback.on_save(
-                trainer=self, global_step=step, checkpoint_dir=str(folder), async_save=background
-            )
-        except (Exception, SystemExit) as error:  # boundary: the user's code
-            raise CheckpointError(
-                f"on_save failed after step {step}: {type(error).__name__}: {error}",
-                key="trainer.checkpoint_callback_class",
-                got=self.config.trainer.checkpoint_callback_class,
-                fix=f"The checkpoint is complete: {folder}.",
-            ) from error
 
     def load_checkpoint(self) -> None:
         """Resume an earlier run (``trainer.resume_mode``)."""

@@ -15,14 +15,13 @@ from verl.config.machine.pools import Pools
 from verl.config.rules.queues import samples_while_training
 from verl.config.schema.root import of_schedule
 from verl.errors import ConfigError
-from verl.journal.account import Key
-from verl.journal.file import Journal
+from verl.journal.file import Journal, Position
 from verl.journal.ledger import Ledger
 from verl.journal.schedule import KEY, ScheduleRecord, Script, digest, finite
 from verl.protocol import DataProto
 from verl.rollout.base import Moved
-from verl.trainer.ppo import staleness
-from verl.trainer.ppo.checkpointing import RunCheckpoints
+from verl.trainer.ppo import accounting, staleness
+from verl.trainer.ppo.callbacks import Callback, RunningTrainer
 from verl.trainer.ppo.context import RunState, StepContext
 
 TRAINS = ("actor", "critic", "ref", "rm")
@@ -56,47 +55,49 @@ def script_of(config: PPOTrainerConfig) -> Script | None:
     return script
 
 
-def open_journal(
-    config: PPOTrainerConfig,
-    state: RunState,
-    checkpoints: RunCheckpoints,
-    script: Script | None,
-    waiting: Sequence[Key],
-) -> None:
-    """Open what the run writes of itself: the ledger, the decisions of an asynchronous schedule, and the spans.
+class KeepJournal(Callback):
+    """Opens what the run writes of itself: the ledger, the decisions of an asynchronous schedule, and the spans."""
 
-    Args:
-        checkpoints: knows the file and the place in it, in a run that resumes.
-        script: the decisions that the run follows.
-        waiting: the samples that the checkpoint holds.
-    """
-    trainer, places, position = config.trainer, checkpoints.places, checkpoints.position
-    is_async = of_schedule(config).off_policy
-    if trainer.val_only or not (trainer.ledger or trainer.trace or is_async):
-        return
-    about: dict[str, Any] = {}
-    if is_async:
-        if script is not None:
-            if state.step and position is None:
-                why = "the checkpoint knows no recorded schedule: no replay can continue from it"
-                fix = "Set trainer.resume_mode=disable to replay from the beginning."
-                raise ConfigError(why, key=KEY, got=str(script.path), fix=fix)
-            script.begin(0 if position is None else position.decisions)
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        self._script = script_of(config)
+
+    def on_load(self, trainer: RunningTrainer) -> None:
+        state, checkpoints = trainer.state, trainer.checkpoints
+        config, places, position = state.config, checkpoints.places, checkpoints.position
+        settings, is_async = config.trainer, of_schedule(config).off_policy
+        if settings.val_only or not (settings.ledger or settings.trace or is_async):
+            return
+        if is_async and self._script is not None:
+            self._begin_script(self._script, state.step, position)
+        folder = Path(settings.default_local_dir)
+        journal = state.journal = Journal(folder, state.step, places.get(PLACE), position)
+        places[PLACE] = journal.path.name
+        state.ledger = Ledger(journal) if settings.ledger else None
+        state.record = ScheduleRecord(journal, self._script) if is_async else None
         about = {
             "processes": _processes(config),
             "beside": samples_while_training(config) and not state.needs_reward_baselines,
             "settings": checkpoints.provenance.settings,
             "content": checkpoints.provenance.content,
         }
-    journal = state.journal = Journal(Path(trainer.default_local_dir), state.step, places.get(PLACE), position)
-    places[PLACE] = journal.path.name
-    state.ledger = Ledger(journal) if trainer.ledger else None
-    state.record = ScheduleRecord(journal, script) if is_async else None
-    journal.begin([writer for writer in (state.ledger, state.record) if writer is not None], **about)
-    if state.ledger is not None:
-        state.ledger.resume(state.step, waiting)
-    if trainer.trace:
-        state.spans.record_in(journal)
+        writers = [writer for writer in (state.ledger, state.record) if writer is not None]
+        journal.begin(writers, **(about if is_async else {}))
+        if state.ledger is not None:
+            state.ledger.resume(state.step, accounting.waiting_in(trainer.schedule.held_samples()))
+        if settings.trace:
+            state.spans.record_in(journal)
+
+    def _begin_script(self, script: Script, step: int, position: Position | None) -> None:
+        if step and position is None:
+            why = "the checkpoint knows no recorded schedule: no replay can continue from it"
+            fix = "Set trainer.resume_mode=disable to replay from the beginning."
+            raise ConfigError(why, key=KEY, got=str(script.path), fix=fix)
+        script.begin(0 if position is None else position.decisions)
+
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
+        ctx = trainer.ctx
+        note_step(batch, ctx)
+        accounting.trained(batch, ctx, "critic" in trainer.roles or ctx.step >= ctx.config.trainer.critic_warmup)
 
 
 def note_moved(state: RunState, moved: Sequence[Moved]) -> None:

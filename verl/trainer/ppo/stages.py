@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
@@ -160,8 +161,7 @@ def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, c
     The samples of a prompt whose greedy response could not be scored are left out.
 
     Args:
-        prompts: those of the samples; of others, which stay in work or whose samples were replaced by those of a file,
-            none is answered.
+        prompts: those of the samples; of others none is answered.
     """
     prompts = _prompts_of(samples, prompts, ctx.run.samples_per_prompt)
     columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
@@ -230,6 +230,11 @@ def measure_balance(batches: Sequence[DataProto], roles: Roles, ctx: StepContext
         ctx.metrics.add(name, value, "last")
 
 
+def infer(batch: DataProto, role: RoleHandle, ctx: StepContext, *outputs: str) -> TensorDictBase:
+    """One pass of a model without a gradient; the outputs by name, (B, T, ...)."""
+    return role.infer(experts.for_pass(batch, role.name, ctx), InferOptions(outputs)).tensors
+
+
 def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds old_log_probs, and reports the entropy and the distance to the sampler's own log-probs.
 
@@ -239,9 +244,8 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     if ctx.config.algorithm.rollout_correction.bypass_mode:
         correction.use_rollout_log_probs(batch)
         return
-    columns = ctx.run.outputs_read | experts.outputs_read(ctx)
-    inputs = experts.for_pass(batch, "actor", ctx)
-    made = roles["actor"].infer(inputs, InferOptions(("log_probs", "entropy", *columns))).tensors
+    columns = ctx.run.outputs_read
+    made = infer(batch, roles["actor"], ctx, "log_probs", "entropy", *columns)
     for name, column in columns.items():
         batch.tensors[column] = made[name]
     if "entropy" in made.keys():
@@ -253,14 +257,12 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
 
 def add_ref_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds ref_log_prob (B, T), the log-probs of the reference policy."""
-    inputs = experts.for_pass(batch, "ref", ctx)
-    batch.tensors["ref_log_prob"] = roles["ref"].infer(inputs, InferOptions()).tensors["log_probs"]
+    batch.tensors["ref_log_prob"] = infer(batch, roles["ref"], ctx, "log_probs")["log_probs"]
 
 
 def add_values(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds values (B, T), the critic's estimates before each response token."""
-    inputs = experts.for_pass(batch, "critic", ctx)
-    batch.tensors["values"] = roles["critic"].infer(inputs, InferOptions(("values",))).tensors["values"]
+    batch.tensors["values"] = infer(batch, roles["critic"], ctx, "values")["values"]
 
 
 def measure_chunks(batch: DataProto, ctx: StepContext) -> None:
@@ -331,8 +333,8 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
 
 TRAIN_KEYS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "advantages", "returns",
-    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive", experts.COLUMN,
-    *teachers.COLUMNS,
+    "values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights", "positive",
+    experts.COLUMN, *teachers.COLUMNS,
 )  # fmt: skip
 TRAIN_COLUMNS = ("multi_modal_inputs",)
 
