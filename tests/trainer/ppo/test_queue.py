@@ -60,7 +60,7 @@ class World:
             assert number == self.prompts
             self.prompts += 1
             self.tokens[number] = []
-        assert len(self.queue) <= self.bound.most
+        assert len(self.queue) <= self.bound.limit(version=0)
 
     def sample(self) -> None:
         """One more token of some group, by the weights that sampling has now."""
@@ -172,7 +172,7 @@ def test_the_formula_by_hand():
     """T = 4 groups a step, half a step ahead: 6 at first, then 4 more with every version."""
     bound = GroupAdmission(groups=4, chunk=2, ahead=Fraction("0.5"))
     queue = GroupQueue(bound)
-    assert (bound.most, bound.allowed, queue.room()) == (6, 1, 6)
+    assert (bound.limit(version=0), bound.allowed, queue.room()) == (6, 1, 6)
     numbers = [queue.admit(None) for _ in range(6)]
     assert queue.room() == 0
     for number in numbers[:4]:

@@ -409,7 +409,7 @@ def test_the_bounds_that_settings_mean():
 
     sized = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
     made = bound(FULLY_ASYNC, f"{MODE}=fully_async", "data.train_batch_size=0", sized[1], "data.gen_batch_size=1")
-    assert (made.groups, made.chunk, made.most, made.allowed, made.in_order) == (64, 16, 70, 1, True)
+    assert (made.groups, made.chunk, made.limit(version=0), made.allowed, made.in_order) == (64, 16, 70, 1, True)
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     whole, single = (bound(SEPARATE_ASYNC, f"{MODE}=separate_async", *sized, *more) for more in ((), (bypass,)))
     assert (whole.chunk, single.chunk, whole.allowed) == (64, 16, 1)

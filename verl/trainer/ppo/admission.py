@@ -69,8 +69,8 @@ class GroupAdmission:
 
     Example:
         >>> bound = GroupAdmission(groups=64, chunk=16, ahead=Fraction("0.5"))
-        >>> bound.limit(version=0), bound.most, bound.allowed
-        (96, 96, 1)
+        >>> bound.limit(version=0), bound.allowed
+        (96, 1)
     """
 
     groups: int
@@ -97,11 +97,6 @@ class GroupAdmission:
         """S, the largest staleness of a trained token in versions."""
         by_admission = -(-self._ahead // self.groups)
         return by_admission if self.staleness is None or self.in_order else self.staleness
-
-    @property
-    def most(self) -> int:
-        """Groups that are in the queue or in flight at once, at most."""
-        return self.limit(version=0)
 
     @property
     def enforced(self) -> int | None:

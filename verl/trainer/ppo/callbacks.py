@@ -22,6 +22,7 @@ from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.sample_texts import SampleTexts, turns_of_rows
+from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped
@@ -38,7 +39,7 @@ class RunningTrainer(Protocol):
     state: RunState
     ctx: StepContext
     roles: Roles
-    schedule: Any
+    schedule: ScheduleRun
     checkpoints: RunCheckpoints
     validator: Validator | None
     texts: SampleTexts
@@ -175,16 +176,15 @@ class SaveCheckpoint(Callback):
         if every <= 0:
             return
         due = ctx.step % every == 0 or ctx.step == ctx.run.total_steps
-        if not due and self._machine_ends(spare):
+        if not due and expiry.should_save_ckpt_esi(
+            self._longest["step"], self._longest["save"], spare, clock=self._clock
+        ):
             log.warning("step %d is saved: the machine is taken away before a further one would be", ctx.step)
             due = True
         if due:
             with ctx.timed("save_checkpoint"):
                 trainer.save_checkpoint()
             self._longest["save"] = max(self._longest["save"], self._clock() - now)
-
-    def _machine_ends(self, spare: float) -> bool:
-        return expiry.should_save_ckpt_esi(self._longest["step"], self._longest["save"], spare, clock=self._clock)
 
 
 class Publish(Callback):

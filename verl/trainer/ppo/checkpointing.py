@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from verl.checkpoint import (
     BackgroundCopies,
@@ -32,6 +32,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup, by_rank
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.stages import PromptSource
 from verl.workers.model import ModelWorker
 from verl.workers.roles import Roles
@@ -54,14 +55,6 @@ class Boundary:
     state: Mapping[str, Any]
     batches: Mapping[str, DataProto]
     position: Position | None
-
-
-class Carrier(Protocol):
-    """What a schedule has between two steps."""
-
-    def state(self) -> dict[str, DataProto]: ...
-
-    def load_state(self, parts: Mapping[str, DataProto], run: RunState) -> None: ...
 
 
 class GroupInWork:
@@ -100,7 +93,9 @@ class RunCheckpoints:
         schedule: what waits in its stream.
     """
 
-    def __init__(self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState, schedule: Carrier):
+    def __init__(
+        self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState, schedule: ScheduleRun
+    ):
         self.config, self.roles, self.source, self.run = config, roles, source, run
         self.schedule = schedule
         trainer = config.trainer
@@ -127,7 +122,7 @@ class RunCheckpoints:
         if trainer.save_freq > 0:
             self.copies = None if self.remote is None else BackgroundCopies(self.remote)
             keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
-            background = any(self._in_background(name) for name in self._trained())
+            background = any(self._section(name).async_save for name in self._trained())
             best = BestCheckpoint.of(trainer)
             self.writer = CheckpointWriter(self.folder, keep=keep, copies=self.copies, best=best, background=background)
 
@@ -233,7 +228,8 @@ class RunCheckpoints:
         reader = CheckpointReader(folder)
         for name, handle in self.roles.items():
             if handle.kind == "trainable":
-                contents = tuple(self._contents(name)["load_contents"])
+                section = self._section(name)
+                contents = tuple(section.load_contents or section.save_contents)
                 by_rank(handle.group, ModelWorker.load_checkpoint)(str(folder / name), contents)
         if REFERENCE in reader.parts and REFERENCE in self.roles:
             reference = self.roles[REFERENCE].group
@@ -272,9 +268,10 @@ class RunCheckpoints:
     def _tell_saved(self) -> None:
         while self.writer is not None and self.writer.published:
             folder, self._has_saved = self.writer.published.pop(0), True
-            self.position = self._positions.pop(int(folder.name.rpartition("_")[2]), None) or self.position
+            step = int(folder.name.rpartition("_")[2])
+            self.position = self._positions.pop(step, None) or self.position
             if self.on_saved is not None:
-                self.on_saved(int(folder.name.rpartition("_")[2]), folder, self.writer.background)
+                self.on_saved(step, folder, self.writer.background)
 
     def _delete_loaded(self) -> None:
         """Delete what was resumed from once something else can be: a newer checkpoint, or its copy elsewhere."""
@@ -295,8 +292,9 @@ class RunCheckpoints:
         return [name for name, handle in self.roles.items() if handle.kind == "trainable"]
 
     def _role_writer(self, name: str) -> Callable[[Path], Any]:
-        group, contents = self.roles[name].group, tuple(self._contents(name)["save_contents"])
-        if not self._in_background(name):
+        group, section = self.roles[name].group, self._section(name)
+        contents = tuple(section.save_contents)
+        if not section.async_save:
             return lambda folder: _of_all(by_rank(group, ModelWorker.save_checkpoint)(str(folder), contents))
 
         def start(folder: Path) -> GroupInWork:
@@ -308,15 +306,6 @@ class RunCheckpoints:
     def _section(self, name: str) -> Any:
         """A role that a recipe added is saved as the actor is."""
         return (self.config.critic if name == "critic" else self.config.actor_rollout_ref.actor).checkpoint
-
-    def _in_background(self, name: str) -> bool:
-        return self._section(name).async_save
-
-    def _contents(self, name: str) -> dict[str, list[str]]:
-        """``save_contents`` and ``load_contents``."""
-        section = self._section(name)
-        saved = list(section.save_contents)
-        return {"save_contents": saved, "load_contents": list(section.load_contents or saved)}
 
 
 def _save_batch(batch: DataProto, folder: Path) -> None:

@@ -85,11 +85,6 @@ class RunState:
         return self.config.actor_rollout_ref.rollout.n
 
     @property
-    def trained_per_prompt(self) -> int:
-        """Rows of each prompt in an update: all its samples, or its pair."""
-        return 2 if self.learns_from_pairs else self.samples_per_prompt
-
-    @property
     def learns_from_pairs(self) -> bool:
         """The actor's loss compares the best and the worst answer to each prompt."""
         return learns_from_pairs(self.config)

@@ -37,7 +37,7 @@ def correct(batch: DataProto, algorithm: AlgoConfig) -> dict[str, float]:
     prefix, corrected = _corrected(batch, algorithm)
     if corrected is None:
         return {}
-    if corrected.weights is not None and _applies_weights(algorithm):
+    if corrected.weights is not None and (algorithm.rollout_is or algorithm.rollout_is_threshold is None):
         batch.tensors["rollout_is_weights"] = corrected.weights
     if corrected.mask is not batch.tensors["response_mask"]:
         batch.tensors[KEPT_MASK] = corrected.mask
@@ -62,10 +62,6 @@ def _corrected(batch: DataProto, algorithm: AlgoConfig) -> tuple[str, Correction
         )
         return "mismatch", importance_sampling_of(*log_probs, how)
     return "rollout_corr", correction_of(*log_probs, Correction.of(newer))
-
-
-def _applies_weights(algorithm: AlgoConfig) -> bool:
-    return algorithm.rollout_is or algorithm.rollout_is_threshold is None
 
 
 def _explain_missing(batch: DataProto, algorithm: AlgoConfig, present: bool) -> None:

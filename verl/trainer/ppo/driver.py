@@ -312,7 +312,9 @@ class Driven(Concurrent):
 def driver_of(roles: Roles, ctx: StepContext, by_batch: bool) -> Driver:
     """Where a run samples its groups: what it has follows from where its roles are, or from the record it follows."""
     if by_batch:
-        return Inline(roles, by_batch=True, files=RolloutReplay.of(ctx.config))
+        return Inline(
+            roles, by_batch=True, files=RolloutReplay.of(ctx.config) if ctx.config.skip.rollout.enable else None
+        )
     script, record = ctx.run.script, ctx.run.record
     if script is not None and not script.about["beside"]:
         return Inline(roles, record)

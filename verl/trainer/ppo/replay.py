@@ -49,9 +49,9 @@ class RolloutReplay:
 
     @classmethod
     def of(cls, config: PPOTrainerConfig) -> RolloutReplay | None:
-        """From the configuration; None where it is off."""
+        """From the configuration; None where it names no step."""
         settings = config.skip.rollout
-        if not settings.enable or not settings.steps:
+        if not settings.steps:
             return None
         name = re.sub(r"[^\w.-]+", "_", f"{config.trainer.project_name}/{config.trainer.experiment_name}")
         folder = Path(env.expand(settings.dump_dir)) / name

@@ -345,7 +345,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
     one the rows are split so that every rank gets as many tokens. The rows of a pair stay together.
     """
-    rows, together = role.mini_batch_size * ctx.run.trained_per_prompt, 2 if ctx.run.learns_from_pairs else 1
+    each, together = (2, 2) if ctx.run.learns_from_pairs else (ctx.run.samples_per_prompt, 1)
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not another reader needs old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
@@ -356,7 +356,9 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     if correction.KEPT_MASK in batch.tensors.keys():
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
     data.meta_info = {"global_steps": ctx.step}
-    plan = list(mini_batches(len(batch), rows, role.epochs, role.shuffle, role.seed + ctx.step, together))
+    plan = list(
+        mini_batches(len(batch), role.mini_batch_size * each, role.epochs, role.shuffle, role.seed + ctx.step, together)
+    )
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     groups = _groups(batch, ctx, together)
     for number, members in enumerate(plan, start=1):
