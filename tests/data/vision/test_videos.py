@@ -32,7 +32,7 @@ from verl.data.vision.processor import load_processor
 from verl.data.vision.videos import VideoLimits, clip_shape, load_video, open_video
 from verl.errors import DataError, NotBuiltError
 
-WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl")
 LIMITS = VideoLimits()
 FACTS = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 HAS_AV = importlib.util.find_spec("av") is not None

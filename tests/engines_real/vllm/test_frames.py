@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoImageProcessor
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -16,6 +17,7 @@ from verl.data.vision.frames import FrameProcessor
 KINDS = {
     "qwen2_5_vl": (Qwen2VLVideoProcessor, {"size": {"shortest_edge": 3136, "longest_edge": 12544}}),
     "qwen3_vl": (Qwen3VLVideoProcessor, {"size": {"shortest_edge": 3136, "longest_edge": 40000}, "patch_size": 14}),
+    "glm4v": (Glm4vVideoProcessor, {"size": {"shortest_edge": 12544, "longest_edge": 40000}}),
     "internvl": (InternVLVideoProcessor, {"size": {"height": 28, "width": 28}}),
 }
 

@@ -264,15 +264,18 @@ SEEN: dict[str, tuple[str, ...]] = {
     "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
-    "glm4v": ("image",),
+    "glm4v": ("image", "video"),
+    "glm4v_moe": ("image", "video"),
     "gemma3": ("image",),
     "internvl": ("image", "video"),
+    "idefics3": ("image",),
+    "smolvlm": ("image",),
 }
 """``model_type`` of the families whose towers are built (`verl.models.vision`), and what they take."""
 SEEING_SAMPLERS = ("hf", "vllm", "server", "sglang")
 TEXT_SERVERS = ("tgi", "openai")
 """Values of ``rollout.server.api`` that name servers of text."""
-HF_ALONE = ("gemma3", "internvl")
+HF_ALONE = ("gemma3", "internvl", "idefics3", "smolvlm")
 """Families whose images no sampler but ``hf`` takes."""
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 

@@ -19,6 +19,8 @@ PER_FRAME = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 PER_VIDEO = {
     "qwen3_vl": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
     "qwen3_vl_moe": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+    "glm4v": {"shortest_edge": 112 * 112, "longest_edge": 2 * 30000 * 28 * 28},
+    "glm4v_moe": {"shortest_edge": 112 * 112, "longest_edge": 2 * 30000 * 28 * 28},
 }
 """Pixels of all frames together, of families that bound these."""
 FILE = "video_preprocessor_config.json"

@@ -11,6 +11,7 @@ and expanded as ids: what `AutoProcessor` would do in text, with the same tokens
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import shutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -252,6 +253,8 @@ class VisionProcessor:
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as failure:
             raise DataError(f"the processor refuses the {kind}: {failure}", key=where, got=size) from failure
         inputs = {name: torch.as_tensor(value) for name, value in made.items() if name not in TEXT_NAMES}
+        if "pixel_attention_mask" in inputs:  # of Idefics3, with an axis of rows, of which there is one
+            inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
         return inputs, made["input_ids"][0].tolist()
 
 
@@ -342,10 +345,12 @@ def _build(source: str, tokenizer: Any, facts: Mapping[str, Any], trust_remote_c
         raise ValueError(f"transformers has no processor class for model_type {config.model_type!r}")
     images = AutoImageProcessor.from_pretrained(source, **remote)
     text = AutoTokenizer.from_pretrained(source, **remote) if tokenizer is None else tokenizer
-    lengths = {name: facts[name] for name in ("image_seq_length", "image_seq_len") if name in facts}
+    more = {name: facts[name] for name in ("image_seq_length", "image_seq_len") if name in facts}
     if "video" in SEEN.get(config.model_type, ()):
-        lengths["video_processor"] = FrameProcessor.of(config, source, facts, images)
-    return _with_frames(cls)(image_processor=images, tokenizer=text, chat_template=text.chat_template, **lengths)
+        more["video_processor"] = FrameProcessor.of(config, source, facts, images)
+    elif "video_processor" in inspect.signature(cls).parameters:  # of SmolVLM, whose videos are not built
+        more["video_processor"] = None
+    return _with_frames(cls)(image_processor=images, tokenizer=text, chat_template=text.chat_template, **more)
 
 
 def _processor_class(model_type: str) -> Any:

@@ -9,7 +9,7 @@ from verl.models.vision.family import VisionFamily
 from verl.models.vision.glm import GlmVision
 from verl.models.vision.qwen import QwenVision
 from verl.models.vision.qwen3 import Qwen3Vision
-from verl.models.vision.tiled import GemmaVision, InternVision
+from verl.models.vision.tiled import GemmaVision, IdeficsVision, InternVision
 
 FAMILIES: dict[str, type[VisionFamily]] = {
     "qwen2_vl": QwenVision,
@@ -17,8 +17,11 @@ FAMILIES: dict[str, type[VisionFamily]] = {
     "qwen3_vl": Qwen3Vision,
     "qwen3_vl_moe": Qwen3Vision,
     "glm4v": GlmVision,
+    "glm4v_moe": GlmVision,
     "gemma3": GemmaVision,
     "internvl": InternVision,
+    "idefics3": IdeficsVision,
+    "smolvlm": IdeficsVision,
 }
 assert FAMILIES.keys() == SEEN.keys(), "the settings accept other families than those that are built"
 

@@ -105,6 +105,10 @@ class VisionFamily(ABC):
     def token_id(self, kind: Kind) -> int:
         """The placeholder."""
 
+    def _is_placeholder(self, ids: np.ndarray, kind: Kind) -> np.ndarray:
+        """(L,) bool: which tokens of a row stand for a picture of this kind."""
+        return ids == self.token_id(kind)
+
     @abstractmethod
     def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
         """As `pictures`, of inputs whose names are known."""
@@ -165,7 +169,7 @@ class VisionFamily(ABC):
             of_kind = [picture for picture in pictures if picture.kind == kind]
             if not of_kind:
                 continue
-            spans = _spans(ids == self.token_id(kind))
+            spans = _spans(self._is_placeholder(ids, kind))
             for picture in of_kind:
                 runs = []
                 for count in picture.runs:
@@ -180,7 +184,7 @@ class VisionFamily(ABC):
         return sorted(placed, key=lambda p: p.start)
 
     def _too_few(self, ids: np.ndarray, kind: Kind, pictures: Sequence[Picture]) -> DataError:
-        expected, present = sum(sum(p.runs) for p in pictures), int((ids == self.token_id(kind)).sum())
+        expected, present = sum(sum(p.runs) for p in pictures), int(self._is_placeholder(ids, kind).sum())
         return DataError(
             f"{len(pictures)} {kind}s take {expected} tokens, and the row lacks placeholders where they belong",
             key="input_ids",

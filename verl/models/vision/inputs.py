@@ -86,8 +86,9 @@ def placing(model: nn.Module, vision: VisionInputs | None) -> Iterator[dict[str,
         yield {}
         return
     backbone = language_backbone(model)
+    masks = getattr(backbone, "get_placeholder_mask", None)  # Idefics3 has none
     # Families that take images alone have one mask, the others one per kind.
-    per_kind = "video_features" in inspect.signature(backbone.get_placeholder_mask).parameters
+    per_kind = masks is not None and "video_features" in inspect.signature(masks).parameters
 
     def mask(input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None) -> Any:
         tokens = inputs_embeds.shape[:-1]
@@ -102,7 +103,12 @@ def placing(model: nn.Module, vision: VisionInputs | None) -> Iterator[dict[str,
             made.append(here.unsqueeze(-1))
         return tuple(made) if per_kind else made[0]
 
-    tensors, replaced = vision.tensors, {"get_placeholder_mask": mask}
+    def merger(input_ids: Any, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+        here = mask(input_ids, inputs_embeds, image_hidden_states)
+        return inputs_embeds.masked_scatter(here, image_hidden_states.to(inputs_embeds))
+
+    tensors = vision.tensors
+    replaced: dict[str, Any] = {"inputs_merger": merger} if masks is None else {"get_placeholder_mask": mask}
     if vision.features is not None and takes_features(backbone):
         tensors = {**tensors, "mm_encoder_outputs": {"image": vision.features}}
     elif vision.features is not None:  # such a model calls its tower wherever there are pixels, and nowhere else

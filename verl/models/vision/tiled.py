@@ -1,8 +1,8 @@
-"""Gemma 3 and InternVL: an image is one or more square tiles of one size, each with as many tokens as any other."""
+"""Gemma 3, InternVL, SmolVLM: an image is one or more square tiles of one size, each with equally many tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from verl.errors import DataError
 from verl.models.vision.family import Kind, Picture, VisionFamily
 
-PIXELS = "pixel_values"
-"""(tiles, channels, height, width): crops and thumbnails of all images of a row, in the order of their tokens."""
+PIXELS, MASK = "pixel_values", "pixel_attention_mask"
+"""(tiles, channels, height, width): crops and thumbnails of all images of a row, in the order of their tokens; and of
+Idefics3, (tiles, height, width): which of their pixels are not padding."""
 
 
 class TiledVision(VisionFamily):
@@ -82,3 +83,28 @@ class InternVision(TiledVision):
     def patches(self, picture: Picture) -> tuple[int, int]:
         count, frames = super().patches(picture)
         return count + 1, frames  # one stands for the picture as such
+
+
+class IdeficsVision(TiledVision):
+    """SmolVLM and Idefics3 (arXiv 2504.05299, 2408.12637): a mark with row and column in front of each tile."""
+
+    tower = ("vision_model", "connector")
+    keys: ClassVar[frozenset[str]] = frozenset((PIXELS, MASK))
+
+    @property
+    def tokens_per_tile(self) -> int:
+        rows, columns = self.patch_grid
+        return rows * columns // int(self.config.scale_factor) ** 2
+
+    def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
+        if MASK in inputs and not inputs[MASK].all():
+            fix = "Let the image processor resize to whole tiles."
+            raise DataError("padding in tiles is not built", key=f"multi_modal_inputs.{MASK}", fix=fix)
+        tiles = {PIXELS: inputs[PIXELS].flatten(0, -4)} if PIXELS in inputs else {}  # its processor has an axis of rows
+        return super()._pictures(tiles)
+
+    def smallest(self, kind: Kind) -> Picture:
+        return self._picture(torch.ones(1, *self.tile))  # the model takes zeros for no tile
+
+    def prepare(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        return {name: tensor[None] for name, tensor in super().prepare(pictures).items()}

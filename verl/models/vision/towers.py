@@ -9,7 +9,7 @@ from torch import nn
 
 from verl.models.vision.family import Picture, VisionFamily
 
-PER_TOKEN = ("merger", "downsample", "projector")
+PER_TOKEN = ("merger", "downsample", "projector", "connector")
 """In the names of modules behind the layers, which compute once for each token of the language model."""
 
 

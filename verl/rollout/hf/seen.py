@@ -158,11 +158,11 @@ class Features:
         self._deep_is_joined = any(torch.is_tensor(layer) for layer in deep)
         counts = [sum(one.runs) for one in pictures]
         layers = [
-            layer.flatten(0, -2).split(counts) if torch.is_tensor(layer) else layer
+            (layer if torch.is_tensor(layer) else torch.cat(tuple(layer))).flatten(0, -2).split(counts)
             for layer in (features.pooler_output, *deep)
         ]
         for number, picture in enumerate(pictures):
-            self._kept[picture.digest] = tuple(layer[number].flatten(0, -2) for layer in layers)
+            self._kept[picture.digest] = tuple(layer[number] for layer in layers)
         self.num_encoded += len(pictures)
 
     def _as_made(self, layer: Tensor) -> Tensor | tuple[Tensor]:
