@@ -56,7 +56,7 @@ def gigpo(
     Raises:
         ConfigError: the agent loop records no states.
     """
-    episodes, _ = grpo(token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, singleton=singleton)
+    episodes = grpo(token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, singleton=singleton)[0]
     states = _states(non_tensor_batch)
     turns = turn_of_tokens(states, response_mask)
     returns = turn_returns(token_level_rewards, response_mask, turns, as_float(gamma))
