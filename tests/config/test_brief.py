@@ -516,14 +516,14 @@ SINGLE = {
         {"trainer.v1.trainer_mode": "separate_async"}, ("trainer.v1.trainer_mode", "algorithm.rollout_correction")
     ),
     "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=3": wrong("= 768 prompts"),
-    "actor_rollout_ref.hybrid_engine=false": wrong("samplers apart from the trainers need a pool, and it has 0 nodes"),
+    "actor_rollout_ref.hybrid_engine=false": wrong("separate samplers need a pool, and it has 0 nodes"),
     "model_engine=megatron": Works({"critic.strategy": "megatron"}),
     "trainer.runtime=ray": Works({"trainer.runtime": "ray"}),
     # settings that are wrong
     f"{A}.policy_loss.loss_mode=dro": wrong("'dro' has no default for it"),
     f"{A}.policy_loss.loss_mode=dro {A}.policy_loss.dro_beta=-1": wrong("dro_beta: out of range"),
     f"{A}.policy_loss.clip_cov_lb=6": wrong("clip_cov_lb: out of range"),
-    f"algorithm.adv_estimator=gdpo {GROUP}": wrong("'gdpo' normalises several rewards apart"),
+    f"algorithm.adv_estimator=gdpo {GROUP}": wrong("'gdpo' normalises each of several rewards"),
     f"algorithm.adv_estimator=gdpo {GROUP} algorithm.gdpo_reward_keys=[a] algorithm.gdpo_reward_weights=[1,2]": wrong(
         "1 rewards have 2 weights"
     ),

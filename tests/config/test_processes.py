@@ -84,7 +84,7 @@ def test_workers_that_this_machine_cannot_start_are_refused(ppo, monkeypatch, tm
     assert refused(ppo, f"{KEY}={UPSTREAM}", *ray).startswith(f"{KEY}: there is no program 'uv'")
     assert "there is no program" in refused(ppo, f"""{KEY}='uv "run'""", *ray)
     (tmp_path / "uv").touch(mode=0o755)
-    assert "beside a uv.lock, and there is none here" in refused(ppo, f"{KEY}={UPSTREAM}", *ray)
+    assert "next to a uv.lock, and there is none here" in refused(ppo, f"{KEY}={UPSTREAM}", *ray)
     Path("uv.lock").touch()
     for words in ((f"{KEY}={UPSTREAM}",), (f"{KEY}=no/python", "ray_kwargs.ray_init.address=10.0.0.1:6379")):
         assert words[0].endswith(ppo(*words, *ray).ray_kwargs.ray_init.runtime_env.py_executable)

@@ -169,7 +169,7 @@ IMPOSSIBLE = [
     ),
     ([*OWN, VLLM, f"{T}=4"], f"2 processes hold 0 replicas of 4 (tensor) = 4, and 2 of them would hold nothing. Got 4. "
      f"Allowed: 1, 2. Change it, or the number of processes ({R}.nnodes, {R}.n_gpus_per_node)."),
-    ([f"{A}.hybrid_engine=false"], f"{R}.nnodes: samplers apart from the trainers need a pool, and it has 0 nodes"),
+    ([f"{A}.hybrid_engine=false"], f"{R}.nnodes: separate samplers need a pool, and it has 0 nodes"),
     ([f"{R}.nnodes=2"], f"Got 2. Allowed: 0. Set {A}.hybrid_engine=false"),
     ([*OWN, f"{R}.nnodes=-1"], f"{R}.nnodes: out of range. Got -1"),
     ([*OWN, f"{R}.n_gpus_per_node=0"], f"{R}.n_gpus_per_node: out of range. Got 0"),
@@ -180,7 +180,7 @@ IMPOSSIBLE = [
     ([*OWN, "trainer.nnodes=2", f"{BACKEND}=shared_memory"], "have 2 nodes, and shared_memory reaches the processes"),
     ([*OWN, f"{BACKEND}=cuda_ipc"], "cuda_ipc connects processes that share one. Got 'cuda_ipc'. Set "
      f"{BACKEND}=nccl."),
-    ([*OWN, "trainer.nnodes=2", f"{BACKEND}=delta"], "one machine: it goes over shared_memory, unless"),
+    ([*OWN, "trainer.nnodes=2", f"{BACKEND}=delta"], "one machine: its bytes travel over shared_memory, unless"),
     ([*OWN, "trainer.runtime=local"], "local, with global_pool 1, rollout_pool 2"),
     ([POOL + ".s={roles: [rollout], processes: [1]}", f"{BACKEND}=gloo", "trainer.runtime=local"], "local, with gl"),
     ([*OWN, f"{R}.name=server", f"{R}.server.url=[http://a:1,http://b:1]"], "2 servers sample, and the pool has no"),

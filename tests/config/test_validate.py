@@ -500,7 +500,7 @@ def test_the_settings_of_one_missing_feature_are_one_problem_named_by_its_switch
     own = [f"{R}.qat={{mode: w4a16}}", f"{A}.fsdp_config.qat.enable=true"]
     said = refused(ppo, *own, "actor_rollout_ref.model.mtp.enable=true", kind=NotBuiltError).splitlines()
     assert len(said) == 3 and said[1].startswith(f"  - {A}.fsdp_config.qat.enable: not built yet: quantization")
-    assert said[1].endswith("The same goes for 1 more setting of it.")
+    assert said[1].endswith("The same holds for 1 more setting of it.")
 
 
 def test_a_message_lists_a_dozen_problems_and_says_how_many_there_are_more(ppo):
@@ -516,7 +516,7 @@ def test_unknown_settings_are_suggested_only_what_is_near_and_else_the_mapping_t
     assert said.startswith(f"{A}.motor: unknown settings of a section that does not exist: tp, pp.")
     assert "Did you mean" not in said
     said = refused(ppo, "actor_rollout_ref.model.rope_theta=1", f"{R}.max_num_sqs=3").splitlines()
-    assert said[1].endswith("goes into actor_rollout_ref.model.override_config.")
+    assert said[1].endswith("belongs in actor_rollout_ref.model.override_config.")
     assert said[2].endswith(f"Did you mean '{R}.max_num_seqs'?")
 
 

@@ -63,7 +63,7 @@ def _kept(settings: Mapping[str, Any]) -> Iterator[Implied]:
 
 
 def _sampled(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Iterator[Implied]:
-    """Where no group is filtered or passed over, a step trains on what it samples; a queue has the two apart."""
+    """Where no group is filtered or passed over, a step trains on what it samples; a queue counts the two separately."""
     size, switch = settings.get(_GEN), "algorithm.filter_groups.enable"
     if size is None or "${" in str(size) or not _is_off(settings.get(switch, usual(switch))):
         return
@@ -98,7 +98,7 @@ def _streamed(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> Itera
 
 
 def left_open(settings: Mapping[str, Any], usual: Callable[[str], Any]) -> list[str]:
-    """Settings that say nothing: ``???``, which asks for a value, below an ``enable`` that is off, and `NULL` ones."""
+    """Settings that say nothing: ``???``, which requires a value, below an ``enable`` that is off, and `NULL` ones."""
     null = [key for key, value in settings.items() if value is None and key.rpartition(".")[2] in NULL]
     return null + [key for key, value in settings.items() if value == "???" and _is_below_off(key, settings, usual)]
 
@@ -145,7 +145,7 @@ def _problem(
 ) -> ConfigError:
     key, entry, section = group[0]
     takes = open_key(schema, key)
-    into = f"A field of the model's or the engine's own goes into {takes}." if takes else ""
+    into = f"A field of the model's or the engine's own belongs in {takes}." if takes else ""
     if len(group) == 1:
         near = nearest(schema, key)
         meant = f"Did you mean {' or '.join(repr(name) for name in near)}?" if near else into
@@ -388,7 +388,7 @@ def _contradiction(first: DefaultsEntry, second: DefaultsEntry, key: str) -> Con
 
 
 def _says_again(entry: DefaultsEntry, keys: set[str]) -> bool:
-    """Whether a file gives FSDP as the engine of an FSDP section beside the role's own choice, as upstream's tree does."""
+    """Whether a file gives FSDP as the engine of an FSDP section next to the role's choice, as upstream's tree does."""
     role = ENGINE_STRATEGIES.get(entry.key)
     is_usual = entry.value in ("fsdp", "fsdp2") or str(entry.value).endswith(".strategy}")
     return bool(entry.source) and role in keys and is_usual

@@ -55,7 +55,7 @@ def of_run(cfg: ConfigNode) -> list[Recipe]:
 
 
 def problems(cfg: ConfigNode) -> list[ConfigError]:
-    """What is wrong with the settings that the recipes of a configuration bring, and with what they ask of others."""
+    """What is wrong with the settings that the recipes of a configuration bring, and with what they require of others."""
     return [problem for recipe in of_run(cfg) for problem in recipe.problems(cfg)]
 
 

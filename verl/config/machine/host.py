@@ -356,7 +356,7 @@ def _interpreter(cfg: PPOTrainerConfig) -> Problems:
     if shutil.which(program) is None:
         wrong = f"there is no program {program!r}"
     elif Path(program).name == "uv" and "--frozen" in words and not _locked():
-        wrong, fix = "uv takes --frozen only beside a uv.lock, and there is none here", f"Run `uv lock`. {fix}"
+        wrong, fix = "uv takes --frozen only next to a uv.lock, and there is none here", f"Run `uv lock`. {fix}"
     key = "ray_kwargs.ray_init.runtime_env.py_executable"
     return [ConfigError(wrong, key=key, got=command, fix=fix)] if wrong else []
 

@@ -22,7 +22,7 @@ from verl.config.machine.config_json import (
     facts_of,
 )
 from verl.config.machine.pools import OWN_PROCESSES, EngineRole, role_of_supervised, roles, starts_no_engine
-from verl.config.rules.checks import Problems, caught, divisors_of
+from verl.config.rules.checks import Problems, caught, divisors_of, uneven
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -86,8 +86,7 @@ def _divided(role: EngineRole) -> Problems:
     divisors = [(_ULYSSES, heads, "attention heads"), (_EXPERT, experts, "experts")]
     problems: Problems = []
     for name, count, what in divisors:
-        if isinstance(count, int) and count > 0 and count % engine[name]:
-            problems.append(_uneven(f"{key}.{name}", engine[name], count, what))
+        problems += uneven(f"{key}.{name}", engine[name], count, what)
     if engine[_EXPERT] > 1 and experts is None and heads:
         message = "a model without experts cannot share them among processes"
         fix = "Leave it out."
@@ -159,7 +158,7 @@ def _quantized(role: EngineRole) -> Problems:
     key, got = f"{role.model_key}.lora_base_quantization", role.model.lora_base_quantization
     if role.model.lora_rank == 0 and role.model.lora_adapter_path is None:
         message, fix = (
-            "weights in 4 bits are not trained: they lie under an adapter",
+            "weights in 4 bits are not trained: they are the base of an adapter",
             f"Set {role.model_key}.lora_rank=16.",
         )
         return [ConfigError(message, key=key, got=got, fix=fix)]
@@ -185,20 +184,13 @@ def of_sampler(cfg: PPOTrainerConfig) -> Problems:
         return []
     heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
     key_value = facts.get("num_key_value_heads", heads)
-    problems: Problems = []
-    if isinstance(heads, int) and heads > 0 and heads % tensor:
-        problems.append(_uneven(f"{_R}.{_T}", tensor, heads, "attention heads"))
-    elif isinstance(key_value, int) and key_value > 0 and max(tensor, key_value) % min(tensor, key_value):
-        problems.append(_uneven(f"{_R}.{_T}", tensor, key_value, "KV heads"))  # fewer heads than peers are copied
+    problems = uneven(f"{_R}.{_T}", tensor, heads, "attention heads")
+    if not problems and (not isinstance(key_value, int) or tensor % max(1, key_value)):
+        problems = uneven(f"{_R}.{_T}", tensor, key_value, "KV heads")  # fewer heads than peers are copied
     if isinstance(layers, int) and 0 < layers < pipeline:
         message = f"the model's {layers} layers are fewer than the {pipeline} stages of a pipeline"
         problems.append(ConfigError(message, key=f"{_R}.{_P}", got=pipeline, allowed=f"at most {layers}"))
     return problems
-
-
-def _uneven(key: str, size: int, count: int, what: str) -> ConfigError:
-    message = f"the model's {count} {what} cannot be split evenly over {size} processes"
-    return ConfigError(message, key=key, got=size, allowed=divisors_of(count), fix="Set it to one of these.")
 
 
 MOST_RANK = 512

@@ -140,7 +140,7 @@ def _pool_of_samplers(cfg: PPOTrainerConfig, named: bool) -> Problems:
         return [ConfigError(message, key=key, got=nodes, fix="Keep one of the two.")]
     if split and nodes == 0 and not named:
         fix = f"Set {key}=1 and {_R}.n_gpus_per_node, or leave {_A}.hybrid_engine out."
-        message = "samplers apart from the trainers need a pool, and it has 0 nodes"
+        message = "separate samplers need a pool, and it has 0 nodes"
         return [ConfigError(message, key=key, got=0, allowed="1 or more", fix=fix)]
     if nodes > 0 and not split:
         message = (
@@ -185,7 +185,7 @@ _T, _P, _E = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What one sampling engine takes; its experts lie on the devices that it has anyway."""
+    """What one sampling engine takes; its experts are on the devices that it has anyway."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -209,7 +209,7 @@ def spec_of(rollout: RolloutConfig) -> ReplicaSpec:
 
 
 def addresses_of(rollout: RolloutConfig) -> list[str]:
-    """Servers that sample and run already: ``server.url`` of the engines that ask servers."""
+    """Servers that sample and run already: ``server.url`` of the engines that query servers."""
     if rollout.name not in ("server", "sglang") or not rollout.server.url:
         return []
     named = rollout.server.url
@@ -449,7 +449,7 @@ def refuse_without_cuda(on_megatron: Iterable[EngineRole], device: str, external
 
     Args:
         device: of the workers.
-        external_lib: a module of the person's own, which may answer them.
+        external_lib: a module of the user's, which may answer them.
     """
     for role in on_megatron:
         if role.is_megatron and device != "cuda" and not external_lib:
@@ -458,6 +458,6 @@ def refuse_without_cuda(on_megatron: Iterable[EngineRole], device: str, external
                 key=f"{role.key}.strategy",
                 got="megatron",
                 allowed=f"plain (one process), fsdp or fsdp2 on {device}",
-                fix="Leave it out, or run on a machine with CUDA. A module that answers these calls instead goes into "
+                fix="Leave it out, or run on a machine with CUDA. A module that answers these calls instead belongs in "
                 "external_lib of the model.",
             )

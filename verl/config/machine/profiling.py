@@ -145,7 +145,7 @@ def _nsys(cfg: PPOTrainerConfig) -> Problems:
     """Ray starts nsys around the workers, for the run as a whole; a run of one process is started by nsys itself."""
     key, counted = "global_profiler.tool", worker_nsight_options(cfg).get("capture-range-end")
     if cfg.global_profiler.tool != "nsys":
-        message = "Nsight Systems is started around all workers, and a role alone asks for it"
+        message = "Nsight Systems is started around all workers, and only a role names it"
         return [ConfigError(message, key=key, got=cfg.global_profiler.tool, fix=f"Set {key}=nsys.")]
     if counted and topology.Topology.of(cfg).runtime == "local":
         number = counted.rpartition(":")[2]

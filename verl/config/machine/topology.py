@@ -341,7 +341,7 @@ def _runtime(cfg: PPOTrainerConfig, pools: tuple[PoolSpec, ...]) -> str:
 def _replicas(
     cfg: PPOTrainerConfig, spec: ReplicaSpec, samplers: PoolSpec, runtime: str, trainers: int
 ) -> tuple[PlacedReplica, ...]:
-    """A replica beside the trainers gets its weights from its own process, replica j elsewhere from rank j mod N."""
+    """A replica colocated with trainers gets its weights from its own process, replica j elsewhere from rank j mod N."""
     addresses = addresses_of(cfg.actor_rollout_ref.rollout)
     if starts_no_engine(cfg.actor_rollout_ref.rollout):
         return tuple(PlacedReplica(j, HTTP, "", (), j % trainers, address) for j, address in enumerate(addresses))
@@ -408,7 +408,7 @@ def beyond_one_machine(cfg: PPOTrainerConfig, where: str, nodes: int) -> Problem
         return []
     message = f"{where}, and {backend} reaches the processes of one machine"
     if below != backend:
-        message += f": it goes over {below}, unless engine_kwargs names another with over=..."
+        message += f": its bytes travel over {below}, unless engine_kwargs names another with over=..."
     reach = [name for name in registry.TRANSPORTS.names() if _reaches(name, nodes)]
     return [ConfigError(message, key=_BACKEND, got=backend, allowed=reach, fix=f"Set {_BACKEND}=gloo.")]
 

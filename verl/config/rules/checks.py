@@ -83,6 +83,14 @@ def divisors_of(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
+def uneven(key: str, size: int, count: object, what: str) -> Problems:
+    """A refusal unless what a model has (heads, layers, experts) divides evenly; none where its number is not known."""
+    if not isinstance(count, int) or count < 1 or count % size == 0:
+        return []
+    message = f"the model's {count} {what} cannot be split evenly over {size} processes"
+    return [ConfigError(message, key=key, got=size, allowed=divisors_of(count), fix="Set it to one of these.")]
+
+
 def is_remote(path: str) -> bool:
     """A URL of any kind, which is not looked up here."""
     return "://" in path
@@ -376,7 +384,7 @@ def _together(problems: list[ConfigError]) -> ConfigError:
     if len(problems) == 1:
         return switch
     others = f"{len(problems) - 1} more setting{'s' if len(problems) > 2 else ''} of it"
-    fix = f"{switch.fix} The same goes for {others}."
+    fix = f"{switch.fix} The same holds for {others}."
     return type(switch)(switch.message, key=switch.key, got=switch.got, allowed=switch.allowed, fix=fix)
 
 
@@ -390,7 +398,7 @@ INSTEAD: dict[str, str] = {
     "ns_steps, ns_coefficients, eps and adjust_lr_fn.",
     "profiling on Ascend": "Leave it out; global_profiler.tool=torch shows what the host does.",
     "the msprobe precision debugger": "Leave it out.",
-    "a command after profiling": "Leave it out; recordings lie in global_profiler.save_path.",
+    "a command after profiling": "Leave it out; recordings are in global_profiler.save_path.",
     "chat templates by function": "Set actor_rollout_ref.model.custom_chat_template, or a class with its own "
     "build_messages as data.custom_cls.",
     "replay of rollouts by the transfer queue's trainer": "Set skip.rollout, with the same settings.",

@@ -113,7 +113,7 @@ ROWS = (
     *_cut_logits("actor"),
     *_cut_logits("ref"),
     Rule(lambda cfg: _exact(cfg)[0],
-         lambda cfg: "the exact KL needs the logits of both models on one worker, and the reference policy lives apart from "
+         lambda cfg: "the exact KL needs the logits of both models on one worker, and the reference policy is not on those of "
          f"the actor, in the pool {Pools.of(cfg).of_role('ref').name!r}",
          lambda cfg: _exact(cfg) and _pools_differ(cfg), f"Set trainer.resource_pools without ref. {_INSTEAD}",
          kind=NotBuiltError),
@@ -121,7 +121,7 @@ ROWS = (
          lambda cfg: "algorithm.kl_penalty" in _exact(cfg) and cfg.algorithm.rollout_correction.bypass_mode,
          f"Set {_NEWER}.bypass_mode=false. {_INSTEAD}"),
     Rule(lambda cfg: f"algorithm.{of_estimator(cfg).rewards}",
-         "the estimator {algorithm.adv_estimator!r} normalises several rewards apart",
+         "the estimator {algorithm.adv_estimator!r} normalises each of several rewards",
          lambda cfg: of_estimator(cfg).rewards is not None and not cfg.algorithm[of_estimator(cfg).rewards],
          "List the keys that the scorer returns."),
     Rule("algorithm.gdpo_reward_weights",
@@ -244,7 +244,7 @@ def tell(cfg: PPOTrainerConfig) -> None:
 
 
 def _tell_owned(table: Any, chosen: str, section: str, changed: list[str]) -> None:
-    """Settings that only others of the table read; a function of the person's own may read any of its section."""
+    """Settings that only others of the table read; a user's function may read any of its section."""
     readable = () if is_dotted(chosen) else table.facts(chosen).settings
     for name in [] if is_dotted(chosen) else changed:
         owners = table.readers_of(name)

@@ -286,7 +286,7 @@ def handed_on(
                 key=f"{key}.{name}",
                 got=value,
                 allowed=[fixed.get(name, usual.get(name))],
-                fix="Leave it out; what every engine and sampler shall read goes into override_config of the model.",
+                fix="Leave it out; what every engine and sampler shall read belongs in override_config of the model.",
             )
         if name in HANDED_ON:
             overrides[name] = value

@@ -40,7 +40,7 @@ WHOLE_WEIGHTS = "bitsandbytes"
 """The package whose optimizers run in one process alone."""
 OF_MEGATRON = ("adam", "sgd")
 """Megatron's own names."""
-_OFFLOAD = "the setting optimizer_offload beside it says where the state waits"
+_OFFLOAD = "optimizer_offload of the same section says where the state is kept"
 IDLE_OF_MEGATRON = {
     "optimizer_cpu_offload": _OFFLOAD,
     "optimizer_offload_fraction": _OFFLOAD,
@@ -87,8 +87,7 @@ def of_section(key: str, optim: OptimizerConfig, backend: str) -> Problems:
     if backend in WHOLE.get(name, ()):
         why = f"it looks at a weight as a whole, of which a process has a piece with strategy={backend}"
     if why is None:
-        wrong = one_of(f"{key}.optimizer", name, [*usable, *extra]) or _arguments(key, optim, backend)
-        return wrong or _rate_of_muon(key, optim)
+        return one_of(f"{key}.optimizer", name, [*usable, *extra]) or _arguments(key, optim, backend)
     message = f"this optimizer cannot train here: {why}"
     return [ConfigError(message, key=f"{key}.optimizer", got=name, allowed=usable, fix=f"Set {key}.optimizer=AdamW.")]
 
@@ -144,14 +143,6 @@ def _arguments(key: str, optim: Any, backend: str) -> Problems:
     return [
         ConfigError(f"{optim.optimizer} takes no such argument", key=full, allowed=allowed, fix=suggest(name, allowed))
     ]
-
-
-def _rate_of_muon(key: str, optim: Any) -> Problems:
-    arguments = optim.override_optimizer_config or {}
-    if optim.optimizer != "Muon" or "adjust_lr_fn" not in arguments:
-        return []
-    allowed = ("match_rms_adamw", "original")
-    return one_of(f"{key}.override_optimizer_config.adjust_lr_fn", arguments["adjust_lr_fn"], allowed)
 
 
 def classes() -> list[str]:

@@ -59,7 +59,7 @@ def _engine(cfg: PPOTrainerConfig) -> Problems:
     manager = cfg.reward.reward_manager
     custom_manager = manager.source == "importlib" or manager.name not in registry.REWARD_MANAGERS.builtin_targets()
     if cfg.reward.custom_reward_function.path is None and not custom_manager:
-        message = "a generative reward model needs a function that asks it and reads its answer"
+        message = "a generative reward model needs a function that queries it and reads its answer"
         fix = "It gets reward_router_address; docs/howto/rewards.md has one."
         problems.append(ConfigError(message, key="reward.custom_reward_function.path", fix=fix))
     return problems

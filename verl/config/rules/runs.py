@@ -27,7 +27,7 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
+    from verl.config.schema.sft import SFTTrainerConfig
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _ULYSSES = "ulysses_sequence_parallel_size"
@@ -44,21 +44,14 @@ def row_problems(cfg: PPOTrainerConfig) -> Problems:
 
 
 def sft_row_problems(cfg: SFTTrainerConfig) -> Problems:
-    """Groups of processes and the budget of a supervised run."""
-    data, uneven = cfg.data, _started(role_of_supervised(cfg))
-    if uneven or not data.use_dynamic_bsz:
-        return uneven
-    key, factor = "data.max_token_len_per_gpu", sequence_ranks(role_of_supervised(cfg))
-    return _fits(key, data.max_token_len_per_gpu, data.max_length, "data.max_length", factor)
-
-
-def pair_row_problems(cfg: DPOTrainerConfig | RMTrainerConfig) -> Problems:
-    """The same for pairs of answers, which share a micro-batch."""
-    data, uneven = cfg.data, _started(role_of_supervised(cfg))
-    if uneven or not data.use_dynamic_bsz:
-        return uneven
-    key, factor = "data.max_token_len_per_gpu", sequence_ranks(role_of_supervised(cfg))
-    return _fits(key, data.max_token_len_per_gpu, 2 * data.max_length, "two rows of data.max_length", factor)
+    """Groups of processes and the budget of a supervised run; the two rows of a pair share a micro-batch."""
+    data, role = cfg.data, role_of_supervised(cfg)
+    problems = _started(role)
+    if problems or not data.use_dynamic_bsz:
+        return problems
+    count, what = (2, "two rows of data.max_length") if "chosen_key" in data else (1, "data.max_length")
+    budget, factor = data.max_token_len_per_gpu, sequence_ranks(role)
+    return _fits("data.max_token_len_per_gpu", budget, count * data.max_length, what, factor)
 
 
 def parts_of(role: EngineRole) -> int:

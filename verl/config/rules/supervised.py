@@ -33,8 +33,6 @@ from verl.config.schema.role import LIKE_ENGINE
 from verl.config.schema.sft import (
     WITHOUT_REFERENCE,
     DPOConfig,
-    DPOTrainerConfig,
-    RMTrainerConfig,
     SFTCustomClassConfig,
     SFTEngineConfig,
     SFTRunConfig,
@@ -102,8 +100,7 @@ def check_printed_sft(cfg: SFTTrainerConfig) -> None:
 
 def validate_sft(cfg: SFTTrainerConfig) -> None:
     """All problems of a supervised run, also on pairs of answers, in one `ConfigError`; a notice of each idle setting."""
-    rows = runs.pair_row_problems if isinstance(cfg, DPOTrainerConfig | RMTrainerConfig) else runs.sft_row_problems
-    rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, rows,
+    rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, runs.sft_row_problems,
              profiling.sft_problems, resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -165,11 +162,7 @@ def _sampler(cfg: GenerationConfig) -> Problems:
 def _files_of_generation(cfg: GenerationConfig) -> Problems:
     problems = missing_files("data.path", cfg.data.path) + bad_model_folder("model.path", cfg.model.path)
     problems += models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib)
-    if not cfg.data.output_path.endswith(".parquet"):
-        fix = "End its name in .parquet."
-        problems.append(ConfigError("is written as parquet", key="data.output_path", got=cfg.data.output_path, fix=fix))
-    folder = cfg.data.output_path.rpartition("/")[0]
-    return problems if not folder or "://" in folder else problems + missing_folder("data.output_path", folder)
+    return problems + _written("data.output_path", cfg.data.output_path, ".parquet")
 
 
 def validate_evaluation(cfg: EvaluationConfig) -> None:
@@ -183,10 +176,16 @@ def _files_of_evaluation(cfg: EvaluationConfig) -> Problems:
     problems = missing_files("data.path", cfg.data.path)
     problems += missing_files("custom_reward_function.path", cfg.custom_reward_function.path)
     problems += missing_files("report.compare", report.compare)
-    for name in ("markdown", "json", "samples"):
-        folder = (report[name] or "").rpartition("/")[0]
-        problems += missing_folder(f"report.{name}", folder) if folder else []
-    if report.samples is not None and not report.samples.endswith(".parquet"):
-        fix = "End its name in .parquet."
-        problems.append(ConfigError("is written as parquet", key="report.samples", got=report.samples, fix=fix))
+    for name, ending in {"markdown": "", "json": "", "samples": ".parquet"}.items():
+        problems += _written(f"report.{name}", report[name], ending)
+    return problems
+
+
+def _written(key: str, path: str | None, ending: str = "") -> Problems:
+    """A file to write: its folder is there, or remote, and its name ends as its format does."""
+    folder = (path or "").rpartition("/")[0]
+    problems = missing_folder(key, folder) if folder and "://" not in folder else []
+    if path is not None and not path.endswith(ending):
+        fix = f"End its name in {ending}."
+        problems.append(ConfigError(f"is written as {ending[1:]}", key=key, got=path, fix=fix))
     return problems

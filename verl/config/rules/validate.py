@@ -153,6 +153,7 @@ RUN = (
         kind=NOTICE,
     ),
 )
+_MUON = ("match_rms_adamw", "original")
 _CLIPS = "the clip of {at}.loss_type=ppo_clip corrects"
 TABLE: Table = {
     ActorConfig: (
@@ -199,6 +200,10 @@ TABLE: Table = {
              lambda c: c.bypass_mode and c.rollout_is_batch_normalize and c.loss_type == "ppo_clip", kind=NOTICE),
     ),
     OptimizerConfig: (
+        Rule("override_optimizer_config.adjust_lr_fn", "unknown value",
+             lambda o: o.optimizer == "Muon" and o.optimizer_impl == "torch.optim"
+             and (o.override_optimizer_config or {}).get("adjust_lr_fn", _MUON[0]) not in _MUON,
+             lambda o: suggest(str(o.override_optimizer_config["adjust_lr_fn"]), _MUON), _MUON),
         Rule("override_optimizer_config.betas", "out of range", _other_betas, allowed=BETAS.allowed),
         Rule("lr_warmup_init", "out of range", lambda o: o.lr_warmup_init > o.lr, allowed="at most {at}.lr={lr}"),
         Rule("min_lr", "out of range", lambda o: o.min_lr > o.lr, allowed="at most {at}.lr={lr}"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
 from verl.config.machine.pools import EngineRole, role_of_supervised, roles
 from verl.config.rules import megatron_fields
-from verl.config.rules.checks import Problems, divisors_of
+from verl.config.rules.checks import Problems, divisors_of, uneven
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import one_of
@@ -131,10 +131,10 @@ def _model(role: EngineRole) -> Problems:
     heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
     experts = experts_of(facts)
     pipeline, virtual, expert = (role.sizes[name] for name in (_P, _V, _E))
-    problems = _divides(role, _T, heads, "attention heads")
-    problems = problems or _divides(role, _T, facts.get("num_key_value_heads", heads), "KV heads")
+    problems = uneven(role.of(_T), role.sizes[_T], heads, "attention heads")
+    problems = problems or uneven(role.of(_T), role.sizes[_T], facts.get("num_key_value_heads", heads), "KV heads")
     problems = problems or _context(role, heads)
-    problems += _divides(role, _P, layers, "layers")
+    problems += uneven(role.of(_P), role.sizes[_P], layers, "layers")
     if virtual is not None and pipeline < 2:
         fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
         problems.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
@@ -142,13 +142,13 @@ def _model(role: EngineRole) -> Problems:
         message = "one group of layers per stage is a pipeline without groups"
         problems.append(ConfigError(message, key=role.of(_V), got=1, allowed="null, or 2 or more", fix="Leave it out."))
     elif virtual is not None and not problems and layers:
-        problems += _divides(role, _V, layers // pipeline, "layers of a pipeline stage")
+        problems += uneven(role.of(_V), role.sizes[_V], layers // pipeline, "layers of a pipeline stage")
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
     if experts and role.adapter:
         problems += _adapter_of_mixture(role)
-    return problems + _divides(role, _E, experts, "experts")
+    return problems + uneven(role.of(_E), role.sizes[_E], experts, "experts")
 
 
 def _adapter_of_mixture(role: EngineRole) -> Problems:
@@ -185,15 +185,6 @@ def _context(role: EngineRole, heads: Any) -> Problems:
     message = f"the {each} attention heads of a tensor-parallel process cannot be split evenly over {context}"
     allowed = divisors_of(each)
     return [ConfigError(message, key=role.of(_C), got=context, allowed=allowed, fix="Set it to one of these.")]
-
-
-def _divides(role: EngineRole, name: str, count: Any, what: str) -> Problems:
-    size = role.sizes[name]
-    if not isinstance(count, int) or count < 1 or count % size == 0:
-        return []
-    sizes = divisors_of(count)
-    message = f"the model's {count} {what} cannot be split evenly over {size}"
-    return [ConfigError(message, key=role.of(name), got=size, allowed=sizes, fix="Set it to one of these.")]
 
 
 def _one_set_of_groups(on_megatron: list[EngineRole]) -> Problems:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import experts_of, facts_of
 from verl.config.machine.pools import EngineRole, role_of_supervised, roles
-from verl.config.rules.checks import Problems, divisors_of
+from verl.config.rules.checks import Problems, divisors_of, uneven
 from verl.config.schema.node import was_typed
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs
 from verl.config.schema.torchtitan import (
@@ -147,10 +147,9 @@ def _heads(role: EngineRole, facts: dict[str, Any]) -> Problems:
     section, heads = role.section.torchtitan, facts.get("num_attention_heads")
     tensor, context = section["tensor_parallel_size"], section["context_parallel_size"]
     kv = facts.get("num_key_value_heads", heads)
-    for count, what in ((heads, "attention heads"), (kv, "KV heads")):
-        if isinstance(count, int) and count > 0 and count % tensor:
-            message = f"the model's {count} {what} cannot be split evenly over {tensor}"
-            return [_number(role, "tensor_parallel_size", message, divisors_of(count))]
+    key = _key(role, "tensor_parallel_size")
+    if wrong := uneven(key, tensor, heads, "attention heads") or uneven(key, tensor, kv, "KV heads"):
+        return wrong
     if isinstance(heads, int) and heads > 0 and heads // tensor % context:
         message = f"the {heads // tensor} attention heads of a process cannot be exchanged for tokens evenly"
         return [_number(role, "context_parallel_size", message, divisors_of(heads // tensor))]
@@ -176,9 +175,8 @@ def _experts(role: EngineRole, facts: dict[str, Any]) -> Problems:
     size, tensor = section[EXPERTS], section["tensor_parallel_size"]
     if experts is None:
         return [] if size == 1 else [_number(role, EXPERTS, "a dense model has no experts to share", [1])]
-    if experts % size:
-        message = f"the model's {experts} experts cannot be shared evenly"
-        return [_number(role, EXPERTS, message, divisors_of(experts))]
+    if wrong := uneven(_key(role, EXPERTS), size, experts, "experts"):
+        return wrong
     if tensor > 1 and size == 1:
         message = "experts cut by tensor-parallel ranks are not built yet: these share whole experts"
         fix = f"Set it to {tensor}, or tensor_parallel_size to 1."

@@ -122,7 +122,7 @@ class EvaluationRewardConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class EvaluationReportConfig(ConfigNode):
-    """The report, and the files that it goes to."""
+    """The report, and its files."""
 
     right_from: float = setting(
         1.0, "minimum score (or acc, if the scorer returns one) of a correct answer", upstream=ABSENT

@@ -53,7 +53,7 @@ class RewardServerConfig(ConfigNode):
     """A server of a generative reward model that runs already."""
 
     url: str | None = setting(
-        None, "address of a server that a reward function asks (rollout.name=server)", upstream=ABSENT
+        None, "address of a server that a reward function queries (rollout.name=server)", upstream=ABSENT
     )
 
 
@@ -64,7 +64,7 @@ class RewardRolloutConfig(ConfigNode):
     name: str = setting(
         "hf",
         "hf: a scalar head on the engines that train; server: a language model at rollout.server.url, which a reward "
-        "function asks",
+        "function queries",
         upstream="???",
     )
     server: RewardServerConfig = section(RewardServerConfig)

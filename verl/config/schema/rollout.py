@@ -139,7 +139,7 @@ class ServerConfig(ConfigNode):
         upstream=ABSENT,
         choices=("auto", "vllm", "sglang", "tgi", "verl", "openai"),
     )
-    model: str | None = _of_servers(None, "model name at the server; null: ask the server", upstream=ABSENT)
+    model: str | None = _of_servers(None, "model name at the server; null: query the server", upstream=ABSENT)
     api_key_env: str | None = _of_servers(None, "environment variable that holds the server's key", upstream=ABSENT)
     weights_dir: str | None = _of_servers(
         None,
@@ -165,7 +165,7 @@ class RolloutTraceSection(ConfigNode):
         "where traces go: mlflow, weave or trackio; null: none are recorded",
         choices=("mlflow", "weave", "trackio"),
     )
-    token2text: bool = setting(False, "put the text of tokens beside them in traces")
+    token2text: bool = setting(False, "record the text of tokens along with their ids in traces")
     max_samples_per_step_per_worker: int | None = setting(
         None,
         "prompts per step, drawn for each process that runs agent loops, of which all samples are traced; null: all",

@@ -123,7 +123,7 @@ TITAN_LIKE_ACTOR = {name: f"actor_rollout_ref.actor.torchtitan.{name}" for name 
 
 
 def features_not_built(model: HFModelConfig) -> dict[str, str]:
-    """Settings of a model that ask for what the engine has not -> what that is."""
+    """Settings of a model that require what the engine does not have -> what that is."""
     features = {
         "lora_rank": (model.lora_rank > 0, "an adapter"),
         "lora_adapter_path": (bool(model.lora_adapter_path), "an adapter"),
