@@ -23,12 +23,12 @@ from verl.config.machine.config_json import (
 )
 from verl.config.machine.pools import OWN_PROCESSES, EngineRole, role_of_supervised, roles, starts_no_engine
 from verl.config.rules.checks import Problems, caught, divisors_of, uneven
+from verl.config.schema.node import ConfigNode
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.node import ConfigNode
     from verl.config.schema.sft import SFTTrainerConfig
 
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"

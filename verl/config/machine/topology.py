@@ -28,13 +28,13 @@ from verl.config.machine.pools import (
 from verl.config.machine.pools import problems as problems_of_pools
 from verl.config.rules.checks import Problems, divisors_of, raise_all
 from verl.config.schema.algorithm import teachers_of
+from verl.config.schema.node import ConfigNode
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.node import ConfigNode
     from verl.config.schema.rollout import RolloutConfig
 
 T = TypeVar("T")

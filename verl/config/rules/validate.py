@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl import registry
 from verl.config.loading import recipes
@@ -34,16 +34,13 @@ from verl.config.rules.checks import (
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
 from verl.config.schema.data import CustomClassConfig, DataConfig, SamplerClassConfig
-from verl.config.schema.node import changed_names, unrecorded
+from verl.config.schema.node import ConfigNode, changed_names, unrecorded
 from verl.config.schema.reward import RewardModelConfig
 from verl.config.schema.role import OptimizerConfig
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
 from verl.config.schema.root import PPOTrainerConfig, TrainerConfig, uses_critic
 from verl.config.schema.tree import BETAS
 from verl.errors import ConfigError, suggest
-
-if TYPE_CHECKING:
-    from verl.config.schema.node import ConfigNode
 
 LOAD_FORMATS = ("dummy", "hf", "safetensors", "auto")
 

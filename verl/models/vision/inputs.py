@@ -7,16 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.models.vision.family import KINDS, Kind, PlacedPicture, VisionFamily
 from verl.models.vision.towers import language_backbone
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)

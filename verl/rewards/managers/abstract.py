@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
-
-if TYPE_CHECKING:
-    from verl.protocol.tokenizer import Tokenizer
+from verl.protocol.tokenizer import Tokenizer
 
 RawRewardFn = Callable[..., Any]
 """A user's reward function, in any form."""

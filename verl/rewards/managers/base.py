@@ -6,12 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
 from verl.protocol.lazy import one_entry
+from verl.protocol.tokenizer import Tokenizer
 from verl.rewards.dispatch import check_data_sources, default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.forms import Form
@@ -22,9 +23,6 @@ from verl.rewards.managers.rows import RM_SCORE, SampleRow, is_scored, known_res
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.scoring import Isolation, Scorer, ScoringLimits
 from verl.rewards.truths import needs_truth, notice_numbers
-
-if TYPE_CHECKING:
-    from verl.protocol.tokenizer import Tokenizer
 
 log = logging.getLogger("verl.rewards")
 

@@ -7,11 +7,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
+from verl.protocol.tokenizer import Tokenizer
 from verl.rewards.dispatch import default_compute_score
 from verl.rewards.failures import failure_metrics, report_failures
 from verl.rewards.invoke import raised, result_of
@@ -20,9 +21,6 @@ from verl.rewards.managers.rows import is_scored, known_results, last_sampled, t
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample, zeroed
 from verl.rewards.scoring import SAMPLE_TIMEOUT, Pace, ScoringLimits
-
-if TYPE_CHECKING:
-    from verl.protocol.tokenizer import Tokenizer
 
 
 class RewardManagerBase(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +13,12 @@ import torch
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.lazy import last_places
+from verl.protocol.tokenizer import Tokenizer
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
 from verl.rewards.invoke import result_of
 from verl.rewards.samples import RewardResult, RewardSample
 from verl.rewards.truths import is_missing, missing_truth, truth_of
-
-if TYPE_CHECKING:
-    from verl.protocol.tokenizer import Tokenizer
 
 RM_SCORE = "rm_score"
 """Column (B,): what a reward model says of each sample, before a function has its say."""

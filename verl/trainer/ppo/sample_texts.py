@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ import torch
 from verl.data.vision.images import describe_image, thumbnails
 from verl.data.vision.videos import describe_clip
 from verl.protocol import DataProto
-
-if TYPE_CHECKING:
-    from verl.protocol.tokenizer import Tokenizer
+from verl.protocol.tokenizer import Tokenizer
 
 IMAGES = "multi_modal_data"
 RECORD = "trajectory"
