@@ -34,9 +34,11 @@ def run(workplace):
 REFUSED = {
     f"{A}.{T}=3": "8 process(es) cannot be cut into copies of 3 (tensor) x 1",
     f"{A}.{T}=4 {A}.{P}=4": "Allowed: tensor x pipeline of 1 x 1, 1 x 2, 1 x 4, 1 x 8, 2 x 1, 2 x 2, 2 x 4, 4 x 1",
-    f"{A}.{T}=8": "4 KV heads cannot be split evenly over 8. Got 8. Allowed: 1, 2, 4.",
-    f"{A}.{P}=4": "6 layers cannot be split evenly over 4. Got 4. Allowed: 1, 2, 3, 6.",
-    f"{A}.{P}=2 {A}.{V}=2": "3 layers of a pipeline stage cannot be split evenly over 2. Got 2. Allowed: 1, 3.",
+    f"{A}.{T}=8": "4 KV heads cannot be split evenly over 8 processes. Got 8. Allowed: 1, 2, 4.",
+    f"{A}.{P}=4": "6 layers cannot be split evenly over 4 processes. Got 4. Allowed: 1, 2, 3, 6.",
+    f"{A}.{P}=2 {A}.{V}=2": (
+        "3 layers of a pipeline stage cannot be split evenly over 2 layer groups. Got 2. Allowed: 1, 3."
+    ),
     f"{A}.{V}=2": "layer groups need a pipeline",
     f"{A}.{C}=3": "copies of 1 x 1 processes cannot be cut into groups of 3 (context). Got 3. Allowed: 1, 2, 4, 8.",
     f"{A}.{C}=2 actor_rollout_ref.model.use_remove_padding=false": "are shared only where rows are packed",
@@ -81,7 +83,9 @@ def test_heads_are_split_over_the_processes_that_share_a_row(run):
 
 def test_experts_are_split_over_processes_of_a_stage(run):
     assert run(f"{A}.{E}=2", facts=MIXTURE).actor_rollout_ref.actor.megatron.expert_model_parallel_size == 2
-    with pytest.raises(ConfigError, match=r"6 experts cannot be split evenly over 4. Got 4. Allowed: 1, 2, 3, 6."):
+    with pytest.raises(
+        ConfigError, match=r"6 experts cannot be split evenly over 4 processes. Got 4. Allowed: 1, 2, 3, 6."
+    ):
         run(f"{A}.{E}=4", facts=MIXTURE)
     with pytest.raises(ConfigError, match=r"the 8 process.* copies of 2 \(expert\) x 8"):
         run(f"{A}.{E}=2", f"{A}.megatron.expert_tensor_parallel_size=8", facts=MIXTURE)

@@ -56,7 +56,7 @@ REFUSED = {
     f"{T}=3": "8 process(es) cannot be shared by tensor_parallel_size 3. Got 3. Allowed: sizes whose product is one of",
     f"{T}=2 {COPIES}=8": "tensor_parallel_size 2 x data_parallel_replicate_size 8. Got 16. Allowed: sizes whose",
     f"{T}=2 {PIPELINE}=8": "cannot be shared by tensor_parallel_size 2 x pipeline_parallel_size 8. Got 16.",
-    f"{T}=8": "4 KV heads cannot be split evenly over 8. Got 8. Allowed: 1, 2, 4.",
+    f"{T}=8": "4 KV heads cannot be split evenly over 8 processes. Got 8. Allowed: 1, 2, 4.",
     f"{T}=4 {CONTEXT}=4 trainer.n_gpus_per_node=16": "2 attention heads of a process cannot be exchanged for tokens",
     f"{PIPELINE}=8": "the model's 6 layers are fewer than its stages. Got 8. Allowed: 1 to 6.",
     f"{EXPERTS}=2": "a dense model has no experts to share. Got 2. Allowed: 1.",
@@ -101,7 +101,9 @@ def test_tied_embeddings_are_refused_beside_stages(run):
 
 
 def test_experts_are_shared_whole_and_evenly(run):
-    with pytest.raises(ConfigError, match=r"6 experts cannot be shared evenly\. Got 4\. Allowed: 1, 2, 3, 6\."):
+    with pytest.raises(
+        ConfigError, match=r"6 experts cannot be split evenly over 4 processes\. Got 4\. Allowed: 1, 2, 3, 6\."
+    ):
         run(f"{EXPERTS}=4", facts=MIXTURE)
     with pytest.raises(NotBuiltError, match=r"experts cut by tensor-parallel ranks .* Set it to 2"):
         run(f"{T}=2", facts=MIXTURE)

@@ -83,11 +83,11 @@ def divisors_of(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def uneven(key: str, size: int, count: object, what: str) -> Problems:
+def uneven(key: str, size: int, count: object, what: str, parts: str = "processes") -> Problems:
     """A refusal unless what a model has (heads, layers, experts) divides evenly; none where its number is not known."""
     if not isinstance(count, int) or count < 1 or count % size == 0:
         return []
-    message = f"the model's {count} {what} cannot be split evenly over {size} processes"
+    message = f"the model's {count} {what} cannot be split evenly over {size} {parts}"
     return [ConfigError(message, key=key, got=size, allowed=divisors_of(count), fix="Set it to one of these.")]
 
 

@@ -142,7 +142,9 @@ def _model(role: EngineRole) -> Problems:
         message = "one group of layers per stage is a pipeline without groups"
         problems.append(ConfigError(message, key=role.of(_V), got=1, allowed="null, or 2 or more", fix="Leave it out."))
     elif virtual is not None and not problems and layers:
-        problems += uneven(role.of(_V), role.sizes[_V], layers // pipeline, "layers of a pipeline stage")
+        problems += uneven(
+            role.of(_V), role.sizes[_V], layers // pipeline, "layers of a pipeline stage", "layer groups"
+        )
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))
