@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -352,3 +355,9 @@ def test_tokens_are_counted_for_each_data_parallel_rank():
 def balance_of(ctx):
     named = {name: value for name, value in ctx.metrics.values().items() if name.startswith("global_seqlen/")}
     return {name.removeprefix("global_seqlen/"): value for name, value in named.items()}
+
+
+def test_stages_speak_little_of_what_is_around_the_algorithm():
+    text = Path(stages.__file__).read_text()
+    around = re.compile(r"ledger|accounting|journal|replay|experts|unfinished|in work|teachers")
+    assert sum(bool(around.search(line)) for line in text.splitlines()) <= 5

@@ -10,11 +10,11 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,6 @@ from verl.trainer.ppo.step import collect
 from verl.workers.roles import Roles
 from verl.workers.sampling import FOLLOW, SERVED, SamplingWorker
 
-T = TypeVar("T")
 Ended = tuple[Done, StepContext, BaseException | None]
 LOOK_SECONDS = 0.2
 """How often a thread that waits for groups looks whether the run is to stop."""
@@ -213,7 +212,8 @@ class Concurrent(Driver):
         return []
 
     def until_drawn(self, counts: Mapping[str, int], ctx: StepContext) -> list[Done]:
-        drawn, done = self._run(self._handle.call(RequestSpans.until_drawn, dict(counts))), list[Done]()
+        done, call = list[Done](), self._handle.call(RequestSpans.until_drawn, dict(counts))
+        drawn = asyncio.run_coroutine_threadsafe(call, self._loop)
         while not self._wait(drawn):
             done += self.ended(ctx, wait=False, may_stop=True)  # raises what ended a group
         drawn.result()
@@ -222,9 +222,6 @@ class Concurrent(Driver):
     def _wait(self, work: futures.Future[Any]) -> bool:
         """Whether it has ended, after a while."""
         return bool(futures.wait([work], LOOK_SECONDS).done)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _entered(self, done: Done, group_ctx: StepContext, error: BaseException | None, ctx: StepContext) -> Done:
         """The result, after its metrics were added.

@@ -10,13 +10,12 @@ Shapes: B rows, G groups.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from verl.errors import DataError, suggest
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.metric_utils import is_numeric
 
 SAME = 1e-8
 """Float rewards closer than this are equal."""
@@ -56,7 +55,7 @@ def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
         return samples.tensors["token_level_scores"].double().sum(-1).numpy()
     column = samples.non_tensor_batch.get(str(metric))
     details = samples.meta_info.get(DETAILS, ())
-    numeric_keys = sorted(name for name in details if _is_numeric(samples.non_tensor_batch[name]))
+    numeric_keys = sorted(name for name in details if is_numeric(samples.non_tensor_batch[name]))
     if column is None:
         raise DataError(
             "the reward function returned no such key",
@@ -65,8 +64,8 @@ def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
             allowed=["null for the reward", *numeric_keys],
             fix=suggest(str(metric), numeric_keys) or "Return it from compute_score, in a dict next to 'score'.",
         )
-    if not _is_numeric(column):
-        example = next(value for value in column if not _is_number(value))
+    if not is_numeric(column):
+        example = next((value for value in column if value is not None and not is_numeric([value])), None)
         raise DataError(f"groups are filtered by numbers, and {metric!r} is {example!r}", key=KEY, allowed=numeric_keys)
     return np.array([np.nan if value is None else float(value) for value in column])
 
@@ -127,11 +126,3 @@ def _means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.n
     number = np.bincount(groups, weights=counted)
     total = np.bincount(groups, weights=np.where(counted, values, 0.0))
     return np.divide(total, number, out=np.full(len(number), np.nan), where=number > 0)
-
-
-def _is_numeric(column: np.ndarray) -> bool:
-    return all(_is_number(value) for value in column) and any(value is not None for value in column)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | np.number | np.bool_)

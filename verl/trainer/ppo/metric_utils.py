@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def compute_data_metrics(
     A sample without response tokens was aborted: it counts in the lengths and in ``response/aborted_ratio``, not in
     the scores.
     """
-    tensors = _tensors(batch)
+    tensors = batch.tensors
     mask = tensors["response_mask"].bool()
     prompt_lengths, response_lengths = _lengths(batch)
     produced = response_lengths > 0
@@ -173,7 +173,7 @@ def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None
         batch: with sum_pi_squared, old_log_probs, advantages, response_mask (B, T).
         gradient_norm: of the update; None leaves out what needs it.
     """
-    tensors = _tensors(batch)
+    tensors = batch.tensors
     if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(tensors.keys()):
         return {}
     mask = tensors["response_mask"]
@@ -198,14 +198,9 @@ def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None
     return {f"variance_proxy/{name}": value for name, value in proxies.items()}
 
 
-def _tensors(batch: DataProto) -> Any:
-    assert batch.batch is not None, "a batch without tensors has no metrics"
-    return batch.batch
-
-
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """(B,) and (B,): real tokens of each prompt and of each response, observations included."""
-    tensors = _tensors(batch)
+    tensors = batch.tensors
     attention, width = tensors["attention_mask"].bool(), tensors["responses"].shape[-1]
     split = attention.shape[-1] - width
     return attention[:, :split].sum(dim=-1), attention[:, split:].sum(dim=-1)
@@ -299,7 +294,7 @@ def process_validation_metrics(
         metrics[source] = {
             name: _average([_prompt_metrics(name, rows, infos_dict, seed) for rows in prompts.values()])
             for name, entries in infos_dict.items()
-            if _is_numeric([entries[row] for row in rows_of_source])
+            if is_numeric([entries[row] for row in rows_of_source])
         }
     return metrics
 
@@ -317,7 +312,7 @@ def _prompt_metrics(name: str, rows: list[int], infos_dict: Mapping[str, Sequenc
     metrics[f"std@{n}"] = float(values.std())
     votes = _vote_codes([infos_dict["pred"][row] for row in rows]) if "pred" in infos_dict else None
     judged = infos_dict.get("acc", entries)
-    right = [(judged[row] if _is_numeric([judged[row]]) else entries[row]) >= RIGHT_FROM for row in rows]
+    right = [(judged[row] if is_numeric([judged[row]]) else entries[row]) >= RIGHT_FROM for row in rows]
     for k in subset_sizes(n):
         if name in SCORES and k <= len(right):
             metrics[f"pass@{k}"] = pass_at(k, sum(right), len(right))
@@ -352,7 +347,8 @@ def _average(per_prompt: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in collected.items()}
 
 
-def _is_numeric(entries: Sequence[Any]) -> bool:
+def is_numeric(entries: Iterable[Any]) -> bool:
+    """Every entry is a number or None, and one is a number."""
     present = [entry for entry in entries if entry is not None]
     return bool(present) and all(isinstance(entry, (bool, int, float, np.number, np.bool_)) for entry in present)
 

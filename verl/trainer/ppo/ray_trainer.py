@@ -325,7 +325,6 @@ class RayPPOTrainer:
 
     def _step_metrics(self, batch: DataProto) -> dict[str, float]:
         ctx = self.ctx
-        batch.meta_info["global_token_num"] = batch.tensors["attention_mask"].sum(-1).tolist()
         ranks = self.resource_pool_manager.get_n_gpus()
         skipped = 0.0 if ctx.run.needs_old_log_prob else 1.0
         return {
