@@ -100,16 +100,20 @@ def test_a_running_sglang_server_needs_a_frozen_tower(model, named):
     assert not models.policy_problems(run(f"{served} {key}.actor.freeze_vision_tower=true"))
 
 
-@pytest.mark.parametrize("family", models.HF_ALONE)
-def test_images_of_families_in_tiles_are_sampled_by_hf_alone(model, family):
+@pytest.mark.parametrize("family", models.TILED)
+def test_images_that_become_tiles_are_sent_to_no_server(model, family):
     from tests.config.test_brief_values import run
 
     key = "actor_rollout_ref"
     path = f"{key}.model.path={model(model_type=family, vision_config={'depth': 2})} {key}.rollout.enable_vision=true"
     assert not models.policy_problems(run(path))
-    [problem] = models.policy_problems(run(f"{path} {key}.rollout.name=vllm"))
-    assert isinstance(problem, NotBuiltError) and f"'vllm' with the family {family}" in str(problem)
-    assert "Set rollout.name to hf." in str(problem)
+    assert not models.policy_problems(run(f"{path} {key}.rollout.name=vllm"))
+    [problem] = models.policy_problems(run(f"{path} {key}.rollout.name=sglang"))
+    assert isinstance(problem, NotBuiltError) and f"'sglang' with the family {family}" in str(problem)
+    assert "Set rollout.name to hf or vllm." in str(problem)
+    problems = models.policy_problems(run(f"{path} {key}.rollout.name=vllm trainer.device=cpu"))
+    assert len(problems) == (family == "gemma3")
+    assert all("see only those in front" in str(one) and "Set rollout.name to hf." in str(one) for one in problems)
 
 
 def test_a_family_that_reads_text_alone_too_keeps_its_engines_and_samplers(model):

@@ -116,7 +116,7 @@ class GatedSampler(Sampler):
     async def generate(self, request: Request) -> Completion:
         if request.sees and not (self.takes_videos if request.videos else self.takes_images):
             takes = "no videos" if self.takes_images else "text only"
-            fix = "Set actor_rollout_ref.rollout.name=hf." if request.videos else ""
+            fix = "Set actor_rollout_ref.rollout.name to vllm or hf." if request.videos else ""
             raise NotBuiltError(f"the sampler {self.name} takes {takes}", key=f"request {request.id}", fix=fix)
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if request.id in self._in_flight:

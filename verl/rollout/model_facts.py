@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.machine.models import HF_ALONE, SEEN
+from verl.config.machine.models import SEEN, TILED
 from verl.json_text import read_json
 from verl.rollout.gated import UNLIMITED
 
@@ -24,7 +24,9 @@ class ModelFacts:
         head_dim: width of an attention head; 0 where the folder does not say.
         is_moe: a mixture of experts.
         is_tied: the head shares the weights of the embeddings.
-        image_token_id: stands for a part of an image in prompts; None for a model that reads only text.
+        sees: whether it takes images.
+        image_token_id: stands for a part of an image in prompts, where a server may be sent one for each image; else
+            None.
     """
 
     vocab_size: int = UNLIMITED
@@ -33,6 +35,7 @@ class ModelFacts:
     head_dim: int = 0
     is_moe: bool = False
     is_tied: bool = False
+    sees: bool = False
     image_token_id: int | None = None
 
     @classmethod
@@ -43,6 +46,7 @@ class ModelFacts:
         generation = _json(Path(folder) / "generation_config.json")
         ends = generation.get("eos_token_id")
         ends = text.get("eos_token_id") if ends is None else ends
+        kind = config.get("model_type")
         heads, hidden = int(text.get("num_attention_heads") or 0), int(text.get("hidden_size") or 0)
         return cls(
             vocab_size=int(text.get("vocab_size") or UNLIMITED),
@@ -51,9 +55,8 @@ class ModelFacts:
             head_dim=int(text.get("head_dim") or (hidden // heads if heads else 0)),
             is_tied=bool(text.get("tie_word_embeddings")),
             is_moe=any(int(text.get(name) or 0) > 1 for name in _EXPERTS),
-            image_token_id=config.get("image_token_id")
-            if config.get("model_type") in SEEN.keys() - set(HF_ALONE)
-            else None,
+            sees=kind in SEEN,
+            image_token_id=config.get("image_token_id") if kind in SEEN and kind not in TILED else None,
         )
 
 

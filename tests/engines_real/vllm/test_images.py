@@ -1,4 +1,4 @@
-"""Images in vLLM: its own processor sees what the trainer's saw, log-probs are the model's, new towers are used."""
+"""Images and videos in vLLM: prompts are the trainer's tokens, log-probs the model's, and new towers are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from tests.e2e.test_vision import STEPS, learn, warm  # noqa: F401  # a fixture
 from tests.engines_real.vllm.test_server import started
 from tests.harness.programs import curve, metrics
 from tests.harness.samplers import sample
-from tests.harness.vision import pictures, processed, prompt_tokens, tiny_vision_dir
+from tests.harness.vision import (
+    GLM,
+    kinds_of,
+    pictures,
+    processed,
+    prompt_tokens,
+    shown_clips,
+    token_kinds,
+    vision_dir,
+)
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
 from verl.rollout.base import Request, SamplingParams
@@ -20,31 +29,42 @@ from verl.rollout.server.sampler import ServerSampler
 from verl.rollout.vllm.sampler import VLLMSampler
 from verl.weight_sync import chunk_weights
 
+HERE, SERVER = "this process", "a server"
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "idefics3")
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl")
 SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def seeing(tmp_path_factory, request):
+PLACES = [(family, HERE) for family in FAMILIES] + [(family, SERVER) for family in FAMILIES[:3]]
+
+
+def model_dir(folder, family):
     """A model with heads of 32, which vLLM's CPU kernels take, and weights wide enough for pictures to matter."""
-    made = tiny_vision_dir(tmp_path_factory.mktemp("seeing") / "model", request.param, hidden=128)
+    made = vision_dir(folder, family, hidden=128)
     file = made / "model.safetensors"
     weights = {name: value * 3 if value.dim() > 1 else value for name, value in load_file(str(file)).items()}
     save_file(weights, str(file), metadata={"format": "pt"})
     return made
 
 
-@pytest.fixture(scope="module", params=["in this process", "a server"])
-def sampler(seeing, request):
-    if request.param == "a server":
+def sampler_of(folder):
+    settings = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "max_model_len": 256}
+    return VLLMSampler({"model": str(folder), **settings, "limit_mm_per_prompt": {"image": 1, "video": 1}})
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=" in ".join)
+def served(tmp_path_factory, request):
+    """The folder of a model, and a sampler of vLLM over it."""
+    family, place = request.param
+    made = model_dir(tmp_path_factory.mktemp("seeing") / "model", family)
+    if place == SERVER:
         flags = ["--enable-scale-out", "--max-model-len", "256", "--max-num-seqs", "16"]
-        with started(seeing, *flags) as server:
-            yield ServerSampler(server.url, model=str(seeing), max_start_wait=5.0)
+        with started(made, *flags) as server:
+            yield made, ServerSampler(server.url, model=str(made), max_start_wait=5.0)
         return
-    made = VLLMSampler(
-        {"model": str(seeing), "dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "max_model_len": 256}
-    )
-    yield made
-    made.close()
+    sampler = sampler_of(made)
+    yield made, sampler
+    sampler.close()
 
 
 def requests(folder, config, samples=2):
@@ -58,36 +78,70 @@ def requests(folder, config, samples=2):
                           images=images or None, multi_modal_inputs=inputs or None)  # fmt: skip
 
 
-def expected(model, request, done):
-    """The log-probs of the drawn tokens by transformers' own pass over the finished sequence, without placeholders."""
+def expected(model, request, done, draws_all):
+    """The log-probs of the drawn tokens by a pass of transformers over the finished sequence."""
     ids = torch.tensor([[*request.token_ids, *done.token_ids]])
     inputs = dict(request.multi_modal_inputs or {})
     if inputs:
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        kinds = torch.zeros_like(ids, dtype=torch.int)
+        kinds[:, : len(request.token_ids)] = kinds_of(model.config, ids[:, : len(request.token_ids)])
+        inputs |= token_kinds(model.config, kinds)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(request.token_ids) - 1 : -1]
-    logits[:, model.config.image_token_id] = float("-inf")
+    if not draws_all:  # a server draws no placeholder
+        logits[:, model.config.image_token_id] = float("-inf")
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
 
 
 def check_log_probs(sampler, model, jobs):
+    marks = {model.config.image_token_id, getattr(model.config, "video_token_id", -1)}
     for request, done in zip(jobs, sample(sampler, jobs), strict=True):
-        assert model.config.image_token_id not in done.token_ids
-        torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, request, done), atol=1e-4, rtol=1e-4)
+        assert not marks & set(done.token_ids), "choose another uid: transformers cannot compare this"
+        same = expected(model, request, done, isinstance(sampler, VLLMSampler))
+        torch.testing.assert_close(torch.tensor(done.log_probs), same, atol=1e-4, rtol=1e-4)
 
 
-def test_log_probs_of_answers_about_images_are_those_of_the_model(seeing, sampler):
-    model = load_causal_lm(str(seeing)).eval()
-    check_log_probs(sampler, model, list(requests(seeing, model.config)))
+def test_log_probs_of_answers_about_images_are_those_of_the_model(served):
+    folder, sampler = served
+    model = load_causal_lm(str(folder)).eval()
+    check_log_probs(sampler, model, list(requests(folder, model.config)))
 
 
-def test_an_update_of_the_tower_is_seen_in_pictures_that_were_encoded_before(seeing, sampler):
-    model = load_causal_lm(str(seeing)).eval()
-    jobs = list(requests(seeing, model.config))
+def about_videos(folder, model, sizes, number):
+    inputs, tokens = shown_clips(folder, sizes, [9 + number, 11], number)
+    for index in range(2):
+        drawn = SamplingParams(max_tokens=4 + index, ignore_eos=True)
+        named = {"uid": f"video {number}", "sample_index": index, "multi_modal_inputs": inputs}
+        yield Request(f"{number}-{index}", tuple(tokens), drawn, **named)
+
+
+def test_log_probs_of_answers_about_videos_are_those_of_the_model(served):
+    folder, sampler = served
+    model = load_causal_lm(str(folder)).eval()
+    family = model.config.model_type
+    if family not in WITH_VIDEOS or isinstance(sampler, ServerSampler):
+        pytest.skip("takes no videos")
+    pictured = () if family in GLM else ((56, 56),)  # transformers refuses such a row of GLM-4V
+    prompts = [((4, 56, 56),), ((5, 84, 56), *pictured, (2, 28, 112))]
+    if (
+        family == "qwen2_5_vl"
+    ):  # 2 frames, 2 seconds of 4 positions apart: on a frame of 2 tokens, text begins elsewhere
+        with pytest.raises(RolloutError, match=r"from its last frame \(8\), transformers from .* \(2 tokens\)"):
+            sample(sampler, list(about_videos(folder, model, prompts[0], 0)))
+        prompts = [((4, 56, 252),), ((2, 84, 56), (56, 56), (2, 28, 112))]
+    jobs = [job for number, sizes in enumerate(prompts) for job in about_videos(folder, model, sizes, number)]
+    check_log_probs(sampler, model, jobs)
+
+
+def test_an_update_of_the_tower_is_seen_in_pictures_that_were_encoded_before(served):
+    folder, sampler = served
+    model = load_causal_lm(str(folder)).eval()
+    jobs = list(requests(folder, model.config))
     before = [done.log_probs for done in sample(sampler, jobs)]
+    towers = ("visual", "vision_tower", "vision_model")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.mul_(1.5 if "visual" in name and weight.dim() > 1 else 1)
+            weight.mul_(1.5 if any(tower in name for tower in towers) and weight.dim() > 1 else 1)
     weights = [(name, tensor.clone()) for name, tensor in export_weights(model)]
     asyncio.run(sampler.update_weights(chunk_weights(weights, 1 << 16, 1), 1))
     check_log_probs(sampler, model, jobs)
@@ -95,17 +149,41 @@ def test_an_update_of_the_tower_is_seen_in_pictures_that_were_encoded_before(see
     assert changed == [bool(request.images) for request in jobs]
 
 
-def test_pictures_that_are_not_those_of_the_prompt_are_refused_by_name(seeing, sampler):
-    model = load_causal_lm(str(seeing)).eval()
-    (first, *_) = requests(seeing, model.config)
-    fewer = Request("a", first.token_ids, first.sampling, multi_modal_inputs=first.multi_modal_inputs)
-    with pytest.raises(RolloutError, match="has places for 1 images, and the request has 0"):
-        sample(sampler, [fewer])
-    larger = Request("b", first.token_ids, first.sampling, images=pictures([(84, 56)]))
-    said = r"made 12 other tokens of the prompt of 10|makes a prompt of 12 tokens, and the request has 10"
-    with pytest.raises(RolloutError, match=rf"({said}).*mm_processor_kwargs"):
-        sample(sampler, [larger])
+def test_pictures_that_are_not_those_of_the_prompt_are_refused_by_name(served):
+    folder, sampler = served
+    model = load_causal_lm(str(folder)).eval()
+    (first, *_) = requests(folder, model.config)
+    larger = pictures([(84, 56)])
+    if isinstance(sampler, ServerSampler):
+        fewer = Request("a", first.token_ids, first.sampling, multi_modal_inputs=first.multi_modal_inputs)
+        refused = [
+            (fewer, "has places for 1 images, and the request has 0"),
+            (Request("b", first.token_ids, first.sampling, images=larger),
+             r"made 12 other tokens of the prompt of 10.*mm_processor_kwargs"),
+        ]  # fmt: skip
+    else:
+        inputs = processed([*larger, *larger], folder)
+        refused = [
+            (Request("a", first.token_ids, first.sampling, images=larger), "images without multi_modal_inputs"),
+            (Request("b", first.token_ids, first.sampling, multi_modal_inputs=inputs),
+             r"images take \d+ tokens, and the row lacks placeholders"),
+        ]  # fmt: skip
+    for request, said in refused:
+        with pytest.raises(RolloutError, match=said):
+            sample(sampler, [request])
     assert len(sample(sampler, [first])[0].token_ids) == 4, "the engine still samples"
+
+
+def test_on_a_cpu_images_of_gemma_3_are_refused_and_its_text_is_exact(tmp_path):
+    folder = model_dir(tmp_path / "model", "gemma3")
+    sampler, model = sampler_of(folder), load_causal_lm(str(folder)).eval()
+    jobs = list(requests(folder, model.config))
+    with pytest.raises(
+        RolloutError, match="on a CPU vLLM lets the tokens of an image of gemma3 see only those in front"
+    ):
+        sample(sampler, jobs[:1])
+    check_log_probs(sampler, model, [job for job in jobs if not job.images])
+    sampler.close()
 
 
 @pytest.mark.slow

@@ -267,8 +267,11 @@ SEEN: dict[str, tuple[str, ...]] = {
 SEEING_SAMPLERS = ("hf", "vllm", "server", "sglang")
 TEXT_SERVERS = ("tgi", "openai")
 """Values of ``rollout.server.api`` that name servers of text."""
-HF_ALONE = ("gemma3", "internvl", "idefics3", "smolvlm")
-"""Families whose images no sampler but ``hf`` takes."""
+TILED = ("gemma3", "internvl", "idefics3", "smolvlm")
+"""Families whose images become tiles: a server that cuts them itself is not sent any."""
+TILED_SAMPLERS = ("hf", "vllm")
+SEEING_AHEAD = ("gemma3",)
+"""Families in which the tokens of an image see each other in both directions."""
 SEEING_ENGINES = ("auto", "plain", "fsdp", "fsdp2")
 
 
@@ -295,13 +298,17 @@ def policy_problems(cfg: ConfigNode) -> Problems:
     facts = {} if model.external_lib else config_json(model.path)
     sees, key = facts.get("model_type") in SEEN, "actor_rollout_ref.rollout.enable_vision"
     shows = rollout.enable_vision or (sees and facts["model_type"] not in TEXT_TOO)
-    samplers = SEEING_SAMPLERS if facts.get("model_type") not in HF_ALONE else ("hf",)
+    samplers = TILED_SAMPLERS if facts.get("model_type") in TILED else SEEING_SAMPLERS
     if rollout.enable_vision and facts and not sees:
         return [ConfigError("the policy takes no images", key=key, got=True, fix="Leave it out, or change model.path.")]
     if shows and rollout.name not in samplers:
         family = f" with the family {facts['model_type']}" if rollout.name in SEEING_SAMPLERS else ""
         message = f"images are not built yet for the sampler {rollout.name!r}{family}"
         fix = f"Set rollout.name to {' or '.join(samplers)}."
+        return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
+    if shows and rollout.name == "vllm" and facts["model_type"] in SEEING_AHEAD and cfg.trainer.device == "cpu":
+        message = "on a CPU vLLM lets the tokens of an image see only those in front of them"
+        fix = "Set rollout.name to hf."
         return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
     if shows and rollout.name == "server" and rollout.server.api in TEXT_SERVERS:
         message = "a server of text takes no images: which tokens it makes of them is not known"
@@ -317,7 +324,7 @@ def policy_problems(cfg: ConfigNode) -> Problems:
     if actor.freeze_vision_tower and facts and not sees:
         notice(key, "has no effect: the policy has no vision tower")
     if actor.freeze_vision_tower and model.lora_rank > 0:
-        tower = "(vision_tower|multi_modal_projector)" if facts.get("model_type") in HF_ALONE else "visual"
+        tower = "(vision_tower|multi_modal_projector)" if facts.get("model_type") in TILED else "visual"
         fix = f"Leave it out, and name the tower in model.exclude_modules, such as '.*{tower}.*'."
         problems.append(ConfigError("an adapter trains no tower but its own factors there", key=key, got=True, fix=fix))
     return problems

@@ -73,10 +73,10 @@ class Dialect(ABC):
         """
         if request.videos and not self.takes_videos:
             raise NotBuiltError(
-                f"a server of kind {self.name!r} gets no videos yet",
+                f"a server of kind {self.name!r} chooses the frames of videos itself, and which it shows is not known",
                 key="actor_rollout_ref.rollout.server.api",
                 got=self.name,
-                fix="Set actor_rollout_ref.rollout.name=hf, or serve the model with a host of this library.",
+                fix="Set actor_rollout_ref.rollout.name to vllm or hf, or serve the model with a host of this library.",
             )
         if request.sees and not self.takes_images:
             raise NotBuiltError(

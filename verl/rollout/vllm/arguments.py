@@ -62,8 +62,8 @@ def from_config(rollout: RolloutConfig, model: HFModelConfig, device: str, facts
         "disable_log_stats": rollout.disable_log_stats,
         "enable_sleep_mode": bool(rollout.enable_sleep_mode) and device != "cpu",
         "logprobs_mode": rollout.logprobs_mode,
-        "skip_tokenizer_init": facts.image_token_id is None,  # its image processor needs a tokenizer
-        "limit_mm_per_prompt": None if facts.image_token_id is None else {"video": 0},
+        "skip_tokenizer_init": not facts.sees,  # its image processor, which is built and not used, needs a tokenizer
+        "limit_mm_per_prompt": {"image": 1, "video": 1} if facts.sees else None,  # memory is measured with one of each
         "worker_extension_cls": PATH,
         **({} if adapter is None else of_adapter(adapter)),
     }

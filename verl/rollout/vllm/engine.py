@@ -20,10 +20,11 @@ from verl import env, stacks
 from verl.errors import RolloutError
 from verl.models.lora import LoraSettings
 from verl.rollout.base import Request
-from verl.rollout.gated import NEVER, collapsed, request_seed
+from verl.rollout.gated import request_seed
 from verl.rollout.vllm import versions, weight_transfer
 from verl.rollout.vllm.adapter import as_folder
 from verl.rollout.vllm.arguments import check_layout, num_workers, supported_arguments
+from verl.rollout.vllm.seen import SeenPrompts
 from verl.weight_sync import WeightChunk
 
 RELOAD_SECONDS = 600.0
@@ -42,7 +43,6 @@ class Piece:
     log_probs: tuple[float, ...]
     finish_reason: str | None
     num_cached_tokens: int = 0
-    num_prompt_tokens: int = 0
 
 
 @dataclass
@@ -60,17 +60,15 @@ class VLLMEngine:
         arguments: of vLLM's ``EngineArgs``.
         ours: those among them that an older version may lack.
         seed: added to every request's own.
-        image_token_id: stands for a part of an image in prompts; None: prompts are text.
     """
 
-    def __init__(
-        self, arguments: dict[str, Any], ours: Sequence[str] = (), seed: int = 0, image_token_id: int | None = None
-    ):
-        self.seed, self.image_token_id = seed, image_token_id
+    def __init__(self, arguments: dict[str, Any], ours: Sequence[str] = (), seed: int = 0):
+        self.seed = seed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._adapter: Any = None
         self._num_adapters = 0
         self._engine = self._thread.submit(self._start, arguments, ours).result()
+        self._seen = SeenPrompts.of(self._engine, self.on_cpu)
 
     def _start(self, arguments: dict[str, Any], ours: Sequence[str]) -> Any:
         self.num_workers = num_workers(arguments)
@@ -112,7 +110,7 @@ class VLLMEngine:
         step = EngineStep()
         for name, request, stops in new:
             try:
-                prompt = vllm_prompt(request, self.image_token_id)
+                prompt = self._prompt(request)
                 params = self.sampling_params(request, stops)
                 self._engine.add_request(name, prompt, params, **self._adapted(), **self._priority(request))
             except (ValueError, TypeError, RolloutError) as error:
@@ -124,6 +122,11 @@ class VLLMEngine:
             if step.pieces:
                 stacks.mark()
         return step
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        if self._seen is not None and request.sees:
+            return self._seen.prompt(request)
+        return {"prompt_token_ids": [*request.token_ids, *request.generated_prefix]}
 
     def sampling_params(self, request: Request, stops: tuple[int, ...]) -> Any:
         """vLLM's parameters for what is left of a request's budget."""
@@ -139,7 +142,6 @@ class VLLMEngine:
             stop_token_ids=[] if sampling.ignore_eos else list(stops),
             ignore_eos=True,
             logprobs=0,
-            logit_bias=None if self.image_token_id is None else {self.image_token_id: NEVER},
             detokenize=False,
             output_kind=self._params.RequestOutputKind.DELTA,
         )
@@ -203,7 +205,7 @@ class VLLMEngine:
     def _forget(self) -> None:
         """Nothing that other weights computed is used again: neither prefixes nor features of images."""
         self._engine.reset_prefix_cache()
-        if self.image_token_id is not None:
+        if self._seen is not None:
             self._engine.reset_encoder_cache()
 
     def _take_files(self, chunks: Iterable[WeightChunk]) -> None:
@@ -243,23 +245,12 @@ class VLLMEngine:
         return {"priority": request.priority} if request.priority else {}
 
 
-def vllm_prompt(request: Request, image_token_id: int | None) -> dict[str, Any]:
-    """What vLLM takes. Its image processor puts the tokens of an image in the place of one placeholder.
-
-    Raises:
-        RolloutError: see `collapsed`.
-    """
-    images = {"multi_modal_data": {"image": list(request.images)}} if request.images else {}
-    return {"prompt_token_ids": collapsed(request, image_token_id), **images}
-
-
 def piece_of(output: Any) -> Piece:
     """The new tokens in one of vLLM's outputs."""
     (choice,) = output.outputs
     tokens = tuple(int(token) for token in choice.token_ids)
     logs = tuple(float(entry[token].logprob) for token, entry in zip(tokens, choice.logprobs or ()))
-    cached, prompt = int(output.num_cached_tokens or 0), len(output.prompt_token_ids or ())
-    return Piece(output.request_id, tokens, logs, choice.finish_reason, cached, prompt)
+    return Piece(output.request_id, tokens, logs, choice.finish_reason, int(output.num_cached_tokens or 0))
 
 
 def error_text(error: BaseException) -> str:

@@ -60,7 +60,7 @@ class VLLMSampler(GatedSampler):
         >>> await sampler.generate(Request("a", (5, 6), SamplingParams(max_tokens=4)))
     """
 
-    picture_fields = ("images",)
+    picture_fields = ("multi_modal_inputs",)
 
     def __init__(
         self,
@@ -78,13 +78,14 @@ class VLLMSampler(GatedSampler):
         arguments.check_model(facts, versions.is_on_cpu())
         arguments.check_quantization(engine_arguments, versions.is_on_cpu())
         base = {
-            "skip_tokenizer_init": facts.image_token_id is None,
+            "skip_tokenizer_init": not facts.sees,
             "worker_extension_cls": arguments.PATH,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            **({"mm_device_do_normalize": False} if facts.sees else {}),  # pixels come as the tower takes them
         }
-        self.engine = VLLMEngine({**base, **engine_arguments}, [*base, *ours], seed, facts.image_token_id)
-        self.takes_images = facts.image_token_id is not None
+        self.engine = VLLMEngine({**base, **engine_arguments}, [*base, *ours], seed)
+        self.takes_images = self.takes_videos = facts.sees
         super().__init__(
             vocab_size=facts.vocab_size,
             max_model_len=min(facts.max_model_len, self.engine.max_model_len),
@@ -235,13 +236,6 @@ class VLLMSampler(GatedSampler):
         running = self._running.get(piece.request_id)
         if running is None or running.future.done():
             return
-        if not running.token_ids and running.request.sees and piece.num_prompt_tokens != _length(running.request):
-            self._refuse(piece.request_id, ValueError(
-                f"its image processor makes a prompt of {piece.num_prompt_tokens} tokens, and the request has "
-                f"{_length(running.request)}. Are arguments of the processor (data.mm_processor_kwargs) missing in "
-                f"{_R}.engine_kwargs.vllm.mm_processor_kwargs?"))  # fmt: skip
-            self._dropped.append(piece.request_id)
-            return
         if not running.token_ids:
             self._counts["prompt_tokens"] += len(running.request.token_ids)
             self._counts["cached_tokens"] += piece.num_cached_tokens
@@ -266,10 +260,6 @@ class VLLMSampler(GatedSampler):
                 failure = EngineLostError(f"vLLM failed while it sampled: {type(error).__name__}: {error_text(error)}")
                 failure.__cause__ = error
                 running.future.set_exception(failure)
-
-
-def _length(request: Request) -> int:
-    return len(request.token_ids) + len(request.generated_prefix)
 
 
 def _sampled(running: _Running, reason: str) -> Sampled:
