@@ -62,8 +62,8 @@ SETTINGS = (
 def disturb(folder: Path, over: threading.Event) -> None:
     """Stop both replicas amid requests, kill the first, and open the gate when two others are there."""
 
-    def until(condition):
-        while not condition() and not over.wait(0.005):
+    def until(condition, pause=0.005):
+        while not condition() and not over.wait(pause):
             pass
 
     def asked():
@@ -71,15 +71,17 @@ def disturb(folder: Path, over: threading.Event) -> None:
 
     run = folder / "run"
     ledger = run / "journal.jsonl"
-    until(lambda: len(replica_processes()) == 2 and asked())
+    # Looking for processes takes longer than the requests may: they are known before the first one comes.
+    until(lambda: len(replica_processes()) == 2, pause=0.5)
     first = replica_processes()
+    until(asked)
     for pid in first if not over.is_set() else ():
         os.kill(pid, signal.SIGSTOP)
-    until(lambda: asked() == GROUPS)  # there are more samples than one of them has slots
+    until(lambda: asked() >= GROUPS)  # there are more samples than one of them has slots
     if over.is_set():
         return
     os.kill(min(first), signal.SIGKILL)
-    until(lambda: len(replica_processes() - first) == 2)
+    until(lambda: len(replica_processes() - first) == 2, pause=0.5)
     (folder / "go").touch()
 
 
