@@ -14,6 +14,7 @@ from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
 from verl.errors import DataError
 from verl.models import load_causal_lm, load_value_model
+from verl.models.vision import family_of
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector", "vision_model", "connector")
 FAMILIES = (
@@ -63,8 +64,8 @@ def test_log_probs_of_rows_with_videos_are_those_of_each_row_alone(seeing_model,
     """In a batch with rows of pictures and of text alone; frames at several distances in time, and an odd number."""
     path = seeing_model(family)
     engine = make_engine(path, trains=False, passes=PassSettings(packed=packed, share_prompts=packed))
-    beside = () if family in GLM else ((56, 56),)  # transformers counts both for images there, and refuses such a row
-    sizes = (((4, 56, 56),), (), ((5, 84, 56), *beside, (2, 28, 112)), ((56, 84),), ((6, 56, 28),))
+    pictured = () if family in GLM else ((56, 56),)  # transformers counts both for images there, and refuses such a row
+    sizes = (((4, 56, 56),), (), ((5, 84, 56), *pictured, (2, 28, 112)), ((56, 84),), ((6, 56, 28),))
     batch = seen_batch(engine.model.config, path, sizes)
     with torch.no_grad():
         expected = log_probs_row_by_row(load_causal_lm(str(path)).eval(), batch)
@@ -132,6 +133,26 @@ def test_a_placeholder_that_the_model_drew_is_text(seeing_model):
     made = engine.infer(batch)["log_probs"]
     expected = engine.infer(batch[[0]])["log_probs"]
     assert torch.isfinite(made).all() and (made[0] != 0).any() and relative_error(made[:1], expected) < 1e-5
+
+
+def test_a_mark_of_a_video_that_the_model_drew_hides_no_image(seeing_model):
+    config = load_causal_lm(str(seeing_model("glm4v"))).config
+    family = family_of(config)
+    image = [config.image_start_token_id, config.image_token_id, config.image_end_token_id]
+    ids = torch.tensor([9, config.video_start_token_id, 11, *image])
+    [placed] = family.place(ids, [family.smallest("image")])
+    assert placed.runs == ((4, 1),)
+    with pytest.raises(DataError, match="1 videos take 1 tokens"):
+        family.place(ids, [family.smallest("video")])
+
+
+def test_padding_in_a_tile_is_refused(seeing_model):
+    family = family_of(load_causal_lm(str(seeing_model("idefics3"))).config)
+    inputs = {"pixel_values": torch.ones(1, 2, 3, 28, 28), "pixel_attention_mask": torch.ones(1, 2, 28, 28)}
+    assert len(family.pictures(inputs)) == 2
+    inputs["pixel_attention_mask"][0, 1, 3] = 0
+    with pytest.raises(DataError, match="padding in tiles is not built"):
+        family.pictures(inputs)
 
 
 def test_a_row_with_fewer_placeholders_than_its_picture_has_tokens_is_named(seeing_model):
