@@ -92,8 +92,8 @@ def test_log_probs_of_answers_about_images_are_those_of_the_model(seeing_model, 
 def test_log_probs_of_answers_about_videos_are_those_of_the_model(seeing_model, family, options):
     folder = seeing_model(family)
     sampler, model = HFSampler(str(folder), **options), load_causal_lm(str(folder)).eval()
-    jobs, beside = [], () if family in GLM else ((56, 56),)  # transformers refuses such a row of GLM-4V
-    for number, sizes in enumerate((((4, 56, 56),), ((5, 84, 56), *beside, (2, 28, 112)))):
+    jobs, pictured = [], () if family in GLM else ((56, 56),)  # transformers refuses such a row of GLM-4V
+    for number, sizes in enumerate((((4, 56, 56),), ((5, 84, 56), *pictured, (2, 28, 112)))):
         inputs, tokens = shown_clips(folder, sizes, [9 + number, 11], number)
         for index in range(3):
             drawn = SamplingParams(max_tokens=4 + index, ignore_eos=True)
@@ -104,7 +104,7 @@ def test_log_probs_of_answers_about_videos_are_those_of_the_model(seeing_model, 
         assert not drawn_marks, "choose another uid: transformers cannot compare this"
         torch.testing.assert_close(torch.tensor(done.log_probs), expected(model, job, done), atol=1e-5, rtol=1e-5)
     shown = 5 + 2 + 4 if family == "internvl" else 3  # each frame is a tile there
-    shown += len(beside)
+    shown += len(pictured)
     assert sampler.stats()["images_encoded"] == shown
 
 

@@ -98,7 +98,7 @@ class IdeficsVision(TiledVision):
 
     def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
         if MASK in inputs and not inputs[MASK].all():
-            fix = "Let the image processor resize to whole tiles."
+            fix = "Let the image processor resize to full tiles."
             raise DataError("padding in tiles is not built", key=f"multi_modal_inputs.{MASK}", fix=fix)
         tiles = {PIXELS: inputs[PIXELS].flatten(0, -4)} if PIXELS in inputs else {}  # its processor has an axis of rows
         return super()._pictures(tiles)
