@@ -30,7 +30,7 @@ class AgentData:
         turn_scores: rewards of the simulated user, one per turn.
         tool_rewards: step rewards of tools, in the order of the calls.
         instances: ids of the tools' instances by name.
-        seen: the images and videos so far.
+        seen: the images and videos up to now.
         record: one entry per piece of the conversation: role, text, tokens, mask, calls, rewards.
     """
 
@@ -85,7 +85,7 @@ class AgentData:
         self.user_turns += 1
 
     def plain(self) -> dict[str, Any]:
-        """All of it but the row, as data that a file can hold; of the media what came after the row's own."""
+        """All of it but the row, as data that a file can hold; of the media what came after the row's."""
         state = {name: value for name, value in vars(self).items() if name not in ("row", "tools_kwargs", "seen")}
         messages = [[isinstance(message, SampledMessage), dict(message)] for message in self.messages]
         return copy.deepcopy({**state, "messages": messages, "metrics": plain_metrics(self.metrics)}) | {

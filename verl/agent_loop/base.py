@@ -51,7 +51,7 @@ class AgentLoopOutput:
         routed_experts: (tokens, layers, top_k) array: the experts of the first tokens of prompt and response, at most
             all of them; None if nothing recorded them.
         multi_modal_data, multi_modal_inputs: the images and videos of all turns and what the processor made of them,
-            where there are more than the row's own; None leaves the row's.
+            where there are more than the row's; None leaves these.
         reward_score: a score that the loop already knows.
         step_rewards: (place in the response, reward) of each step, where it is not one score at the end; its sum is
             ``reward_score``.

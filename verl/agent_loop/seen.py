@@ -55,7 +55,7 @@ class SeenImages:
         images: pictures in the order of their placeholders.
         videos: clips in the order of theirs.
         inputs: what the processor made of them; the row's own object until there are more.
-        added: pictures and clips that came after the row's own.
+        added: pictures and clips that came after the row's.
 
     Args:
         processor: of the policy; None for a model that reads only text.

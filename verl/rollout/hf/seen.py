@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEATURE_BYTES = 1 << 28
 """Features of images that are kept for prompts to come, such as the next turns of a conversation."""
 REMEMBERED = 256
-"""Rows of the processor whose pictures are known by identity: the samples of a prompt share them."""
+"""Rows of the processor whose views are known by identity: the samples of a prompt share them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,20 @@ class PromptView:
     digest: bytes
 
 
+@dataclass
+class _KnownInputs:
+    """What is known of inputs, which are kept: a freed id would be given again.
+
+    Args:
+        last: the tokens and the length of the prefix of the newest request with them, and its view. Samples of a prompt
+            come one after the other.
+    """
+
+    inputs: Mapping[str, Tensor]
+    pictures: list[Picture]
+    last: tuple[tuple[tuple[int, ...], int], PromptView] | None = None
+
+
 class Views:
     """Makes the views of requests.
 
@@ -48,7 +62,7 @@ class Views:
 
     def __init__(self, family: VisionFamily):
         self.family = family
-        self._known: OrderedDict[int, tuple[Any, list[Picture]]] = OrderedDict()
+        self._known: OrderedDict[int, _KnownInputs] = OrderedDict()
 
     def of(self, request: Request) -> PromptView | None:
         """None where the request shows nothing.
@@ -58,7 +72,13 @@ class Views:
         """
         if not request.multi_modal_inputs:
             return None
-        pictures = self._pictures(request.multi_modal_inputs)
+        known = self._inputs(request.multi_modal_inputs)
+        shape = request.token_ids, len(request.generated_prefix)
+        if known.last is None or known.last[0] != shape:
+            known.last = shape, self._view(request, known.pictures)
+        return known.last[1]
+
+    def _view(self, request: Request, pictures: Sequence[Picture]) -> PromptView:
         # What the model drew itself is text, whichever tokens it is.
         placed = self.family.place(torch.tensor(request.token_ids), pictures)
         length = len(request.token_ids) + len(request.generated_prefix)
@@ -66,13 +86,13 @@ class Views:
         shift = int(positions[0, -1]) - length
         return PromptView(tuple(placed), positions[:, :-1], shift, b"".join(one.picture.digest for one in placed))
 
-    def _pictures(self, inputs: Mapping[str, Tensor]) -> list[Picture]:
+    def _inputs(self, inputs: Mapping[str, Tensor]) -> _KnownInputs:
         entry = self._known.get(id(inputs))
         if entry is None:
-            self._known[id(inputs)] = entry = (inputs, self.family.pictures(inputs))
+            self._known[id(inputs)] = entry = _KnownInputs(inputs, self.family.pictures(inputs))
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        return entry[1]
+        return entry
 
 
 def check_sight(request: Request, model: PreTrainedModel, views: Views | None) -> None:
