@@ -6,6 +6,8 @@ python examples/vision/make_data.py --task colour --save_dir outputs/vision/data
 
 It writes ``train.parquet`` and ``test.parquet`` (prompts for reinforcement learning), ``sft.parquet`` (conversations)
 and ``pairs.parquet`` (a right and a wrong answer). Equal arguments write equal files; no picture is in two of them.
+With ``--camera`` rows of prompts have no picture: the tool in ``camera.py`` shows it. One conversation in two uses the
+tool, the others guess.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from PIL import Image, ImageDraw, ImageFont
 Row = dict[str, Any]
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50)}
 MOST_DISCS = 4
+CAMERA = '<tool_call>\n{"name": "camera", "arguments": {}}\n</tool_call>'
 
 
 def draw_colour(rng: random.Random, side: int) -> tuple[Image.Image, str]:
@@ -88,12 +91,13 @@ def png(picture: Image.Image) -> dict[str, Any]:
     return {"bytes": out.getvalue(), "path": None}
 
 
-def rows(task: str, counts: dict[str, int], side: int, seed: int) -> dict[str, list[Row]]:
+def rows(task: str, counts: dict[str, int], side: int, seed: int, camera: bool = False) -> dict[str, list[Row]]:
     """Rows by the name of their file; no picture occurs twice.
 
     Args:
         counts: how many rows each file gets.
         side: pixels of a picture's edges.
+        camera: a tool shows the pictures.
 
     Raises:
         ValueError: the task has not so many different pictures.
@@ -115,7 +119,22 @@ def rows(task: str, counts: dict[str, int], side: int, seed: int) -> dict[str, l
             seen.add(key)
             wrong = rng.choice([other for other in answers if other != answer])
             made[name].append(row_of(name, question, media, (answer, wrong), (task, number)))
+            if camera:
+                guess = rng.choice(answers) if rng.random() < 0.5 else None
+                made[name][-1] = through_camera(made[name][-1], question, guess)
     return made
+
+
+def through_camera(row: Row, question: str, guess: str | None) -> Row:
+    """A row whose picture a tool shows; a conversation with a ``guess`` does without."""
+    (picture,), user = row.pop("images"), {"role": "user", "content": question}
+    if "messages" not in row:
+        shown = {"tools_kwargs": {"camera": {"create_kwargs": {"picture": picture["bytes"]}}}}
+        return {**row, "prompt": [user], "extra_info": {**row["extra_info"], **shown}}
+    if guess is not None:
+        return {"messages": [user, {"role": "assistant", "content": guess}], "images": []}
+    call, shown = {"role": "assistant", "content": CAMERA}, {"role": "tool", "content": "<image>"}
+    return {"messages": [user, call, shown, row["messages"][-1]], "images": [picture]}
 
 
 def row_of(name: str, question: str, media: Any, answers: tuple[str, str], place: tuple[str, int]) -> Row:
@@ -147,12 +166,16 @@ def main() -> None:
     parser.add_argument("--sft_size", type=int, default=512)
     parser.add_argument("--pairs_size", type=int, default=256)
     parser.add_argument("--side", type=int, default=56, help="pixels of a picture's edges")
+    parser.add_argument("--camera", action="store_true", help="a tool shows the pictures: see camera.py")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.camera and (arguments.task == "last" or arguments.pairs_size):
+        parser.error("--camera is for pictures and needs --pairs_size 0")
     # The test comes first: other sizes of the other files leave it as it is.
     counts = {name: getattr(arguments, f"{name}_size") for name in ("test", "train", "sft", "pairs")}
+    counts = {name: count for name, count in counts.items() if count}
     arguments.save_dir.mkdir(parents=True, exist_ok=True)
-    for name, made in rows(arguments.task, counts, arguments.side, arguments.seed).items():
+    for name, made in rows(arguments.task, counts, arguments.side, arguments.seed, arguments.camera).items():
         pq.write_table(pa.Table.from_pylist(made), arguments.save_dir / f"{name}.parquet")
         print(f"wrote {arguments.save_dir / name}.parquet: {len(made)} rows")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
@@ -34,6 +34,8 @@ WORDS = (
     *("blue", "yellow", "system\n", "user\n", "assistant\n", "tool\n"),
 )
 """What the tasks say; each word of it becomes one token."""
+CAMERA = '<tool_call>\n{"name": "camera", "arguments": {}}\n</tool_call>'
+"""A call of the tool in ``camera.py``; with ``--camera`` it is one token."""
 FAMILIES = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
@@ -129,14 +131,17 @@ def _vision(family: str, hidden: int, layers: int, heads: int) -> dict[str, Any]
     return {**sizes, "window_size": 4 * PATCH * MERGE, "fullatt_block_indexes": [layers - 1]}
 
 
-def write_model(folder: str | Path, family: str = "qwen2_5_vl", **sizes: Any) -> Path:
+def write_model(folder: str | Path, family: str = "qwen2_5_vl", *, camera: bool = False, **sizes: Any) -> Path:
     """A complete folder: weights, configuration, tokenizer, chat template and processor.
 
     Args:
+        camera: a call of the camera is one token.
         sizes: of `build_model`.
     """
     folder = Path(folder)
     tokenizer = train_tokenizer()
+    if camera:
+        tokenizer.add_tokens([AddedToken(CAMERA, normalized=False, special=False)])
     build_model(tokenizer, family, **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor = {
@@ -159,10 +164,11 @@ def main() -> None:
     parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen2_5_vl")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--untied", action="store_true", help="give the output head separate weights")
+    parser.add_argument("--camera", action="store_true", help="make a call of the tool in camera.py one token")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     sizes = {"hidden": arguments.hidden, "tied": not arguments.untied, "seed": arguments.seed}
-    write_model(arguments.folder, arguments.family, **sizes)
+    write_model(arguments.folder, arguments.family, camera=arguments.camera, **sizes)
     print(f"wrote {arguments.folder}")
 
 

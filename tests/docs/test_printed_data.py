@@ -69,7 +69,7 @@ def test_the_row_with_an_image_on_its_page_can_be_read(tmp_path):
 def test_the_page_of_images_learns_a_task_from_reward(tmp_path):
     printed = bash(tmp_path, block(VISION, "python examples/vision/make_model.py"))
     values = series(printed, "critic/score/mean")
-    assert len(values) == 40 and sum(values[:3]) / 3 < 0.65 and sum(values[-5:]) / 5 > 0.7, values
+    assert len(values) == 80 and sum(values[:3]) / 3 < 0.6 and sum(values[-5:]) / 5 > 0.9, values
 
 
 def test_gsm8k_is_written_and_its_scorer_checked_as_printed(tmp_path, monkeypatch):

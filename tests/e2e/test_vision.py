@@ -13,7 +13,7 @@ from tests.harness.vision import TILED, tiled_dir
 
 pytestmark = pytest.mark.slow
 EXAMPLE = PROJECT / "examples/vision"
-WARM_UP, STEPS = 28, 40
+WARM_UP, STEPS = 28, 80
 ACCURACY = "val-core/vision/colour/reward/mean@1"
 
 
@@ -25,18 +25,27 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warmed_up(folder)
 
 
-def warmed_up(folder: Path, task: str = "colour") -> Path:
-    """The folder, with data and what its model ``base`` became of conversations."""
-    sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", "8", "--task", task]
+def warmed_up(folder: Path, *options: str, steps: int = WARM_UP, pairs: int = 8) -> Path:
+    """The folder, with data and what its model ``base`` became of conversations.
+
+    Args:
+        options: of ``make_data.py``.
+    """
+    sizes = ["--train_size", "256", "--test_size", "64", "--sft_size", "512", "--pairs_size", str(pairs), *options]
     run([sys.executable, f"{EXAMPLE}/make_data.py", "--save_dir", ".", *sizes], cwd=folder)
     words = ("data.train_files=sft.parquet", "data.train_batch_size=32", "optim.lr=1e-3", "trainer.total_epochs=10")
-    fine_tuned(folder, WARM_UP, *words)
+    fine_tuned(folder, steps, *words)
     return folder
 
 
-def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY) -> list[float]:
+def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY, steps: int = STEPS) -> list[float]:
     """Accuracy on pictures that no step has seen, before the first step and on the way."""
-    steps = trained(
+    return curve(steps_of(folder, name, *arguments, steps=steps), metric)
+
+
+def steps_of(folder: Path, name: str, *arguments: str, steps: int = STEPS, warm_up: int = WARM_UP) -> list[dict]:
+    """The metrics of GRPO from the model that conversations made."""
+    return trained(
         folder,
         name,
         "data.train_files=train.parquet",
@@ -44,7 +53,7 @@ def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY) -> l
         "data.train_batch_size=16",
         "data.max_prompt_length=64",
         "data.max_response_length=4",
-        f"actor_rollout_ref.model.path=sft/global_step_{WARM_UP}/model/huggingface",
+        f"actor_rollout_ref.model.path=sft/global_step_{warm_up}/model/huggingface",
         "actor_rollout_ref.rollout.enable_vision=true",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
@@ -53,25 +62,61 @@ def learn(folder: Path, name: str, *arguments: str, metric: str = ACCURACY) -> l
         "actor_rollout_ref.actor.optim.lr=5e-4",
         "algorithm.adv_estimator=grpo",
         f"reward.custom_reward_function.path={EXAMPLE}/reward.py",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=10",
         "trainer.val_before_train=true",
-        f"trainer.test_freq={STEPS // 2}",
+        f"trainer.test_freq={steps // 2}",
         "trainer.save_freq=-1",
         *arguments,
     )
-    return curve(steps, metric)
 
 
 def test_rewards_alone_teach_it_the_rest(warm: Path):
     accuracy = learn(warm, "grpo")
-    assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
+    assert accuracy[0] < 0.6 and accuracy[-1] >= 0.9, accuracy
+
+
+CAMERA = """tools:
+  - class_name: examples.vision.camera.Camera
+    config: {covered: COVERED}
+"""
+
+
+@pytest.fixture(scope="module")
+def seen_by_camera(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `warm`, of conversations of which one in two uses the camera, and the others guess."""
+    folder = tmp_path_factory.mktemp("camera")
+    run([sys.executable, f"{EXAMPLE}/make_model.py", "base", "--camera"], cwd=folder)
+    return warmed_up(folder, "--camera", "--sft_size", "1024", steps=2 * WARM_UP, pairs=0)
+
+
+@pytest.mark.parametrize("covered", [False, True], ids=["looks", "cannot look"])
+def test_it_learns_to_look_through_a_tool_and_to_answer_by_what_it_sees(seen_by_camera: Path, covered: bool):
+    """No row has a picture: the tool's answer shows it. Behind a cover there are four colours to guess from."""
+    (seen_by_camera / "camera.yaml").write_text(CAMERA.replace("COVERED", str(covered).lower()))
+    steps = steps_of(
+        seen_by_camera,
+        f"covered_{covered}",
+        "data.max_response_length=24",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=camera.yaml",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        f"reward.custom_reward_function.path={EXAMPLE}/camera.py",
+        steps=40,
+        warm_up=2 * WARM_UP,
+    )
+    accuracy, looked = (curve(steps, name) for name in (ACCURACY, "val-aux/vision/colour/looked/mean@1"))
+    assert 0.3 < looked[0] < 0.8
+    if covered:
+        assert accuracy[-1] < 0.5, accuracy
+    else:
+        assert accuracy[0] < 0.7 and accuracy[-1] >= 0.9 and looked[-1] >= 0.9, (accuracy, looked)
 
 
 def test_of_a_video_it_learns_the_colour_of_the_last_frames(tmp_path: Path):
     """Two colours are shown, and only their order in time tells which is right."""
     run([sys.executable, f"{EXAMPLE}/make_model.py", "base"], cwd=tmp_path)
-    accuracy = learn(warmed_up(tmp_path, "last"), "grpo", metric="val-core/vision/last/reward/mean@1")
+    accuracy = learn(warmed_up(tmp_path, "--task", "last"), "grpo", metric="val-core/vision/last/reward/mean@1")
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.8, accuracy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 
@@ -51,3 +52,40 @@ def test_no_picture_is_in_two_files_and_the_same_arguments_write_the_same_rows()
 def test_the_reward_is_one_for_exactly_the_answer():
     score = vision_example("reward").compute_score
     assert [score("vision/colour", said, "red") for said in (" red\n", "blue", "red red")] == [1.0, 0.0, 0.0]
+
+
+def test_with_a_camera_no_row_has_its_picture_and_the_tool_shows_it():
+    data, camera = vision_example("make_data"), vision_example("camera")
+    made = data.rows("colour", {"train": 8, "sft": 40}, 56, 0, camera=True)
+    row = made["train"][0]
+    picture = row["extra_info"]["tools_kwargs"]["camera"]["create_kwargs"]["picture"]
+    assert "images" not in row and row["prompt"] == [{"role": "user", "content": "What colour is the disc?"}]
+
+    async def answers(**config):
+        tool = camera.Camera(config)
+        name, _ = await tool.create(picture=picture)
+        answer, *_ = await tool.execute(name, {})
+        await tool.release(name)
+        assert tool.pictures == {}
+        return answer
+
+    assert asyncio.run(answers()).image == [picture] and asyncio.run(answers(covered=True)).is_text_only()
+    looked = [row for row in made["sft"] if row["images"]]
+    assert 10 < len(looked) < 30
+    assert all(
+        [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        for row in made["sft"]
+        if row not in looked
+    )
+    assert [message["content"] for message in looked[0]["messages"]][1:3] == [
+        vision_example("make_model").CAMERA,
+        "<image>",
+    ]
+
+
+def test_the_last_turn_is_scored_and_whether_the_camera_was_used():
+    score, call = vision_example("camera").compute_score, vision_example("make_model").CAMERA
+    said = (f"{call}\ntool\n\nassistant\nred", f"{call}\ntool\n?\nassistant\nblue", "red", f"red{call}")
+    scores = [score("vision/colour", one, "red") for one in said]
+    assert [one["score"] for one in scores] == [1.0, 0.0, 1.0, 0.0]
+    assert [one["looked"] for one in scores] == [1.0, 1.0, 0.0, 1.0]
