@@ -11,6 +11,8 @@ from scripts import compatibility, recording
 FLOORS = {"examples and tests": 73, "recipes": 36}
 """Scripts that resolve, those with images among them; who brings one up writes the higher number here."""
 
+FLOOR_WITH_IMAGES = 21
+
 
 @pytest.fixture(scope="module")
 def results(shared: Path):
@@ -23,6 +25,12 @@ def test_no_fewer_of_upstreams_commands_resolve_than_before(results):
     for verdict in results:
         resolved[verdict.category.partition(",")[0]] += not verdict.reasons
     assert all(resolved[name] >= floor for name, floor in FLOORS.items()), resolved
+
+
+def test_commands_with_images_resolve_or_are_refused_by_name(results):
+    seen = [verdict for verdict in results if verdict.category.endswith("with images")]
+    assert sum(not verdict.reasons for verdict in seen) >= FLOOR_WITH_IMAGES
+    assert {reason.kind for verdict in seen for reason in verdict.reasons} <= {"not built", "a relation or a value"}
 
 
 def test_no_key_of_upstreams_tree_is_unknown(results):
