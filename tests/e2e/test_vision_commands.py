@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from scripts.compatibility import read_commands
-from tests.brief.small import ONE_PROCESS, PPO_SIZES
+from tests.brief.small import ONE_PROCESS, PPO_SIZES, SFT_SIZES
 from tests.harness.programs import PROJECT, command, metrics
 from tests.harness.vision import vision_dir, vision_example
 from verl.config import load_config
@@ -23,11 +23,13 @@ PPO = {
     **PPO_SIZES, **ONE_PROCESS, **HERE, "actor_rollout_ref.rollout.tensor_model_parallel_size": "1",
     "reward.custom_reward_function.path": str(PROJECT / "examples/vision/reward.py"),
 }  # fmt: skip
+SFT = {**SFT_SIZES, **HERE, "engine.ulysses_sequence_parallel_size": "1"}
 """Sizes, files and the place; the built-in sampler in one process. Algorithm, engine and passes stay as printed."""
 TRAINED = {
     "examples/grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh": "qwen2_5_vl",
     "examples/grpo_trainer/run_qwen3_vl_8b_fsdp.sh": "qwen3_vl",
     "examples/tuning/lora/run_qwen2_5_vl_7b_fsdp.sh": "qwen2_5_vl",
+    "examples/sft/vlm/run_qwen3_vl_2b_fsdp.sh": "qwen3_vl",
 }
 REFUSED = {
     "examples/grpo_trainer/run_qwen3_vl_8b_megatron.sh": "qwen3_vl",
@@ -52,12 +54,14 @@ def shrunk(words: list[str], settings: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("script", TRAINED)
 def test_a_recorded_command_trains_a_step_in_small(recorded, tmp_path, script):
     vision_dir(tmp_path / "model", TRAINED[script])
-    rows = vision_example("make_data").rows("colour", {"train": 4}, 56, 0)["train"]
-    pd.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    made = vision_example("make_data").rows("colour", {"train": 4, "sft": 4}, 56, 0)
+    pd.DataFrame(made["train"]).to_parquet(tmp_path / "train.parquet")
+    pd.DataFrame(made["sft"]).to_parquet(tmp_path / "chats.parquet")
     (line,) = recorded[script]
-    done = command(line["program"], *shrunk(line["argv"], PPO), cwd=tmp_path)
+    is_sft = line["program"] == "verl.trainer.sft_trainer"
+    done = command(line["program"], *shrunk(line["argv"], SFT if is_sft else PPO), cwd=tmp_path)
     (step,) = metrics(tmp_path, "guide", "run")
-    assert step["actor/grad_norm"] >= 0, done.stdout[-2000:]
+    assert step["train/grad_norm" if is_sft else "actor/grad_norm"] >= 0, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("script", REFUSED)
