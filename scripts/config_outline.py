@@ -95,7 +95,9 @@ def _is_small(part: OutlinePart) -> bool:
     fields = part.cls.__dataclass_fields__.values()
     nests = any(row.metadata.get("section") is not None for row in fields)
     owners = {place.owner[0] for place in part.places}
-    return not nests and len(fields) <= SMALL and len(owners) == 1 and not owners & {PPO.root, SFT.root}
+    return (
+        not nests and len(fields) <= SMALL and len(owners) == 1 and not owners & {*PPO.root.__mro__, *SFT.root.__mro__}
+    )
 
 
 def _rows(cls: type[ConfigNode], small: set[type[ConfigNode]], prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:

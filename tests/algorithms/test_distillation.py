@@ -2,12 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from tests.harness.algorithms import loss_batch, poison
 from verl.algorithms.aggregation import loss_norm
-from verl.algorithms.distillation import DistilledPolicyLoss, top_k_divergence
+from verl.algorithms.distillation import (
+    DistilledPolicyLoss,
+    DistilledSFTLoss,
+    logits_divergence,
+    top_k_divergence,
+)
 from verl.algorithms.kl import full_kl
 from verl.algorithms.logprob import top_k_from_logits
 from verl.algorithms.losses import PPOPolicyLoss
@@ -161,3 +167,59 @@ def test_several_tokens_per_position_are_read_from_the_batch():
     assert loss.item() == pytest.approx(expected, abs=1e-6)
     assert metrics["distillation/student_mass"] == pytest.approx((0.8 + 0.8 + 0.3) / 3, abs=1e-6)
     assert metrics["distillation/teacher_mass"] == pytest.approx(0.8, abs=1e-6)
+
+
+def softmax64(logits, temperature):
+    z = np.asarray(logits, dtype=np.float64) / temperature
+    weights = np.exp(z - z.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def generalised_jsd(s, t, beta):
+    """Equation 1 of GKD (arXiv 2306.13649) in float64: P is the teacher, Q the student."""
+    m = beta * t + (1 - beta) * s
+    return beta * (t * np.log(t / m)).sum(-1) + (1 - beta) * (s * np.log(s / m)).sum(-1)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+def test_the_jsd_of_logits_is_that_of_the_paper(beta, temperature):
+    draw = np.random.default_rng(0)
+    student, teacher = 3 * draw.standard_normal((2, 6, 40))
+    expected = generalised_jsd(softmax64(student, temperature), softmax64(teacher, temperature), beta)
+    both = (torch.tensor(x, dtype=torch.float32) for x in (student, teacher))
+    computed = logits_divergence(*both, "jsd", beta=beta, temperature=temperature)
+    np.testing.assert_allclose(computed.numpy(), expected, atol=1e-6)
+
+
+def test_the_jsd_tends_to_the_two_kls_at_its_limits():
+    draw = np.random.default_rng(1)
+    student, teacher = (torch.tensor(x) for x in draw.standard_normal((2, 6, 40)))
+    for kind, beta, scale in (("forward_kl", 1e-5, 1e5), ("reverse_kl", 1 - 1e-5, 1e5)):
+        limit = scale * logits_divergence(student, teacher, "jsd", beta=beta)
+        torch.testing.assert_close(limit, logits_divergence(student, teacher, kind), rtol=1e-3, atol=1e-6)
+
+
+def test_the_jsd_over_few_tokens_counts_the_others_as_one():
+    s, t = np.array([0.5, 0.3, 0.2]), np.array([0.25, 0.5, 0.25])
+    expected = generalised_jsd(s, t, 0.3)  # the third token is the tail
+    computed = top_k_divergence(logs(list(s[:2])), logs(list(t[:2])), "jsd_topk", beta=0.3)
+    assert computed.item() == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_the_gradient_of_the_jsd_is_that_of_finite_differences():
+    torch.manual_seed(0)
+    z, teacher = torch.randn(3, 7, dtype=torch.float64, requires_grad=True), torch.randn(3, 7, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: logits_divergence(x, teacher, "jsd", beta=0.3, temperature=2.0), z)
+
+
+def test_on_a_file_the_loss_is_the_weighted_sum_of_both_means():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    outputs = {"log_probs": torch.tensor([[-1.0, -2.0, 9.0], [-3.0, 9.0, 9.0]], requires_grad=True)}
+    outputs["full_kl"] = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0]], requires_grad=True)
+    loss, metrics = computed(DistilledSFTLoss(0.25), outputs, {"response_mask": mask})
+    assert loss.item() == pytest.approx(0.75 * 2.0 + 0.25 * 0.5)
+    assert (metrics["nll"], metrics["distillation/loss"], metrics["num_tokens"]) == pytest.approx((2.0, 0.5, 3.0))
+    loss.backward()
+    torch.testing.assert_close(outputs["full_kl"].grad, 0.25 / 3 * mask.float())
+    torch.testing.assert_close(outputs["log_probs"].grad, -0.75 / 3 * mask.float())

@@ -289,7 +289,13 @@ def test_every_accepted_setting_of_an_rl_run_is_read(here):
 
 def test_every_accepted_setting_of_a_supervised_run_is_read(here):
     runs = [
-        ["trainer.total_epochs=1", "trainer.profile_interval=[1,1]", "profiler.enable=true"],
+        [
+            "trainer.total_epochs=1",
+            "trainer.profile_interval=[1,1]",
+            "profiler.enable=true",
+            "distillation.enabled=true",
+            "distillation.teacher_models.teacher.model_path=model",
+        ],
         [
             "trainer.total_epochs=1",
             "trainer.resume_mode=auto",

@@ -20,7 +20,7 @@ CORRECTION, SPEED = "docs/advance/rollout_is_migration.md", "docs/howto/perf_tun
 RUN: dict[str, tuple[str, ...]] = {
     ENGINES: ("export VERL_SERVER_KEY", "verl generate"),
     DYNAMIC: ("verl train dapo",),
-    TEACHERS: ("verl train grpo",),
+    TEACHERS: ("verl train grpo", "python -c", "verl sft"),
     SAMPLING: ("import asyncio", "verl train grpo"),
     ALGORITHMS: ("verl train rloo",),
     CORRECTION: ("bash examples/rollout_importance_sampling/run_with_rollout_is.sh",),
@@ -81,6 +81,20 @@ def test_the_printed_distillation_moves_a_new_model_towards_its_teacher(fine_tun
     rows, _ = trained(fine_tuned, TEACHERS, "verl train grpo", steps=20)
     first, last = (sum(row["distillation/loss"] for row in part) for part in (rows[:3], rows[-3:]))
     assert last < 0.8 * first and "actor/pg_loss" not in rows[0]
+
+
+@pytest.mark.slow
+def test_the_printed_teachers_share_the_rows_by_a_column(fine_tuned):
+    rows, _ = trained(fine_tuned, TEACHERS, "python -c", steps=2)
+    for row in rows:
+        assert row["distillation/rows/teacher_a"] > 0 and row["distillation/rows/teacher_b"] > 0
+
+
+@pytest.mark.slow
+def test_the_printed_fine_tuning_with_a_teacher_lowers_the_divergence(fine_tuned):
+    printed = bash(fine_tuned, block(TEACHERS, "verl sft"))
+    values = [float(value) for value in re.findall(r"distillation/loss:([\d.e-]+)", printed)]
+    assert len(values) == 20 and values[-1] < 0.5 * values[0]
 
 
 @pytest.mark.slow

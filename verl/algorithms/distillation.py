@@ -1,6 +1,7 @@
-"""On-policy distillation: on the samples that it draws the student learns what a frozen teacher finds likely.
+"""Distillation: a student learns what a frozen teacher finds likely, on its samples or on the answers of a file.
 
-Agarwal et al. 2024 (GKD, arXiv 2306.13649). With s the student's and t the teacher's distribution at one position:
+Agarwal et al. 2024 (GKD, arXiv 2306.13649). With s the student's and t the teacher's distribution at one position, and
+m = beta t + (1 - beta) s:
 
 ===================  ==================================================  =====================================
 kind                 value                                               reads of the teacher
@@ -8,15 +9,20 @@ kind                 value                                               reads o
 of `verl.algorithms.kl.ESTIMATORS`, also with ``+``                      its log-prob of the sampled token
 ``forward_kl_topk``  sum_{v in K} t(v) (log t(v) - log s(v))             its k most likely tokens K
 ``reverse_kl_topk``  sum_{v in K} s(v) (log s(v) - log t(v)) + tail      its k most likely tokens K
+``jsd_topk``         beta KL(t || m) + (1 - beta) KL(s || m) over K      its k most likely tokens K
+                     and the tail
 ===================  ==================================================  =====================================
 
-The last two are the exact KL(t || s) and KL(s || t) where k is the vocabulary. With fewer tokens the first leaves the
-others out. The second counts them as one token, the tail: a student that only left K would otherwise gain.
+Where k is the vocabulary the last three are exact: KL(t || s), KL(s || t), the generalised Jensen-Shannon divergence.
+With fewer tokens the first leaves the others out. The other two count them as one token, the tail: a student that only
+left K would otherwise gain. On answers of a file both models are in one process, and the same names without ``_topk``
+compare all tokens.
 Shapes: b rows of a micro-batch, T response tokens, K tokens per position.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -25,8 +31,9 @@ from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm, agg_loss, loss_metric, token_means
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import Fields, PPOPolicyLoss, field, optional_field
-from verl.algorithms.masked import zero_outside
+from verl.algorithms.logprob import candidate_log_probs, top_k_from_logits
+from verl.algorithms.losses import Fields, PPOPolicyLoss, SFTLoss, field, optional_field
+from verl.algorithms.masked import at_least_float32, zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
 from verl.config import replace as replace_settings
 from verl.config.schema.algorithm import TOP_K_KINDS, DistillationLossConfig
@@ -39,19 +46,73 @@ OF_TOKEN, OF_CANDIDATES = "teacher_log_probs", "candidate_teacher_log_probs"
 """Columns of a batch, (B, T) and (B, T, K): the teacher's log-probs of sampled tokens, and of its most likely ones."""
 
 
-def top_k_divergence(student: Tensor, teacher: Tensor, kind: str, floor: float | None = None) -> Tensor:
+def divergence_terms(student: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """Log-probs of tokens under both, of any shape -> what each adds to ``forward_kl``, ``reverse_kl`` or ``jsd``."""
+    if kind == "forward_kl":
+        return teacher.exp() * (teacher - student)
+    if kind == "reverse_kl":
+        return student.exp() * (student - teacher)
+    assert kind == "jsd", f"{kind} reads single tokens"
+    mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+
+
+def top_k_divergence(
+    student: Tensor, teacher: Tensor, kind: str, floor: float | None = None, beta: float = 0.5
+) -> Tensor:
     """(..., K) log-probs of the same tokens under both -> (...): one of `TOP_K_KINDS`.
 
     Args:
         floor: lower bound of the log-probs of tokens; the tail is counted without it.
+        beta: weight of the teacher in the mixture of ``jsd_topk``.
     """
+    kind = kind.removesuffix("_topk")
     of_student, of_teacher = ((1 - x.exp().sum(-1)).clamp(min=TAIL_FLOOR) for x in (student, teacher))
     if floor is not None:
         student, teacher = student.clamp(min=floor), teacher.clamp(min=floor)
-    if kind == "forward_kl_topk":
-        return (teacher.exp() * (teacher - student)).sum(-1)
-    assert kind == "reverse_kl_topk", f"{kind} reads single tokens"
-    return (student.exp() * (student - teacher)).sum(-1) + of_student * (of_student.log() - of_teacher.log())
+    divergence = divergence_terms(student, teacher, kind, beta).sum(-1)
+    if kind == "forward_kl":
+        return divergence
+    return divergence + divergence_terms(of_student.log(), of_teacher.log(), kind, beta)
+
+
+def logits_divergence(
+    student: Tensor, teacher: Tensor, kind: str, topk: int = 32, beta: float = 0.5, temperature: float = 1.0
+) -> Tensor:
+    """(..., V) logits of both -> (...): one of `TOP_K_KINDS`, or with all tokens the same without ``_topk``.
+
+    Args:
+        topk: tokens per position of `TOP_K_KINDS`.
+        temperature: the logits of both are divided by it.
+    """
+    student, teacher = (at_least_float32(z) / temperature for z in (student, teacher))
+    if kind not in TOP_K_KINDS:
+        return divergence_terms(student.log_softmax(-1), teacher.log_softmax(-1), kind, beta).sum(-1)
+    log_probs, ids = top_k_from_logits(teacher, topk)
+    return top_k_divergence(candidate_log_probs(student, ids), log_probs, kind, beta=beta)
+
+
+class DistilledSFTLoss:
+    """``(1 - alpha) * nll + alpha * divergence``, means over the label tokens of the mini-batch.
+
+    Metrics: ``distillation/loss``, and those of `SFTLoss`. The engine computes the divergence from its teacher's logits
+    (`Engine.compare_with`).
+    """
+
+    outputs = ("log_probs", "full_kl")
+
+    def __init__(self, alpha: float):
+        self.alpha = alpha
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        mask = field(batch, "response_mask")
+        log_probs = outputs["log_probs"] if self.alpha < 1 else outputs["log_probs"].detach()
+        nll, metrics = SFTLoss()({"log_probs": log_probs}, batch, norm)
+        divergence = agg_loss(outputs["full_kl"], mask, "token-mean", norm)
+        metrics["distillation/loss"] = loss_metric(as_float(divergence.detach()), mask, "token-mean", norm)
+        return (1 - self.alpha) * nll + self.alpha * divergence, metrics
 
 
 class DistilledPolicyLoss:
@@ -115,7 +176,7 @@ class DistilledPolicyLoss:
         student, teacher = torch.where(inside, student, 0.0), torch.where(inside, teacher.to(student), 0.0)
         floor = settings.log_prob_min_clamp
         if self.top_k:
-            tokens = top_k_divergence(student, teacher, settings.loss_mode, floor)
+            tokens = top_k_divergence(student, teacher, settings.loss_mode, floor, settings.beta)
             masses = {"student_mass": student.detach().exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
             metrics |= token_means({f"distillation/{name}": mass for name, mass in masses.items()}, mask)
         else:

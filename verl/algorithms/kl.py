@@ -21,6 +21,8 @@ from verl.metrics import notice
 
 LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""Logits (..., V) of a model and of the one that it is compared with -> (...): how far apart the distributions are."""
 CHUNK_NUMBERS = 1 << 22
 """Logits that `full_kl_in_chunks` works on at a time: 16 MiB in float32."""
 
@@ -100,14 +102,14 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (log_p.exp() * difference).sum(dim=-1)
 
 
-def full_kl_in_chunks(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """(N, V) twice -> (N,): `full_kl` a few rows at a time, computed again in the backward pass.
+def full_kl_in_chunks(logits: Tensor, ref_logits: Tensor, measure: Measure = full_kl) -> Tensor:
+    """(N, V) twice -> (N,): ``measure`` of a few rows at a time, computed again in the backward pass.
 
     So that nothing of the size of the logits is kept but the logits themselves, and their gradient.
     """
     rows = max(1, CHUNK_NUMBERS // max(1, logits.shape[-1]))
     parts = [
-        checkpoint(full_kl, z, ref, use_reentrant=False) for z, ref in zip(logits.split(rows), ref_logits.split(rows))
+        checkpoint(measure, z, ref, use_reentrant=False) for z, ref in zip(logits.split(rows), ref_logits.split(rows))
     ]
     return torch.cat(parts)
 

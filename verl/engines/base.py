@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from verl.algorithms.kl import Measure, full_kl
 from verl.algorithms.losses import LossFn
 from verl.checkpoint.part import HFWriter
 from verl.checkpoint.state import EngineState
@@ -104,9 +105,9 @@ class Engine(ABC):
 
         Args:
             outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared``, ``full_kl`` (a language model), ``values`` (a
-                value model). ``full_kl`` is the KL to the model of `compare_with` over the full vocabulary. An engine
-                that replays experts has ``routed_experts``, too: (B, P+T, layers, top_k) int16, those that the passes
-                chose, -1 where no pass was needed.
+                value model). ``full_kl`` is the KL to the model of `compare_with` over the full vocabulary, or the
+                measure that it was called with. An engine that replays experts has ``routed_experts``, too: (B, P+T,
+                layers, top_k) int16, those that the passes chose, -1 where no pass was needed.
                 ``top_k_ids`` (B, T, K) int32 and ``top_k_log_probs`` (B, T, K) are the most likely tokens of an engine
                 with `PassSettings.top_k`; ``candidate_log_probs`` (B, T, K) is for the tokens of the batch's column
                 ``candidate_ids``. These need the logits of a row in one place.
@@ -142,9 +143,12 @@ class Engine(ABC):
             EngineError: the engine has no optimizer.
         """
 
-    def compare_with(self, reference: Engine) -> None:
+    def compare_with(self, reference: Engine, measure: Measure = full_kl) -> None:
         """Name the frozen model of the output ``full_kl``; it runs inside this engine's passes, micro-batch by
         micro-batch, so that its logits never outlive one. Without the output nothing comes of it.
+
+        Args:
+            measure: what the output is, of the logits of both.
         """
         self.reference = reference
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from verl import device as devices
-from verl.algorithms.kl import full_kl_in_chunks
+from verl.algorithms.kl import Measure, full_kl, full_kl_in_chunks
 from verl.algorithms.logprob import (
     candidate_log_probs,
     entropy_from_logits,
@@ -54,6 +54,7 @@ class TokenForward:
         self.passes = self._possible(passes or PassSettings())
         self.fused = self._fused_head(self.passes.fused_head) if kind == "causal_lm" else None
         self.reference: Any = None
+        self.measure: Measure = full_kl
         self.routing = RouterReplay(model) if self.passes.router_replay and kind == "causal_lm" else None
 
     @property
@@ -114,7 +115,7 @@ class TokenForward:
         logits = self.logits(micro, temperature)
         statistics = self._statistics(logits, micro.labels, outputs)
         if expected is not None:
-            statistics["full_kl"] = full_kl_in_chunks(logits, expected)
+            statistics["full_kl"] = full_kl_in_chunks(logits, expected, self.measure)
         if "candidate_log_probs" in outputs:
             statistics["candidate_log_probs"] = self._of_candidates(logits, micro.candidates)
         return {name: micro.scatter(values) for name, values in statistics.items()}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.aggregation import LossNorm, loss_norm
+from verl.algorithms.kl import Measure, full_kl
 from verl.algorithms.losses import LossFn, known_slopes, mean_weight
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.files import FileRecord
@@ -346,9 +347,9 @@ class TorchEngine(Engine):
             return micro
         return replace(micro, slopes=self.loss_scale.times(slopes.flatten().index_select(0, micro.places)))
 
-    def compare_with(self, reference: Engine) -> None:
-        super().compare_with(reference)
-        self.forward.reference = reference
+    def compare_with(self, reference: Engine, measure: Measure = full_kl) -> None:
+        super().compare_with(reference, measure)
+        self.forward.reference, self.forward.measure = reference, measure
 
     def _reference_at_hand(self, outputs: Sequence[str]) -> AbstractContextManager[None]:
         return self.reference.ready() if "full_kl" in outputs else nullcontext()

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl import env
-from verl.config import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig, load_config
+from verl.config import load_config
 from verl.config.loading.configuration import FirstLook
+from verl.config.schema.sft import SupervisedConfig
 from verl.errors import VerlError, WorkerError
 from verl.trainer.command import interrupted, report_error
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 UNTIL_TOLD = 10.0
 """Seconds that another rank leaves rank 0 to report an error that all have."""
-SupervisedConfig = SFTTrainerConfig | DPOTrainerConfig | RMTrainerConfig
 Build = Callable[..., "SupervisedTrainer"]
 """``build(config, tokenizer, ctx)`` makes the trainer of a checked configuration."""
 

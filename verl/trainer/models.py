@@ -92,24 +92,31 @@ def reference(config: PPOTrainerConfig) -> ModelRole:
 def teacher(config: PPOTrainerConfig, described: Teacher) -> ModelRole:
     """A frozen model that scores samples of the policy; it runs as the reference policy does."""
     like, loss = reference(config), config.distillation.distillation_loss
-    runs_by = {name: value for name, value in like.model.override_config.items() if name == "attn_implementation"}
     return dataclasses.replace(
         like,
         name=described.name,
-        model=replace(
-            like.model,
-            path=described.path,
-            tokenizer_path=None,
-            hf_config_path=None,
-            lora_base_quantization=None,
-            override_config=runs_by,
-        ),
+        model=teacher_model(like.model, described.path),
         key=described.setting,
         pool=described.pool,
         router_replay="disabled",
         reference_of="",
         has_tokenizer=False,
         top_k=loss.topk if loss.loss_mode in TOP_K_KINDS else 0,
+    )
+
+
+def teacher_model(student: HFModelConfig, path: str) -> HFModelConfig:
+    """The section of a frozen model at ``path`` that runs as the student does."""
+    runs_by = {name: value for name, value in student.override_config.items() if name == "attn_implementation"}
+    return replace(
+        student,
+        path=path,
+        tokenizer_path=None,
+        hf_config_path=None,
+        lora_rank=0,
+        lora_adapter_path=None,
+        lora_base_quantization=None,
+        override_config=runs_by,
     )
 
 

@@ -16,22 +16,16 @@ import torch
 
 from verl import device, env, lifeline, terminal
 from verl.checkpoint import RemoteCheckpoints, RunLock
-from verl.config import (
-    DPOTrainerConfig,
-    PPOTrainerConfig,
-    RMTrainerConfig,
-    SFTTrainerConfig,
-    save_config,
-    to_dict,
-)
+from verl.config import PPOTrainerConfig, save_config, to_dict
 from verl.config.loading.configuration import writable
 from verl.config.machine.pools import refuse_without_cuda, roles
 from verl.config.machine.profiling import worker_nsight_options
+from verl.config.schema.sft import SupervisedConfig
 from verl.metrics import notice, start_logging
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
 
-RunConfig = PPOTrainerConfig | SFTTrainerConfig | DPOTrainerConfig | RMTrainerConfig
+RunConfig = PPOTrainerConfig | SupervisedConfig
 
 
 if TYPE_CHECKING:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 def build_sft(config: SFTTrainerConfig, tokenizer: Tokenizer, ctx: Spmd) -> SupervisedTrainer:
     """The trainer of a checked configuration."""
+    from verl.algorithms.distillation import DistilledSFTLoss
     from verl.algorithms.losses import SFTLoss
     from verl.data import create_sft_dataset, processor_of, sft_collate
+    from verl.trainer.distilled import DistilledTrainer
     from verl.trainer.supervised import SupervisedTrainer
 
     data = config.data
@@ -33,6 +35,9 @@ def build_sft(config: SFTTrainerConfig, tokenizer: Tokenizer, ctx: Spmd) -> Supe
     if data.val_files:
         val = create_sft_dataset(data.val_files, data, tokenizer, processor, max_samples=data.val_max_samples)
     collate = partial(sft_collate, pad_token_id=tokenizer.pad_token_id)
+    if config.distillation.enabled:
+        loss = DistilledSFTLoss(config.distillation.distillation_loss.alpha)
+        return DistilledTrainer(config, tokenizer, train, val, collate, loss, ctx)
     return SupervisedTrainer(config, tokenizer, train, val, collate, SFTLoss(), ctx)
 
 

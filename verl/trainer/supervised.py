@@ -25,9 +25,9 @@ from verl.checkpoint import (
     find_or_fetch,
 )
 from verl.checkpoint.provenance import Provenance, check_resume
-from verl.config import HFModelConfig, SFTTrainerConfig, to_dict
+from verl.config import HFModelConfig, to_dict
 from verl.config.machine.topology import backend_of
-from verl.config.schema.sft import EACH_EPOCH
+from verl.config.schema.sft import EACH_EPOCH, SupervisedConfig
 from verl.data import StatefulLoader
 from verl.data.progress import timed
 from verl.distributed import Ranks
@@ -76,7 +76,7 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        config: SFTTrainerConfig,
+        config: SupervisedConfig,
         tokenizer: Tokenizer,
         train_dataset: RowTable,
         val_dataset: RowTable | None,
@@ -263,16 +263,20 @@ class SupervisedTrainer:
         return metrics
 
     def validate(self) -> dict[str, float]:
-        """``val/loss``: mean negative log-likelihood per trained token over the validation rows."""
+        """Means per trained token over the validation rows: ``val/loss``, the negative log-likelihood, and with a
+        teacher ``val/distillation/loss``.
+        """
         assert self.val_loader is not None, "there is nothing to validate on"
-        total, count = 0.0, 0
+        names, totals, count = self.loss_fn.outputs, [0.0] * len(self.loss_fn.outputs), 0
         for rows in self.val_loader:
             batch = self._share(self.make_batch(rows))
-            log_probs = self.part.infer(batch, ("log_probs",))["log_probs"]
-            total -= log_probs.sum().item()  # zero where the mask is zero
+            outputs = self.part.infer(batch, names)
+            totals = [total + outputs[name].sum().item() for total, name in zip(totals, names)]  # 0 outside the mask
             count += int(batch.tensors["response_mask"].sum())
-        total, everyone = self.ctx.sum(total, count)
-        return {"val/loss": total / max(everyone, 1)}
+        *totals, everyone = self.ctx.sum(*totals, count)
+        means = {name: total / max(everyone, 1) for name, total in zip(names, totals)}
+        of_teacher = {"val/distillation/loss": means["full_kl"]} if "full_kl" in means else {}
+        return {"val/loss": -means["log_probs"], **of_teacher}
 
     def save_checkpoint(self) -> None:
         """Write ``global_step_<step>`` with the model as a Hugging Face folder in ``model/huggingface``."""

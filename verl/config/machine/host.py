@@ -34,10 +34,10 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 
-def processes(cfg: SFTTrainerConfig) -> Problems:
+def processes(cfg: SupervisedConfig) -> Problems:
     """More processes than were started, or a backend that has no use for them."""
     trainer, started = cfg.trainer, env.get_int("WORLD_SIZE", 1)
     needed = trainer.nnodes * (trainer.n_gpus_per_node or 1)
@@ -68,7 +68,7 @@ def processes(cfg: SFTTrainerConfig) -> Problems:
     return []
 
 
-def _one_device_each(cfg: SFTTrainerConfig) -> Problems:
+def _one_device_each(cfg: SupervisedConfig) -> Problems:
     from verl import device  # torch is loaded only once there is something to validate
 
     here, kind = env.get_int("LOCAL_WORLD_SIZE", 1), device.resolve_device(cfg.trainer.device)
@@ -98,7 +98,7 @@ def kernel_problems(cfg: PPOTrainerConfig) -> Problems:
     return _of(list(roles(cfg)), cfg.trainer.device) + optimizers.missing(cfg)
 
 
-def sft_kernel_problems(cfg: SFTTrainerConfig) -> Problems:
+def sft_kernel_problems(cfg: SupervisedConfig) -> Problems:
     """Of the one model of a supervised run."""
     return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
 
@@ -265,7 +265,7 @@ def joins_cluster(cfg: PPOTrainerConfig) -> bool:
     return cfg.trainer.runtime != "local" and (cfg.trainer.nnodes > 1 or named not in (None, "local"))
 
 
-def sft_hardware(cfg: SFTTrainerConfig) -> Problems:
+def sft_hardware(cfg: SupervisedConfig) -> Problems:
     """The same for a supervised run, which torchrun starts."""
     return _devices(cfg.trainer) or processes(cfg)
 
@@ -366,7 +366,7 @@ def _locked() -> bool:
     return any((folder / "uv.lock").is_file() for folder in (here, *here.parents))
 
 
-def sft_files(cfg: SFTTrainerConfig) -> Problems:
+def sft_files(cfg: SupervisedConfig) -> Problems:
     """The same for a supervised run."""
     problems = _data_files(cfg.data, cfg.data.custom_cls.path)
     problems += missing_files("data.custom_cls.path", cfg.data.custom_cls.path)

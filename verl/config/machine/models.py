@@ -29,7 +29,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 _ULYSSES, _EXPERT = "ulysses_sequence_parallel_size", "expert_parallel_size"
 _R = "actor_rollout_ref.rollout"
@@ -42,7 +42,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role), *_tied(role))] + of_sampler(cfg)
 
 
-def sft_problems(cfg: SFTTrainerConfig) -> Problems:
+def sft_problems(cfg: SupervisedConfig) -> Problems:
     """Of the one model of a supervised run."""
     role = role_of_supervised(cfg)
     return of_role(role) + _quantized(role) + _tied(role)

@@ -24,7 +24,7 @@ from verl.metrics import notice
 
 if TYPE_CHECKING:
     from verl.config.schema.rollout import RolloutConfig
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
 POOLED_ROLES = ["critic", "ref", "rm", "rollout", "teacher"]
@@ -432,7 +432,7 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[EngineRole]:
         )
 
 
-def role_of_supervised(cfg: SFTTrainerConfig) -> EngineRole:
+def role_of_supervised(cfg: SupervisedConfig) -> EngineRole:
     """The one model of a supervised run."""
     started = "what torchrun starts (--nproc_per_node)"
     others, world = ("engine", cfg.engine), env.get_int("WORLD_SIZE", 1)

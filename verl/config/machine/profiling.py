@@ -15,7 +15,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 USUAL = {
     "trace": "cuda,nvtx,cublas,ucx",
@@ -103,7 +103,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     return problems
 
 
-def sft_problems(cfg: SFTTrainerConfig) -> Problems:
+def sft_problems(cfg: SupervisedConfig) -> Problems:
     """Of ``profiler`` and ``trainer.profile_interval`` in a supervised run."""
     interval, key = cfg.trainer.profile_interval, "trainer.profile_interval"
     if len(interval) != 2 or any(not isinstance(step, int) for step in interval):

@@ -1,4 +1,4 @@
-"""Rules about on-policy distillation: what teachers need, and where log-probs of several tokens can be computed."""
+"""Rules about distillation: what teachers need, and where log-probs of several tokens can be computed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from verl.config.machine.config_json import facts_of, tokens_of
 from verl.config.rules.checks import NOTICE, Problems, Rule, Table, bad_model_folder, caught, problems_of_rows, value_at
 from verl.config.rules.checks import tell as tell_rows
 from verl.config.rules.losses import weighs_samples
-from verl.config.schema.algorithm import TEACHER_FIELDS, TOP_K_KINDS, Teacher, teachers_of
+from verl.config.schema.algorithm import TEACHER_FIELDS, TOP_K_KINDS, teachers_of
+from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import changed_names
 from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs, learns_from_teachers_alone, trains_on_older
+from verl.config.schema.sft import SFTTrainerConfig, teacher_of_files
 from verl.config.schema.tree import one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -119,24 +121,44 @@ def _together(cfg: PPOTrainerConfig) -> Problems:
             fix = f"Give each the {cfg.distillation.teacher_key} of its rows; one may be without, for all others."
             message = "several teachers serve the same rows"
             problems.append(ConfigError(message, key=f"{_T}.*.key", got=value, fix=fix))
-    return problems + [problem for teacher in teachers for problem in _other_tokens(cfg, teacher)]
+    policy, single = (
+        cfg.actor_rollout_ref.model,
+        _SINGLE.removeprefix("Or ").capitalize() if _reads_top_k(cfg) else None,
+    )
+    return problems + [p for teacher in teachers for p in _other_tokens(policy, teacher.setting, teacher.path, single)]
 
 
-def _other_tokens(cfg: PPOTrainerConfig, teacher: Teacher) -> Problems:
-    """A teacher whose probabilities are of other tokens; rows of padding in its head do no harm to a sampled token."""
-    policy, fix = cfg.actor_rollout_ref.model, "Take a teacher of the same family."
-    student, theirs = tokens_of(policy.tokenizer_path or policy.path), tokens_of(teacher.path)
+def _other_tokens(policy: HFModelConfig, key: str, path: str, fix: str | None) -> Problems:
+    """A teacher whose probabilities are of other tokens; rows of padding in its head do no harm to a sampled token.
+
+    Args:
+        key, path: of the teacher.
+        fix: what to change where heads have different sizes; None where that does no harm.
+    """
+    student, theirs = tokens_of(policy.tokenizer_path or policy.path), tokens_of(path)
     if student and theirs and student != theirs:
         differing = sorted({token for token, _ in student.items() ^ theirs.items()})
         message = f"this teacher has other tokens than the policy ({len(differing)} differ, such as {differing[0]!r})"
-        return [ConfigError(message, key=teacher.setting, got=teacher.path, fix=fix)]
-    sizes = [(facts_of(path) or {}).get("vocab_size") for path in (policy.path, teacher.path)]
-    if _reads_top_k(cfg) and None not in sizes and sizes[0] != sizes[1]:
+        return [ConfigError(message, key=key, got=path, fix="Take a teacher of the same family.")]
+    sizes = [(facts_of(folder) or {}).get("vocab_size") for folder in (policy.path, path)]
+    if fix is not None and None not in sizes and sizes[0] != sizes[1]:
         message = f"the policy's head has {sizes[0]} rows and this teacher's {sizes[1]}"
-        return [
-            ConfigError(message, key=teacher.setting, got=teacher.path, fix=_SINGLE.removeprefix("Or ").capitalize())
-        ]
+        return [ConfigError(message, key=key, got=path, fix=fix)]
     return []
+
+
+def sft_problems(cfg: SFTTrainerConfig) -> Problems:
+    """What is wrong with the teacher of a run on the answers of files."""
+    models = cfg.distillation.teacher_models
+    problems = [problem for name, described in models.items() for problem in _teacher(name, described)]
+    if len(models) > 1:
+        fix = "Name one; on the policy's samples (verl train) several share the rows."
+        problems.append(NotBuiltError("one teacher scores the answers of files", key=_T, got=list(models), fix=fix))
+    if problems or not models:
+        return problems
+    key, path = teacher_of_files(cfg.distillation)
+    fix = "Take a teacher whose head has as many rows."
+    return bad_model_folder(key, path) + _other_tokens(cfg.model, key, path, fix)
 
 
 def _policy_loss(cfg: PPOTrainerConfig) -> Problems:

@@ -18,7 +18,7 @@ from verl.metrics import notice
 
 if TYPE_CHECKING:
     from verl.config.schema.role import OptimizerConfig
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 TORCH = "torch.optim"
 LOW_BIT = "torchao.optim"
@@ -56,7 +56,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     return [p for key, role in _trained(cfg) for p in of_section(key, role.section.optim, _backend(role))]
 
 
-def sft_problems(cfg: SFTTrainerConfig) -> Problems:
+def sft_problems(cfg: SupervisedConfig) -> Problems:
     """Of a supervised run."""
     return of_section("optim", cfg.optim, _backend(role_of_supervised(cfg)))
 
@@ -66,7 +66,7 @@ def missing(cfg: PPOTrainerConfig) -> Problems:
     return [p for key, role in _trained(cfg) for p in _elsewhere(key, role.section.optim)]
 
 
-def sft_missing(cfg: SFTTrainerConfig) -> Problems:
+def sft_missing(cfg: SupervisedConfig) -> Problems:
     """Of a supervised run."""
     return _elsewhere("optim", cfg.optim)
 

@@ -27,7 +27,7 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _ULYSSES = "ulysses_sequence_parallel_size"
@@ -43,7 +43,7 @@ def row_problems(cfg: PPOTrainerConfig) -> Problems:
     )
 
 
-def sft_row_problems(cfg: SFTTrainerConfig) -> Problems:
+def sft_row_problems(cfg: SupervisedConfig) -> Problems:
     """Groups of processes and the budget of a supervised run; the two rows of a pair share a micro-batch."""
     data, role = cfg.data, role_of_supervised(cfg)
     problems = _started(role)

@@ -37,9 +37,10 @@ from verl.config.schema.sft import (
     SFTEngineConfig,
     SFTRunConfig,
     SFTTrainerConfig,
+    SupervisedConfig,
 )
 from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NotBuiltError
 from verl.registry import SAMPLERS
 
 
@@ -54,6 +55,17 @@ def _one_column(cfg: Any) -> bool:
     return "chosen_key" not in data and (data.prompt_key is None) != (data.response_key is None)
 
 
+def _spread_logits(cfg: SFTTrainerConfig) -> str:
+    """The setting that keeps the student's logits of a row from being in one place; empty where nothing does."""
+    engine = cfg.engine
+    if cfg.model.use_fused_kernels:
+        return "model.use_fused_kernels"
+    if engine.strategy in ("megatron", "torchtitan"):
+        return "engine.strategy"
+    return "engine.ulysses_sequence_parallel_size" if engine.ulysses_sequence_parallel_size > 1 else ""
+
+
+_TEACHERS = "distillation.teacher_models"
 _TWO = "two-column data needs the names of both columns"
 _BOTH = "Set both, or neither to read conversations from data.messages_key."
 _REFERENCE = "there is no reference policy to load"
@@ -74,7 +86,7 @@ TABLE: Table = {
         Rule("reference_free", _REFERENCE, lambda d: _no_reference(d) and d.loss_type not in WITHOUT_REFERENCE,
              _NO_REFERENCE),
     ),
-    SFTTrainerConfig: (
+    SupervisedConfig: (
         Rule("data.prompt_key", _TWO, lambda c: _one_column(c) and c.data.prompt_key is None, _BOTH),
         Rule("data.response_key", _TWO, lambda c: _one_column(c) and c.data.response_key is None, _BOTH),
         Rule("model.lora.merge", "has no effect: there is no sampler", lambda c: c.model.lora.merge, kind=NOTICE),
@@ -83,12 +95,20 @@ TABLE: Table = {
         Rule("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false",
              lambda c: c.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in changed_names(c.data), kind=NOTICE),
     ),
+    SFTTrainerConfig: (
+        Rule(_TEACHERS, "distillation needs a teacher",
+             lambda c: c.distillation.enabled and not c.distillation.teacher_models,
+             f"Name one: {_TEACHERS}.teacher.model_path=FOLDER."),
+        Rule(_spread_logits, "a teacher compares the logits of a row, which must be in one place",
+             lambda c: c.distillation.enabled and _spread_logits(c),
+             "Leave it out: without it plain and fsdp2 train with a teacher.", kind=NotBuiltError),
+    ),
 }  # fmt: skip
 """Class of a section or program -> its rows."""
 _ALWAYS: tuple[Check, ...] = (out_of_bounds, problems_of_rows(TABLE))
 
 
-def check_printed_sft(cfg: SFTTrainerConfig) -> None:
+def check_printed_sft(cfg: SupervisedConfig) -> None:
     """Of a supervised configuration that is only printed, what refuses it wherever it is started.
 
     Raises:
@@ -98,10 +118,10 @@ def check_printed_sft(cfg: SFTTrainerConfig) -> None:
         collect((_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems), cfg)
 
 
-def validate_sft(cfg: SFTTrainerConfig) -> None:
+def validate_sft(cfg: SupervisedConfig) -> None:
     """All problems of a supervised run, also on pairs of answers, in one `ConfigError`; a notice of each idle setting."""
     rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, runs.sft_row_problems,
-             profiling.sft_problems, resume_folder)  # fmt: skip
+             _teacher, profiling.sft_problems, resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
         tell(TABLE, cfg)
@@ -109,7 +129,15 @@ def validate_sft(cfg: SFTTrainerConfig) -> None:
         _tell_engines(cfg)
 
 
-def _tell_engines(cfg: SFTTrainerConfig) -> None:
+def _teacher(cfg: SupervisedConfig) -> Problems:
+    if not (isinstance(cfg, SFTTrainerConfig) and cfg.distillation.enabled):
+        return []
+    from verl.config.rules import distillation
+
+    return distillation.sft_problems(cfg)
+
+
+def _tell_engines(cfg: SupervisedConfig) -> None:
     """Sections of the engines that a run is not on, and what its engine does not read."""
     engine, strategy = cfg.engine, cfg.engine.strategy
     for name, following in {"megatron": LIKE_ENGINE, "torchtitan": TITAN_LIKE_ENGINE}.items():
@@ -126,13 +154,13 @@ def _tell_engines(cfg: SFTTrainerConfig) -> None:
         validate_torchtitan.tell_model(role_of_supervised(cfg))
 
 
-def _sft_engine(cfg: SFTTrainerConfig) -> Problems:
+def _sft_engine(cfg: SupervisedConfig) -> Problems:
     strategy = cfg.engine.strategy
     problems = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, ONE_DEVICE)
     return problems or validate_megatron.supervised_problems(cfg) + validate_torchtitan.supervised_problems(cfg)
 
 
-def _sft_names(cfg: SFTTrainerConfig) -> Problems:
+def _sft_names(cfg: SupervisedConfig) -> Problems:
     strategy = cfg.engine.strategy
     names = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, ONE_DEVICE)
     return names + models.vision_problems("model.path", cfg.model.path, cfg.model.external_lib, strategy)

@@ -20,7 +20,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 NAME, PACKAGE = "megatron", "megatron-core"
 VERSIONS = ((0, 16), (0, 17))
@@ -49,7 +49,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     return problems or _one_set_of_groups(megatron_roles)
 
 
-def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
+def supervised_problems(cfg: SupervisedConfig) -> Problems:
     """The same for a supervised run, whose processes torchrun starts."""
     role = role_of_supervised(cfg)
     if not role.is_megatron:

@@ -31,7 +31,7 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 if TYPE_CHECKING:
-    from verl.config.schema.sft import SFTTrainerConfig
+    from verl.config.schema.sft import SupervisedConfig
 
 _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _ACTOR = "actor_rollout_ref.actor"
@@ -53,7 +53,7 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     return wrong
 
 
-def supervised_problems(cfg: SFTTrainerConfig) -> Problems:
+def supervised_problems(cfg: SupervisedConfig) -> Problems:
     """The same for a supervised run, whose processes torchrun starts."""
     role = role_of_supervised(cfg)
     if not is_chosen(role):

@@ -473,25 +473,38 @@ TEACHER_FIELDS = ("key", "model_path", "num_replicas", "inference")
 """What upstream's tree has of a teacher; the last two are settings of a server that samples, and have no effect."""
 
 
-TOP_K_KINDS = ("forward_kl_topk", "reverse_kl_topk")
+TOP_K_KINDS = ("forward_kl_topk", "reverse_kl_topk", "jsd_topk")
 """Divergences of several tokens per position."""
 _ESTIMATORS = tuple(kind for kind in KL_KINDS if kind != "full")
 LOSS_MODES = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS), *TOP_K_KINDS)
-_TOP_K, _GRADIENT = f".loss_mode={' or '.join(TOP_K_KINDS)}", ".use_policy_gradient=true"
+_TOP_K, _GRADIENT = f".loss_mode={', '.join(TOP_K_KINDS[:-1])} or {TOP_K_KINDS[-1]}", ".use_policy_gradient=true"
 
 
 @dataclass(frozen=True)
-class DistillationLossConfig(ConfigNode):
+class DivergenceConfig(ConfigNode):
+    """How far a teacher's distribution is from the student's."""
+
+    topk: int = setting(
+        32, "tokens per position; the size of the vocabulary makes the divergence exact", within=COUNT, needs=_TOP_K
+    )
+    beta: float = setting(
+        0.5,
+        "weight of the teacher in the mixture that jsd compares both with",
+        upstream=ABSENT,
+        within=ValueBound("above 0, below 1 (forward_kl and reverse_kl are the limits)", lambda beta: 0 < beta < 1),
+        needs=".loss_mode=jsd or jsd_topk",
+    )
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig(DivergenceConfig):
     """What the student learns of its teachers."""
 
     loss_mode: str = setting(
         "k3",
-        "divergence of each token: an estimator of kl_loss_type; forward_kl_topk, reverse_kl_topk: over the teacher's "
-        "topk most likely tokens",
+        "divergence of each token: an estimator of kl_loss_type; forward_kl_topk, reverse_kl_topk, jsd_topk: over the "
+        "teacher's topk most likely tokens",
         within=NameBound(LOSS_MODES),
-    )
-    topk: int = setting(
-        32, "tokens per position; the size of the vocabulary makes the KL exact", within=COUNT, needs=_TOP_K
     )
     use_task_rewards: bool = setting(True, "add the policy loss on rewards; false: learn from the teacher alone")
     distillation_loss_coef: float = setting(1.0, "weight of the distillation loss", within=POSITIVE)

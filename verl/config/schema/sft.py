@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.schema.algorithm import TOP_K_KINDS, DivergenceConfig
 from verl.config.schema.data import ImageDataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
@@ -17,7 +18,19 @@ from verl.config.schema.role import (
     ProfilerConfig,
 )
 from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE, TorchTitanEngineConfig
-from verl.config.schema.tree import AMOUNT, COPIES, COUNT, EVERY, GPUS, POSITIVE, ROWS, ValueBound, at_least
+from verl.config.schema.tree import (
+    AMOUNT,
+    COPIES,
+    COUNT,
+    EVERY,
+    GPUS,
+    PORTION,
+    POSITIVE,
+    ROWS,
+    NameBound,
+    ValueBound,
+    at_least,
+)
 
 _TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
 
@@ -211,9 +224,40 @@ class SFTRunConfig(ConfigNode):
     profile_interval: list = setting([-1, -1], "first and last step to profile; -1: none")
 
 
+FULL_MODES = ("forward_kl", "reverse_kl", "jsd")
+"""Divergences over all tokens: the teacher is in the process of the student."""
+
+
 @dataclass(frozen=True)
-class SFTTrainerConfig(ConfigNode):
-    """A supervised fine-tuning run."""
+class SFTDistillationLossConfig(DivergenceConfig):
+    """What the student learns of its teacher on the answers of a file."""
+
+    loss_mode: str = setting(
+        "forward_kl",
+        "divergence of each trained token: over all tokens, or with _topk over the teacher's topk most likely ones",
+        upstream=ABSENT,
+        within=NameBound((*FULL_MODES, *TOP_K_KINDS)),
+    )
+    alpha: float = setting(
+        0.5, "weight of the divergence; the cross entropy has 1 - alpha", upstream=ABSENT, within=PORTION
+    )
+    temperature: float = setting(
+        1.0, "the logits of both models are divided by it in the divergence", upstream=ABSENT, within=POSITIVE
+    )
+
+
+@dataclass(frozen=True)
+class SFTDistillationConfig(ConfigNode):
+    """A frozen teacher of supervised fine-tuning, in the processes of the student."""
+
+    enabled: bool = setting(False, "learn from a teacher on the answers of the file", upstream=ABSENT)
+    distillation_loss: SFTDistillationLossConfig = section(SFTDistillationLossConfig, needs="..enabled=true")
+    teacher_models: dict = setting({}, "the teacher by its name: {teacher: {model_path: FOLDER}}", upstream=ABSENT)
+
+
+@dataclass(frozen=True)
+class SupervisedConfig(ConfigNode):
+    """What the programs of supervised training have in common."""
 
     data: SFTDataConfig = section(SFTDataConfig)
     checkpoint: CheckpointContentsConfig = section(CheckpointContentsConfig)
@@ -222,6 +266,13 @@ class SFTTrainerConfig(ConfigNode):
     engine: SFTEngineConfig = section(SFTEngineConfig)
     optim: OptimizerConfig = section(OptimizerConfig, lr=1e-3)
     profiler: ProfilerConfig = section(ProfilerConfig, tool="torch")
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig(SupervisedConfig):
+    """A supervised fine-tuning run."""
+
+    distillation: SFTDistillationConfig = section(SFTDistillationConfig, needs=".enabled=true")
 
 
 _PAIRS = "a pair is read from data.prompt_key, data.chosen_key and data.rejected_key"
@@ -313,7 +364,7 @@ class DPOConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class DPOTrainerConfig(SFTTrainerConfig):
+class DPOTrainerConfig(SupervisedConfig):
     """A run of direct preference optimisation."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig)
@@ -335,10 +386,16 @@ class RewardTrainingConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class RMTrainerConfig(SFTTrainerConfig):
+class RMTrainerConfig(SupervisedConfig):
     """Training of a reward model."""
 
     data: PreferenceDataConfig = section(PreferenceDataConfig)
     rm: RewardTrainingConfig = section(RewardTrainingConfig)
     trainer: SFTRunConfig = section(SFTRunConfig, project_name="rm", total_epochs=1)
     optim: OptimizerConfig = section(OptimizerConfig, lr=9e-6)
+
+
+def teacher_of_files(section: SFTDistillationConfig) -> tuple[str, str]:
+    """The key of the setting that names the teacher of supervised fine-tuning, and its folder."""
+    ((name, described),) = section.teacher_models.items()
+    return f"distillation.teacher_models.{name}.model_path", str(described["model_path"])
