@@ -10,7 +10,17 @@ import torch
 
 from verl.algorithms import preference
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.preference import DPOLoss, RewardModelLoss, answer_sums, bradley_terry_loss, dpo_loss
+from verl.algorithms.preference import (
+    KL_POINT,
+    LABEL,
+    REFERENCE_SUMS,
+    DPOLoss,
+    KTOLoss,
+    RewardModelLoss,
+    answer_sums,
+    bradley_terry_loss,
+    dpo_loss,
+)
 from verl.config.schema import sft as preference_settings
 from verl.config.schema.sft import DPOConfig
 from verl.errors import ConfigError
@@ -85,7 +95,7 @@ def test_the_loss_of_a_batch_is_the_formula_on_its_sums():
 
 
 def test_the_settings_and_the_losses_name_the_same_kinds():
-    assert DPOConfig.__dataclass_fields__["loss_type"].metadata["choices"] == preference.DPO_LOSSES
+    assert DPOConfig.__dataclass_fields__["loss_type"].metadata["choices"] == (*preference.DPO_LOSSES, "kto")
     assert preference_settings.WITHOUT_REFERENCE == preference.WITHOUT_REFERENCE
 
 
@@ -206,3 +216,32 @@ def test_the_reward_models_loss_and_its_gradient_are_the_formulas_written_out_in
         pull = 2 * centering * (better + worse)
         slope = np.stack([-(1 - s) + pull, (1 - s) + pull], axis=1).reshape(8, 1) / 4
         np.testing.assert_allclose(values.grad.numpy(), slope, rtol=1e-10, atol=1e-14)
+
+
+def test_kto_is_the_value_function_of_the_paper_around_its_reference_point():
+    """Equation 8 of arXiv 2402.01306 in numpy: lambda - v, with v = lambda s(beta (r - z)), or s(beta (z - r))."""
+    draw = np.random.default_rng(0)
+    log_probs, reference = draw.normal(size=(6, 4)) - 2, draw.normal(size=6) - 8
+    mask, label = draw.random((6, 4)) < 0.8, np.array([1, 0, 1, 1, 0, 0], dtype=bool)
+    mask[:, 0], z, beta, weights = True, 0.7, 0.3, (1.5, 0.5)
+    r = np.where(mask, log_probs, 0).sum(-1) - reference
+    value = np.where(label, 1 / (1 + np.exp(-beta * (r - z))), 1 / (1 + np.exp(-beta * (z - r))))
+    weight = np.where(label, *weights)
+    batch = {
+        "response_mask": torch.tensor(mask),
+        REFERENCE_SUMS: torch.tensor(reference),
+        LABEL: torch.tensor(label),
+        KL_POINT: torch.full((6,), z, dtype=torch.float64),
+    }
+    loss_fn, norm = KTOLoss(beta, weights), LossNorm(num_tokens=1, num_sequences=6)
+    loss, metrics = loss_fn({"log_probs": torch.tensor(log_probs)}, batch, norm)
+    assert loss.item() == pytest.approx((weight * (1 - value)).mean(), abs=1e-9)
+    assert metrics["rewards/chosen"].value == pytest.approx(beta * r[label].mean())
+    assert metrics["rewards/rejected"].value == pytest.approx(beta * r[~label].mean())
+    halves = [
+        loss_fn(
+            {"log_probs": torch.tensor(log_probs[part])}, {name: values[part] for name, values in batch.items()}, norm
+        )[0].item()
+        for part in (slice(0, 1), slice(1, 6))
+    ]
+    assert sum(halves) == pytest.approx(loss.item(), abs=1e-9), "one row has no undesirable answer"

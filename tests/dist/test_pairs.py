@@ -1,4 +1,4 @@
-"""Training on pairs under torchrun: two ranks give the numbers of one process, also where a rank has no pair."""
+"""Training on judged answers, and with a teacher, under torchrun: two ranks give the numbers of one process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from tests.harness.runs import logged
 pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
+KTO = ("dpo.loss_type=kto", "data.train_files=train_judged.jsonl", "data.val_files=val_judged.jsonl")
+TAUGHT = (
+    *("data.train_files=train_answers.jsonl", "data.val_files=val_answers.jsonl", "distillation.enabled=true"),
+    *("data.prompt_key=prompt", "data.response_key=response", "distillation.distillation_loss.loss_mode=jsd"),
+    "distillation.teacher_models.teacher.model_path=teacher",
+)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,6 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"prompt": f"{i}+1=", "chosen": f"{i + 1} ok", "rejected": "no idea " * (i % 3 + 1)} for i in range(count)
         ]
         write_prompts(folder / f"{name}.jsonl", rows)
+        judged = [{"prompt": f"{i}+1=", "completion": f"{i + 1} ok", "label": i % 3 > 0} for i in range(count + 1)]
+        write_prompts(folder / f"{name}_judged.jsonl", judged)
+        answers = [{"prompt": row["prompt"], "response": row["rejected"]} for row in rows]
+        write_prompts(folder / f"{name}_answers.jsonl", answers)
+    tiny_model_dir(folder / "teacher", seed=1)
     return folder
 
 
@@ -51,8 +63,14 @@ def train(folder: Path, program: str, name: str, launcher: list[str], *changes: 
 
 @pytest.mark.parametrize(
     "program, changes",
-    [("dpo_trainer", ()), ("dpo_trainer", ("dpo.precompute_ref_log_probs=true",)), ("rm_trainer", ())],
-    ids=["dpo", "dpo with stored references", "rm"],
+    [
+        ("dpo_trainer", ()),
+        ("dpo_trainer", ("dpo.precompute_ref_log_probs=true",)),
+        ("rm_trainer", ()),
+        ("dpo_trainer", KTO),
+        ("sft_trainer", TAUGHT),
+    ],
+    ids=["dpo", "dpo with stored references", "rm", "kto", "sft with a teacher"],
 )
 def test_two_ranks_give_the_numbers_of_one_process(folder, program, changes):
     name = f"{program}{len(changes)}"
@@ -61,7 +79,9 @@ def test_two_ranks_give_the_numbers_of_one_process(folder, program, changes):
     assert len(alone) == len(both) == 3
     compared = 0
     for mine, other in zip(both, alone):
-        for key in [key for key in other if key.startswith("val/") or key in ("train/loss", "train/grad_norm")]:
+        for key in [
+            key for key in other if key.startswith("val/") or key in ("train/loss", "train/kl", "train/grad_norm")
+        ]:
             assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
             compared += 1
     assert compared > 6 and any(key.startswith("val/") for key in alone[-1])

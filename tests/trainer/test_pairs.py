@@ -156,7 +156,7 @@ def test_beside_lora_the_reference_is_the_model_without_its_adapter(here):
     "changes, words",
     [
         (["dpo.beta=0"], "dpo.beta"),
-        (["dpo.loss_type=kto"], "dpo.loss_type"),
+        (["dpo.loss_type=ktoo"], "dpo.loss_type"),
         (["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "only the sigmoid loss has it"),
         (["dpo.simpo_gamma=1.0"], "only the loss of SimPO has it"),
         (["dpo.loss_type=orpo", "dpo.precompute_ref_log_probs=true"], "dpo.loss_type: there is no reference policy"),

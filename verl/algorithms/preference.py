@@ -1,4 +1,4 @@
-"""Losses on pairs of answers: direct preference optimisation, and the Bradley-Terry loss of reward models.
+"""Losses on judged answers: direct preference optimisation, KTO, and the Bradley-Terry loss of reward models.
 
 A batch holds 2 n rows: row 2 i is the chosen answer of pair i, row 2 i + 1 the rejected one. Both must be in one
 micro-batch (`rows_together`). Losses are means over the pairs of the whole mini-batch. Shapes: b = 2 m rows, T tokens.
@@ -6,7 +6,7 @@ micro-batch (`rows_together`). Losses are means over the pairs of the whole mini
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from verl.errors import ConfigError
 from verl.metrics import Metric, as_float
 
 DPO_LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
+PairFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+"""Log-probs (m,) of answers: policy chosen, policy rejected, reference chosen, reference rejected -> loss (m,) of each
+pair, and what is measured of each (m,)."""
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Those of them that read the policy's log-probs per token, and no reference policy."""
 CERTAIN = -1e-6
@@ -25,6 +28,10 @@ CERTAIN = -1e-6
 REFERENCE_SUMS = "ref_sums"
 """(b,) log-probability of each answer under the reference policy."""
 MARGIN = "margin"
+LABEL = "label"
+"""(b,) whether an answer is desirable."""
+KL_POINT = "kl_point"
+"""(b,) KTO's reference point, one number for the batch."""
 
 
 def dpo_loss(
@@ -93,6 +100,7 @@ class DPOLoss:
         reference_free: the reference policy gives every answer the same probability.
         gamma: margin by which a reward is to be larger (simpo).
         sft_coef: weight of nll; None: 1 for orpo, else 0.
+        function: a user's loss of pairs in place of ``kind``, and its name for messages.
     """
 
     outputs = ("log_probs",)
@@ -107,6 +115,7 @@ class DPOLoss:
         reference_free: bool = False,
         gamma: float = 0.0,
         sft_coef: float | None = None,
+        function: tuple[str, PairFunction] | None = None,
     ):
         if kind not in DPO_LOSSES:
             raise ConfigError("unknown loss of pairs", key="dpo.loss_type", got=kind, allowed=DPO_LOSSES)
@@ -114,6 +123,7 @@ class DPOLoss:
         self.length_normalised = length_normalised or kind in WITHOUT_REFERENCE
         self.reference_free = reference_free or kind in WITHOUT_REFERENCE
         self.sft_coef = float(kind == "orpo") if sft_coef is None else sft_coef
+        self.function = function
 
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
@@ -128,7 +138,11 @@ class DPOLoss:
         rewards = self.beta * (policy - reference)
         chosen, rejected = rewards[0::2], rewards[1::2]
         margin = (policy - reference)[0::2] - (policy - reference)[1::2]
-        if self.kind == "orpo":
+        of_user: Mapping[str, Tensor] = {}
+        if self.function is not None:
+            four = (policy[0::2], policy[1::2], reference[0::2], reference[1::2])
+            loss, of_user = call_pair_function(*self.function, *four)
+        elif self.kind == "orpo":
             loss = self.beta * odds_ratio_loss(policy[0::2], policy[1::2])
         else:
             loss = dpo_loss(margin, self.beta, self.kind, self.label_smoothing, self.gamma)
@@ -139,11 +153,72 @@ class DPOLoss:
             "rewards/accuracies": (margin > 0).float(),
             "logps/chosen": policy[0::2],
             "logps/rejected": policy[1::2],
+            **of_user,
         }
         if self.sft_coef:
             nll = -answer_sums(outputs["log_probs"], mask, mean=True)[0::2]
             loss, metrics = loss + self.sft_coef * nll, {**metrics, "nll": nll}
         return over_pairs(loss, norm), {name: pair_mean(values) for name, values in metrics.items()}
+
+
+def call_pair_function(name: str, function: PairFunction, *four: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """A user's loss of pairs, with its answer checked.
+
+    Raises:
+        ConfigError: it returns something else than a loss (m,) and metrics (m,) by name. What it raises is not caught.
+    """
+    pairs, answer = four[0].shape, function(*four)
+    allowed = f"a loss of shape {tuple(pairs)}, one for each pair, and a dict of metrics of that shape"
+    loss, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
+    shapes = {"loss": loss, **metrics} if isinstance(metrics, Mapping) else {"loss": loss, "metrics": metrics}
+    got = {
+        key: tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for key, value in shapes.items()
+    }
+    if any(shape != tuple(pairs) for shape in got.values()):
+        raise ConfigError(f"{name} returns other shapes", key="dpo.loss_fn", got=got, allowed=allowed)
+    return loss, {str(key): value for key, value in metrics.items()}
+
+
+def kto_loss(
+    log_ratio: Tensor, desirable: Tensor, kl_point: Tensor, beta: float, weights: tuple[float, float] = (1.0, 1.0)
+) -> Tensor:
+    """Loss (m,) of each answer from ``log_ratio`` r = log pi(y) - log ref(y), and the reference point z.
+
+    Ethayarajh et al. 2024 (KTO, arXiv 2402.01306): ``w_d (1 - s(beta (r - z)))`` of desirable answers,
+    ``w_u (1 - s(beta (z - r)))`` of the others, with ``weights`` (w_d, w_u).
+    """
+    gain = beta * (log_ratio - kl_point)
+    return torch.where(desirable, weights[0] * torch.sigmoid(-gain), weights[1] * torch.sigmoid(gain))
+
+
+class KTOLoss:
+    """Metrics: ``rewards/chosen`` and ``logps/chosen`` over desirable answers, ``.../rejected`` over the others, and
+    ``kl``, the reference point; a reward is ``beta (log pi - log ref)``.
+
+    Args:
+        beta: strength of the reference policy.
+        weights: of desirable and of undesirable answers.
+    """
+
+    outputs = ("log_probs",)
+    reference_free = False
+
+    def __init__(self, beta: float = 0.1, weights: tuple[float, float] = (1.0, 1.0)):
+        self.beta, self.weights = beta, weights
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        policy = answer_sums(outputs["log_probs"], field(batch, "response_mask"))
+        ratio, desirable = policy - field(batch, REFERENCE_SUMS).to(policy), field(batch, LABEL).bool()
+        point = field(batch, KL_POINT).to(policy)
+        losses = kto_loss(ratio, desirable, point, self.beta, self.weights)
+        measured = {"kl": point}
+        for name, rows in (("chosen", desirable), ("rejected", ~desirable)):
+            if rows.any():  # a mean over no answer is no number
+                measured |= {f"rewards/{name}": self.beta * ratio[rows], f"logps/{name}": policy[rows]}
+        loss = losses.sum() * norm.dp_size / norm.num_sequences
+        return loss, {name: pair_mean(values) for name, values in measured.items()}
 
 
 class RewardModelLoss:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Sampler
 
 from verl.data.files import check_files
 from verl.data.loader import EpochSampler, HasState, LearnsFromSteps
-from verl.data.preference import PreferenceDataset
+from verl.data.preference import PreferenceDataset, UnpairedDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.settings import read
 from verl.data.sft_dataset import MultiTurnSFTDataset
@@ -60,13 +60,14 @@ def create_sft_dataset(
 
 
 def create_preference_datasets(
-    config: SettingsSource, tokenizer: Tokenizer, processor: VisionProcessor | None = None
+    config: SettingsSource, tokenizer: Tokenizer, processor: VisionProcessor | None = None, unpaired: bool = False
 ) -> tuple[Any, Any]:
-    """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`.
+    """The training and the validation pairs (None without files) as ``data.custom_cls`` or as `PreferenceDataset`;
+    ``unpaired``: answers with labels, as `UnpairedDataset`.
 
     The class is called with ``processor`` only where the model takes images: a class for text need not accept it.
     """
-    cls = dataset_class(config, PreferenceDataset)
+    cls = dataset_class(config, UnpairedDataset if unpaired else PreferenceDataset)
     images = {} if processor is None else {"processor": processor}
     datasets: list[Any] = []
     for split in ("train", "val"):

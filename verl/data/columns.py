@@ -29,6 +29,7 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 PAIRS = (("prompt", "response"), ("question", "answer"))
 """Two-column forms that are recognised without a setting."""
 SIDES = ("chosen", "rejected")
+UNPAIRED = ("completion",)
 SHAREGPT = (
     "Rewrite them as {{role, content}}: [{{'role': {{'human': 'user', 'gpt': 'assistant'}}.get(m['from'], m['from']), "
     "'content': m['value']}} for m in row[{0!r}]]."
@@ -201,17 +202,25 @@ class PairColumns:
 
     Args:
         sees: whether the model takes images or videos, as far as it is known.
+        sides: the answers of a row; `UNPAIRED` for rows with one answer and its label.
 
     Raises:
         DataError: no such columns, ShareGPT's messages, media that nobody reads. NotBuiltError: sounds.
     """
 
-    def __init__(self, table: pa.Table, origin: Origin, config: SettingsSource, sees: bool = True):
+    def __init__(
+        self,
+        table: pa.Table,
+        origin: Origin,
+        config: SettingsSource,
+        sees: bool = True,
+        sides: tuple[str, ...] = SIDES,
+    ):
         self.keys = pair_keys(config)
         columns, first = table.column_names, origin.files[0]
-        for side in SIDES:
+        for side in (*sides, "label") if sides == UNPAIRED else sides:
             require_column(self.keys[side], columns, file=first, key=f"data.{side}_key")
-        for name in [self.keys[side] for side in ("prompt", *SIDES)]:
+        for name in [self.keys[side] for side in ("prompt", *sides)]:
             if name in columns:
                 refuse_sharegpt(table.schema.field(name).type, name, first)
         check_media(table, origin, config, sees)
@@ -246,6 +255,10 @@ class PairColumns:
             raise DataError("not a finite number", key=f"{place}, column {column!r}", got=value)
         return number
 
+    def label(self, row: Mapping[str, object], place: str) -> bool:
+        """Whether the answer is desirable."""
+        return as_flag(row[self.keys["label"]], f"{place}, column {self.keys['label']!r}")
+
     def _prompt(self, prompt: Any, place: str) -> list[Message]:
         where = f"{place}, column {self.keys['prompt']!r}"
         if isinstance(prompt, str):
@@ -255,7 +268,7 @@ class PairColumns:
 
 def pair_keys(config: SettingsSource) -> dict[str, str]:
     """The columns of a pair by what they hold."""
-    return {side: str(read(config, f"{side}_key", side)) for side in ("prompt", *SIDES, "margin")}
+    return {side: str(read(config, f"{side}_key", side)) for side in ("prompt", *SIDES, *UNPAIRED, "margin", "label")}
 
 
 def as_flag(value: object, where: str) -> bool:

@@ -7,12 +7,13 @@ are left to the check of the settings, which names everything that is wrong with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from verl.data.columns import SIDES, ConversationColumns, PairColumns, check_prompts
+from verl.data.columns import SIDES, UNPAIRED, ConversationColumns, PairColumns, check_prompts
 from verl.data.files import Origin, check_files, looks_like_hub_name
 from verl.data.messages import MEDIA, as_messages
 from verl.data.settings import read
@@ -47,7 +48,9 @@ def look_at_conversations(config: ConfigNode) -> None:
 
 def look_at_pairs(config: ConfigNode) -> None:
     """The pairs of `dpo_trainer` and `rm_trainer`; arguments as above."""
-    _look(config.data, SPLITS, _pairs)
+    dpo = read(config, "dpo")
+    sides = UNPAIRED if dpo is not None and read(dpo, "loss_type") == "kto" else SIDES
+    _look(config.data, SPLITS, partial(_pairs, sides=sides))
 
 
 def _look(data: Any, names: tuple[str, ...], check: Callable[[pa.Table, Origin, Any], None]) -> None:
@@ -86,11 +89,11 @@ def _conversations(table: pa.Table, origin: Origin, data: Any) -> None:
         raise DataError("the conversation has no assistant message, so there is nothing to learn", key=place)
 
 
-def _pairs(table: pa.Table, origin: Origin, data: Any) -> None:
-    columns = PairColumns(table, origin, data)
+def _pairs(table: pa.Table, origin: Origin, data: Any, sides: tuple[str, ...]) -> None:
+    columns = PairColumns(table, origin, data, sides=sides)
     if bool(read(data, "filter_invalid", False)):
         return
     row = table.slice(0, 1).to_pylist()[0]
-    for side in SIDES:
+    for side in sides:
         columns.conversation(row, origin.describe(0), side)
-    columns.margin(row, origin.describe(0))
+    (columns.label if sides == UNPAIRED else columns.margin)(row, origin.describe(0))

@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt, for DPO and for reward models: token ids with a mask that is 1 on each answer."""
+"""Answers that were judged, in pairs or alone: token ids with a mask that is 1 on each answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 
 from verl.data.collate import sft_collate
-from verl.data.columns import SIDES, PairColumns, pair_keys
+from verl.data.columns import SIDES, UNPAIRED, PairColumns, pair_keys
 from verl.data.messages import Message
 from verl.data.overlong import measure
 from verl.data.settings import read
@@ -39,6 +39,8 @@ class PreferenceDataset(MultiTurnSFTDataset):
             ``max_length``; with ``data.filter_invalid=true`` such rows are left out and counted in a notice.
     """
 
+    sides: tuple[str, ...] = SIDES
+
     def __init__(
         self,
         parquet_files: Any,
@@ -58,10 +60,10 @@ class PreferenceDataset(MultiTurnSFTDataset):
         row = int(self._kept[int(item)])
         if row not in self._pairs:
             values = self.dataframe[row]
-            sides = {side: self._encode_side(values, row, side) for side in SIDES}
+            sides = {side: self._encode_side(values, row, side) for side in self.sides}
             pair: dict[str, Any] = {side: self._tensors(encoded) for side, encoded in sides.items()}
             _share_images(pair)
-            pair["margin"] = torch.tensor(self._pairs_of.margin(values, self.describe(row)))
+            pair |= self._judgement(values, row)
             pair["index"] = torch.tensor(row)
             size = sum(encoded.size for encoded in sides.values())
             if self._room < size:
@@ -74,6 +76,9 @@ class PreferenceDataset(MultiTurnSFTDataset):
         """Tensors (2 n, L): chosen and rejected in turn, padded on the right to the longest; ``margin`` (2 n,)."""
         return preference_collate(rows, self._pad_token_id())
 
+    def _judgement(self, values: Mapping[str, object], row: int) -> dict[str, torch.Tensor]:
+        return {"margin": torch.tensor(self._pairs_of.margin(values, self.describe(row)))}
+
     def describe(self, item: int) -> str:
         return self._origin.describe(int(self._rows[item]))
 
@@ -83,7 +88,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         self._check_rows(bool(read(self.config, "filter_invalid", False)))
 
     def _choose_columns(self, table: pa.Table) -> None:
-        self._pairs_of = PairColumns(table, self._origin, self.config, sees=self._media is not None)
+        self._pairs_of = PairColumns(table, self._origin, self.config, self._media is not None, self.sides)
 
     def _column_of_messages(self) -> None:
         """Each error names the column of its side."""
@@ -92,7 +97,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         return self._placed(self._pairs_of.conversation(row, self.describe(item), side), row, item)
 
     def _messages(self, item: int) -> list[Message]:
-        sides = [self._conversation(self.dataframe[item], item, side) for side in SIDES]
+        sides = [self._conversation(self.dataframe[item], item, side) for side in self.sides]
         return [message for messages in sides for message in messages]
 
     def _refuse_overlong(self) -> None:
@@ -118,13 +123,13 @@ class PreferenceDataset(MultiTurnSFTDataset):
             raise DataError("no pair is left to learn from", key=self._origin.files[0])
 
     def _check_row(self, row: int, length: int) -> None:
-        chosen, rejected = (self._conversation(self.dataframe[row], row, side) for side in SIDES)
-        if chosen == rejected:
+        first, *others = (self._conversation(self.dataframe[row], row, side) for side in self.sides)
+        if first in others:
             fix = "Set data.filter_invalid=true to leave such rows out."
             raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
-        self._pairs_of.margin(self.dataframe[row], self.describe(row))
+        self._judgement(self.dataframe[row], row)
         if length == 0:  # the template refuses it with its error
-            for side in SIDES:
+            for side in self.sides:
                 self._encode_side(self.dataframe[row], row, side)
         if length > self.max_length and self.truncation == "error":
             raise self._too_long(row, length)
@@ -136,18 +141,19 @@ class PreferenceDataset(MultiTurnSFTDataset):
         """Tokens of the longer side of each pair; 0 where a pair is broken, which `_check_row` tells."""
         texts: list[str] = []
         longer: list[int] = []
+        count = len(self.sides)
         for row in chunk:
             values = self.dataframe[row]
             try:
-                both = [self._conversation(values, row, side) for side in SIDES]
-                rendered = [self._template.render(turns, **self._arguments(values, row)) for turns in both]
-                counts = [self._image_tokens(turns, row) for turns in both]
+                sides = [self._conversation(values, row, side) for side in self.sides]
+                rendered = [self._template.render(turns, **self._arguments(values, row)) for turns in sides]
+                counts = [self._image_tokens(turns, row) for turns in sides]
             except DataError:
-                rendered, counts = ["", ""], [0, 0]
+                rendered, counts = [""] * count, [0] * count
             texts += rendered
             longer += counts
         sizes = self._sizes(texts, longer)
-        return [max(sizes[2 * n : 2 * n + 2]) for n in range(len(chunk))]
+        return [max(sizes[count * n : count * (n + 1)]) for n in range(len(chunk))]
 
     def _encode_side(self, row: dict[str, Any], item: int, side: str) -> EncodedRow:
         try:
@@ -160,9 +166,60 @@ class PreferenceDataset(MultiTurnSFTDataset):
         return encoded
 
 
+class UnpairedDataset(PreferenceDataset):
+    """Rows of ``completion`` (as a row of `MultiTurnSFTDataset`), ``label`` () bool, true if desirable, ``index`` ().
+
+    Columns: ``prompt`` and ``completion`` as the sides of a pair; ``label`` says true or false. Errors are those of
+    `PreferenceDataset`; labels that are all the same give a notice.
+    """
+
+    sides = UNPAIRED
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Tensors (2 n, L), padded on the right: row 2 i is row i, row 2 i + 1 its prompt with the answer of the row
+        before it (of the last one for the first); ``label`` and ``index`` (2 n,).
+
+        Raises:
+            DataError: one row has no answer to another prompt.
+        """
+        if len(rows) < 2:
+            fix = "Change data.train_batch_size, or the number of rows (data.val_max_samples)."
+            raise DataError("a batch of one row has no mismatched answer, of which KTO needs some", got=1, fix=fix)
+        answers = [row["completion"] for row in rows]
+        others = [_with_answer_of(row, before) for row, before in zip(answers, [answers[-1], *answers])]
+        batch = sft_collate([row for two in zip(answers, others) for row in two], self._pad_token_id())
+        for name in ("label", "index"):
+            batch[name] = torch.stack([row[name] for row in rows]).repeat_interleave(2)
+        return batch
+
+    def _judgement(self, values: Mapping[str, object], row: int) -> dict[str, torch.Tensor]:
+        return {"label": torch.tensor(self._pairs_of.label(values, self.describe(row)))}
+
+    def _check_rows(self, leave_out: bool) -> None:
+        super()._check_rows(leave_out)
+        labels = {self._pairs_of.label(self.dataframe[int(row)], self.describe(int(row))) for row in self._kept}
+        if len(labels) == 1:
+            only = "desirable" if labels.pop() else "undesirable"
+            notice(
+                "data.label_key",
+                f"all {len(self._kept)} answers of {self._origin.files[0]} are {only}: none is the other",
+            )
+
+
+def _with_answer_of(row: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A row (L,) up to its first trained token, and from there on the other one."""
+    starts = [int(one["loss_mask"].nonzero()[0]) for one in (row, other)]
+    parts = {
+        name: torch.cat([row[name][: starts[0]], other[name][starts[1] :]])
+        for name in ("input_ids", "attention_mask", "loss_mask")
+    }
+    parts["position_ids"] = (parts["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return {**row, **parts}
+
+
 def _share_images(pair: dict[str, Any]) -> None:
     """Both answers hold the same object where they have the same images: it is kept and sent once."""
-    chosen, rejected = (pair[side].get("multi_modal_inputs") for side in SIDES)
+    chosen, rejected = (pair.get(side, {}).get("multi_modal_inputs") for side in SIDES)
     if not chosen or not rejected or chosen.keys() != rejected.keys():
         return
     if all(torch.equal(chosen[name], rejected[name]) for name in chosen):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.preference import MARGIN, REFERENCE_SUMS, DPOLoss, answer_sums
+from verl.algorithms.preference import KL_POINT, LABEL, MARGIN, REFERENCE_SUMS, DPOLoss, answer_sums
 from verl.checkpoint.tensors import read_tensors, write_tensors
 from verl.config import DPOTrainerConfig, replace
 from verl.errors import CheckpointError
@@ -31,8 +31,9 @@ class PairTrainer(SupervisedTrainer):
 
     def make_batch(self, rows: dict[str, Any]) -> DataProto:
         batch = self.arrange(split_at_answers(rows))
-        cast(Any, batch.batch)[MARGIN] = rows[MARGIN]
-        cast(Any, batch.batch)[INDEX] = rows[INDEX]
+        for name in (MARGIN, LABEL, INDEX):
+            if name in rows:
+                cast(Any, batch.batch)[name] = rows[name]
         return batch
 
     def arrange(self, batch: DataProto) -> DataProto:
@@ -40,10 +41,9 @@ class PairTrainer(SupervisedTrainer):
         return batch
 
     def validate(self) -> dict[str, float]:
-        """``val/loss`` and ``val/<metric of the loss>``: means over the pairs of the validation rows."""
+        """``val/loss`` and ``val/<metric of the loss>``: means over the judged answers of the validation rows."""
         assert self.val_loader is not None, "there is nothing to validate on"
-        sums_of_names: dict[str, float] = {}
-        pairs = 0.0
+        measured, total, count = MetricSet(), 0.0, 0
         for rows in self.val_loader:
             batch = self.complete(self._share(self.make_batch(rows)), "val")
             outputs = self.part.infer(batch, self.loss_fn.outputs)  # also without rows: the other ranks wait for it
@@ -52,13 +52,15 @@ class PairTrainer(SupervisedTrainer):
             tokens = float(batch.tensors["response_mask"].sum())
             norm = LossNorm(dp_size=1, num_tokens=tokens, num_sequences=len(batch))
             loss, metrics = self.loss_fn(outputs, batch.tensors, norm)
-            here = len(batch) / 2
-            values = {"loss": loss.item(), **MetricSet(metrics).values()}
-            sums_of_names = {name: sums_of_names.get(name, 0.0) + here * value for name, value in values.items()}
-            pairs += here
-        names = max(self.ctx.exchange(sorted(sums_of_names)), key=len)  # a rank without rows has none
-        *sums, everyone = self.ctx.sum(*(sums_of_names.get(name, 0.0) for name in names), pairs)
-        return {f"val/{name}": total / max(everyone, 1.0) for name, total in zip(names, sums)}
+            measured.merge(metrics)
+            total, count = total + len(batch) * loss.item(), count + len(batch)
+        loss_sum, everyone = self.ctx.sum(total, count)
+        facts: Any = [[name, metric.value, metric.weight] for name, metric in measured.items()]
+        everywhere = MetricSet()
+        for name, value, weight in (fact for rank in self.ctx.exchange(facts) for fact in rank):
+            everywhere.add(name, value, "mean", weight)
+        means = {"loss": loss_sum / max(everyone, 1), **everywhere.values()}
+        return {f"val/{name}": value for name, value in means.items()}
 
 
 class RMTrainer(PairTrainer):
@@ -145,6 +147,26 @@ class DPOTrainer(PairTrainer):
         if self.ctx.world_size == 1:
             return sums
         return torch.tensor(self.ctx.sum(*sums.flatten().tolist())).view(-1, 2)
+
+
+class KTOTrainer(DPOTrainer):
+    """Rows come with the mismatched ones behind them, which give the reference point and are not trained on."""
+
+    def complete(self, batch: DataProto, split: str = "train") -> DataProto:
+        """Adds the reference's log-probs and KTO's point z = max(0, mean of log pi - log ref over mismatched rows).
+
+        The mean is over the rows of all ranks, before the optimizer step. Without gradient, as in the paper.
+        """
+        assert self.reference is not None, "KTO has a reference policy"
+        reference = self._sums(self.reference, batch)
+        mismatched = batch[list(range(1, len(batch), 2))]
+        gap = self._sums(self.part, mismatched) - reference[1::2]
+        total, count = self.ctx.sum(float(gap.double().sum()), len(mismatched))
+        rows = batch[list(range(0, len(batch), 2))]
+        tensors = cast(Any, rows.batch)
+        tensors[REFERENCE_SUMS] = reference[0::2]
+        tensors[KL_POINT] = torch.full((len(rows),), max(0.0, total / max(count, 1)))
+        return rows
 
 
 def split_at_answers(rows: dict[str, Any]) -> DataProto:

@@ -33,6 +33,7 @@ from verl.config.schema.role import LIKE_ENGINE
 from verl.config.schema.sft import (
     WITHOUT_REFERENCE,
     DPOConfig,
+    DPOTrainerConfig,
     SFTCustomClassConfig,
     SFTEngineConfig,
     SFTRunConfig,
@@ -53,6 +54,13 @@ def _no_reference(dpo: Any) -> bool:
 def _one_column(cfg: Any) -> bool:
     data = cfg.data
     return "chosen_key" not in data and (data.prompt_key is None) != (data.response_key is None)
+
+
+def _not_with_kto(name: str) -> Rule:
+    """A setting of losses on pairs."""
+    return Rule(
+        name, "KTO does without it", lambda d: d.loss_type == "kto" and d[name] not in (None, False), "Leave it out."
+    )
 
 
 def _spread_logits(cfg: SFTTrainerConfig) -> str:
@@ -82,9 +90,18 @@ TABLE: Table = {
         Rule("simpo_gamma", "only the loss of SimPO has it",
              lambda d: d.simpo_gamma != DPOConfig().simpo_gamma and d.loss_type != "simpo",
              "Leave it out, or set dpo.loss_type=simpo."),
+        *map(_not_with_kto, ("loss_fn", "reference_free", "precompute_ref_log_probs", "length_normalised", "sft_coef")),
+        Rule("loss_fn", "it takes the place of dpo.loss_type={loss_type}",
+             lambda d: d.loss_fn and d.loss_type != "sigmoid", "Leave one of them out."),
+        Rule("loss_fn", "not the path of a function", lambda d: d.loss_fn and ":" not in d.loss_fn,
+             allowed="my_pkg.my_mod:my_loss, or path/to/file.py:my_loss"),
         Rule("loss_type", _REFERENCE, lambda d: _no_reference(d) and d.loss_type in WITHOUT_REFERENCE, _NO_REFERENCE),
         Rule("reference_free", _REFERENCE, lambda d: _no_reference(d) and d.loss_type not in WITHOUT_REFERENCE,
              _NO_REFERENCE),
+    ),
+    DPOTrainerConfig: (
+        Rule("data.train_batch_size", "KTO takes its reference point from mismatched rows of a batch, and one row has none",
+             lambda c: c.dpo.loss_type == "kto" and c.data.train_batch_size < 2, allowed="2 or more"),
     ),
     SupervisedConfig: (
         Rule("data.prompt_key", _TWO, lambda c: _one_column(c) and c.data.prompt_key is None, _BOTH),

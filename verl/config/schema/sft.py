@@ -306,6 +306,8 @@ class PreferenceDataConfig(SFTDataConfig):
     prompt_key: str | None = setting("prompt", "column with the prompt: a text or chat messages", upstream=ABSENT)
     chosen_key: str = setting("chosen", "column with the better answer: a text or chat messages", upstream=ABSENT)
     rejected_key: str = setting("rejected", "column with the worse answer", upstream=ABSENT)
+    completion_key: str = setting("completion", "KTO: column with the answer: a text or chat messages", upstream=ABSENT)
+    label_key: str = setting("label", "KTO: column that says whether the answer is desirable", upstream=ABSENT)
     margin_key: str = setting(
         "margin",
         "optional column with the margin of the chosen answer (reward models)",
@@ -324,9 +326,21 @@ class DPOConfig(ConfigNode):
     beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT, within=POSITIVE)
     loss_type: str = setting(
         "sigmoid",
-        "sigmoid (DPO), ipo, hinge; simpo and orpo read log-probs per token, and no reference policy",
+        "sigmoid (DPO), ipo, hinge; simpo and orpo read log-probs per token, and no reference policy; kto reads single "
+        "answers with labels",
         upstream=ABSENT,
-        choices=("sigmoid", "ipo", "hinge", *WITHOUT_REFERENCE),
+        choices=("sigmoid", "ipo", "hinge", *WITHOUT_REFERENCE, "kto"),
+    )
+    loss_fn: str | None = setting(
+        None,
+        "a loss of your own instead, my_pkg.my_mod:my_loss or file.py:my_loss; see docs/howto/preference.md",
+        upstream=ABSENT,
+    )
+    desirable_weight: float = setting(
+        1.0, "weight of desirable answers", upstream=ABSENT, within=POSITIVE, needs=".loss_type=kto"
+    )
+    undesirable_weight: float = setting(
+        1.0, "weight of undesirable answers", upstream=ABSENT, within=POSITIVE, needs=".loss_type=kto"
     )
     simpo_gamma: float = setting(
         0.5,
