@@ -1,4 +1,4 @@
-"""Fine-tuning with a teacher, ours beside TRL's `GKDTrainer`: one optimizer step's loss and gradients on one batch.
+"""Fine-tuning with a teacher, compared with TRL's `GKDTrainer`: one optimizer step's loss and gradients on one batch.
 
     PYTHONPATH=. path/to/venv-with-trl/bin/python benchmarks/bench_distillation.py [--size 10M] [--rounds 5]
 
@@ -104,7 +104,7 @@ def main() -> None:
         )
         for beta in BETAS:
             seconds: dict[str, list[float]] = {"ours": [], "trl": []}
-            apart, memory = 0.0, dict[str, int]()
+            deviation, memory = 0.0, dict[str, int]()
             for _ in range(arguments.rounds):
                 losses: dict[str, float] = {}
                 for name, step in (("ours", our_step), ("trl", peer_step)):
@@ -112,12 +112,14 @@ def main() -> None:
                     grown, _ = peak_and_seconds(partial(keep, losses, name, step, beta))
                     memory[name] = max(memory.get(name, 0), grown)
                     seconds[name].append(time.process_time() - began)
-                apart = max(apart, abs(losses["ours"] - losses["trl"]))
+                deviation = max(deviation, abs(losses["ours"] - losses["trl"]))
             ours, trl = (statistics.median(values) for values in seconds.values())
             mebibytes = [f"{memory[name] / 2**20:.0f}" for name in ("ours", "trl")]
             speeds = f"{ours:.2f} | {trl:.2f} | {ours / trl:.2f}"
-            print(f"| {beta} | {losses['trl']:.6f} | {speeds} | {apart:.1e} | {' | '.join(mebibytes)} |", flush=True)
-            figures.add(f"beta {beta}", {"ours / TRL": ours / trl, "losses differ by": apart})
+            print(
+                f"| {beta} | {losses['trl']:.6f} | {speeds} | {deviation:.1e} | {' | '.join(mebibytes)} |", flush=True
+            )
+            figures.add(f"beta {beta}", {"ours / TRL": ours / trl, "losses differ by": deviation})
     figures.write(arguments.json)
 
 

@@ -153,6 +153,11 @@ def test_a_trajectory_that_goes_on_later_has_its_pictures_and_videos_again(proce
     row = {"multi_modal_data": {"images": [RED]}, "multi_modal_inputs": processor.process([RED])[0]}
     data = AgentData(row, seen=SeenImages(processor, row))
     data.seen.take([Image.new("RGB", (84, 56), "blue"), clip(2, 56, 56)])
+    earlier = data.plain()
+    earlier["images"] = earlier.pop("media")
+    assert AgentData.of_plain(row, earlier, SeenImages(processor, row)).seen.images == data.seen.images, (
+        "a release before"
+    )
     later = AgentData.of_plain(row, data.plain(), SeenImages(processor, row))
     assert [image.size for image in later.seen.images] == [(56, 56), (84, 56)]
     assert [len(video["frames"]) for video in later.seen.videos] == [2]

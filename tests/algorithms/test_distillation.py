@@ -223,3 +223,13 @@ def test_on_a_file_the_loss_is_the_weighted_sum_of_both_means():
     loss.backward()
     torch.testing.assert_close(outputs["full_kl"].grad, 0.25 / 3 * mask.float())
     torch.testing.assert_close(outputs["log_probs"].grad, -0.75 / 3 * mask.float())
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "forward_kl_topk", "jsd_topk"])
+def test_a_token_that_both_models_exclude_adds_nothing(kind):
+    both = [torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64)]
+    masked = [torch.cat([z, z.new_full((1,), -torch.inf)]).requires_grad_() for z in both]
+    value = logits_divergence(*masked, kind, topk=4)
+    torch.testing.assert_close(value, logits_divergence(*both, kind, topk=3))
+    (gradient,) = torch.autograd.grad(value, masked[0])
+    assert gradient.isfinite().all() and gradient[3] == 0

@@ -72,6 +72,21 @@ def test_nan_and_a_step_without_validation_are_not_compared(tmp_path):
     assert named(tmp_path) == 1
 
 
+def test_a_step_that_is_saved_again_without_a_value_has_none(tmp_path):
+    saved(tmp_path, {1: 0.5, 2: 0.9})
+    best = BestCheckpoint.of(settings(tmp_path))
+    best.offer(2, {NAME: float("nan")})
+    assert best.values == {} and best.step is None, "step 1 was deleted as the older one"
+
+
+def test_a_full_disk_under_the_file_is_a_notice(tmp_path):
+    reset_notices()
+    (tmp_path / FILE).mkdir()
+    best = BestCheckpoint.of(settings(tmp_path))
+    best.offer(1, {NAME: 0.5})
+    assert "could not be written" in notices()["trainer.best_metric"] and best.values == {1: 0.5}
+
+
 def test_another_metric_starts_again_with_a_notice(tmp_path):
     saved(tmp_path, {1: 0.9})
     reset_notices()

@@ -71,7 +71,7 @@ def test_all_tokens_as_candidates_give_the_numbers_of_the_full_divergence(here):
 def test_micro_batches_and_padding_change_nothing_but_rounding(here):
     common = (f"{LOSS}.loss_mode=jsd", f"{LOSS}.temperature=2")
     runs = [
-        train("whole", *common),
+        train("through", *common),
         train("small", *common, "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=3"),
         train("padded", *common, "model.use_remove_padding=false"),
     ]
@@ -106,7 +106,7 @@ def test_a_student_with_an_adapter_learns_from_the_teacher(here):
         ([f"{TEACHERS}.teacher.model_path=teacher", f"{LOSS}.beta=1"], "forward_kl and reverse_kl are the limits"),
         ([f"{TEACHERS}.teacher.model_path=teacher", "model.use_fused_kernels=true"], "model.use_fused_kernels"),
         ([f"{TEACHERS}.teacher.model_path=wide"], "head has 259 rows and this teacher's 300"),
-        ([f"{TEACHERS}.teacher.model_path=other"], "other tokens than the policy"),
+        ([f"{TEACHERS}.teacher.model_path=other"], "other tokens than its student"),
     ],
 )
 def test_a_teacher_that_cannot_be_is_refused_with_its_key(here, words, says):

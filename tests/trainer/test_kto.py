@@ -13,8 +13,11 @@ from tests.harness.configs import refused
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.runs import logged
-from verl.data.preference import UnpairedDataset
+from verl.checkpoint.provenance import Provenance
+from verl.config import load_config
+from verl.data.preference import UnpairedDataset, _with_answer_of
 from verl.errors import ConfigError, DataError
+from verl.metrics import notices, reset_notices
 from verl.trainer import dpo_trainer
 
 WORDS = [
@@ -61,7 +64,7 @@ def test_desirable_answers_gain_on_undesirable_ones_that_are_not_in_the_file(her
 
 
 def test_the_weights_scale_the_losses_of_their_rows(here):
-    """At first every row has s(0) = 1/2, so the loss tells the share p of desirable rows: (2 p + 1 - p) / 2."""
+    """At first every row has s(0) = 1/2, and the loss gives the share p of desirable rows: (2 p + 1 - p) / 2."""
     plain, heavy = (train(str(w), KTO, f"dpo.desirable_weight={w}", "trainer.total_training_steps=1") for w in (1, 2))
     share = 2 * heavy[0]["train/loss"] - 1
     assert plain[0]["train/loss"] == pytest.approx(0.5, abs=1e-5)
@@ -70,7 +73,7 @@ def test_the_weights_scale_the_losses_of_their_rows(here):
 
 def test_micro_batches_and_padding_change_nothing_but_rounding(here):
     runs = [
-        train("whole", KTO),
+        train("through", KTO),
         train("small", KTO, "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2"),
         train("padded", KTO, "model.use_remove_padding=false"),
     ]
@@ -175,13 +178,13 @@ number = 3
 PAIRS = ("data.train_files=train_pairs.jsonl", "data.val_files=val_pairs.jsonl")
 
 
-def test_a_loss_of_ones_own_gives_the_numbers_of_the_built_in_one(here):
+def test_a_users_loss_gives_the_numbers_of_the_built_in_one(here):
     Path("mine.py").write_text(MINE)
-    built_in, own = train("built_in", *PAIRS), train("own", *PAIRS, "dpo.loss_fn=mine.py:loss")
-    for theirs, ours in zip(built_in, own, strict=True):
+    built_in, users = train("built_in", *PAIRS), train("users", *PAIRS, "dpo.loss_fn=mine.py:loss")
+    for theirs, ours in zip(built_in, users, strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-6)
         assert ours["train/mine"] == pytest.approx(10 * theirs["train/rewards/margins"], abs=1e-4)
-    assert "val/mine" in own[-1]
+    assert "val/mine" in users[-1]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +203,48 @@ def test_a_loss_that_does_not_fit_is_refused_by_its_name(here, name, says, capsy
     assert says in capsys.readouterr().err
 
 
-def test_the_name_of_ones_own_loss_is_a_setting(here):
+def test_the_name_of_a_users_loss_is_a_setting(here):
     with pytest.raises(ConfigError, match="loss_fm"):
         from verl.config import load_config
 
         load_config("dpo_trainer", [*WORDS, "dpo.loss_fm=mine.py:loss"])
+
+
+def test_a_mismatched_answer_ends_at_the_length_limit():
+    row = {name: torch.ones(6, dtype=torch.long) for name in ("input_ids", "attention_mask", "loss_mask")}
+    row["loss_mask"][:4] = 0
+    other = {name: torch.full((9,), 2) for name in ("input_ids", "attention_mask", "loss_mask")}
+    other["loss_mask"] = torch.tensor([0] * 2 + [1] * 7)
+    joined = _with_answer_of(row, other, 8)
+    assert (
+        joined["input_ids"].tolist() == [1, 1, 1, 1, 2, 2, 2, 2] and joined["loss_mask"].tolist() == [0] * 4 + [1] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dpo.loss_fn=mine.py:loss", "dpo.label_smoothing=0.1"], "label_smoothing: only the sigmoid loss has it"),
+        (["trainer.best_metric=val/loss", "trainer.save_freq=1", "trainer.test_freq=1", "data.val_files=null"],
+         "best_metric: checkpoints are compared by validations, and there are no files"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(here, words, said):
+    Path("mine.py").write_text("def loss(*log_probs):\n    return log_probs[0], {}\n")
+    assert said in refused(load_config, "dpo_trainer", [*WORDS, *words])
+
+
+def test_columns_of_the_other_form_of_rows_get_a_notice(here):
+    reset_notices()
+    load_config("dpo_trainer", [*WORDS, KTO, "data.chosen_key=better"])
+    assert notices()["data.chosen_key"] == "has no effect with dpo.loss_type=kto"
+    load_config("dpo_trainer", [*WORDS, "data.label_key=good"])
+    assert notices()["data.label_key"] == "has no effect without dpo.loss_type=kto"
+
+
+def test_a_resumed_run_notices_an_edited_loss(here):
+    Path("mine.py").write_text("def loss(*log_probs):\n    return log_probs[0], {}\n")
+    config = load_config("dpo_trainer", [*WORDS, "dpo.loss_fn=mine.py:loss"])
+    before = Provenance.of(config).content["dpo.loss_fn"]
+    Path("mine.py").write_text("def loss(*log_probs):\n    return log_probs[1], {}\n")
+    assert Provenance.of(config).content["dpo.loss_fn"] != before

@@ -99,9 +99,10 @@ class AgentData:
         Args:
             seen: the images and videos of the row, which gets those of later turns.
         """
-        fields = copy.deepcopy({name: value for name, value in state.items() if name != "media"})
+        media = state.get("media", state.get("images"))  # earlier checkpoints have images alone
+        fields = copy.deepcopy({name: value for name, value in state.items() if name not in ("media", "images")})
         seen = seen or SeenImages()
-        seen.take(state.get("media") or ())
+        seen.take(media or ())
         messages = [SampledMessage(message) if own else dict(message) for own, message in fields.pop("messages")]
         metrics = metrics_of(fields.pop("metrics"))
         return cls(row, messages, row.get("tools_kwargs") or {}, metrics=metrics, seen=seen, **fields)

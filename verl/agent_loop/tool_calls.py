@@ -14,13 +14,13 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.parsers import FunctionCall, Malformed
-from verl.agent_loop.seen import NOTHING, ShownMedia
+from verl.agent_loop.seen import NOTHING, SeenImages, ShownMedia
 from verl.errors import suggest
 from verl.json_text import read_json
 from verl.metrics import notice
 from verl.observability.traces import traced
 from verl.tools.base import BaseTool
-from verl.tools.runner import TimeLimit, ToolRunner, runner
+from verl.tools.runner import TimeLimit, ToolRunner, in_thread, runner
 from verl.tools.schemas import ToolResponse
 
 CUT = "...(truncated)..."
@@ -196,8 +196,9 @@ class ToolCalls:
         try:
             returned = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
             response, reward, metrics = unpacked(returned)
-            images = data.seen.load(response.image, f"tool {name}") if response.image else ()
-            videos = data.seen.load_videos(response.video, f"tool {name}") if response.video else ()
+            shown: tuple[Any, ...] = ()
+            if response.image or response.video:  # decoding takes long: not on the loop that all trajectories share
+                shown = await self._run(in_thread, _decoded, data.seen, response, f"tool {name}")
         except TimeLimit as error:
             raise ToolCallError("timeout", f"the tool {name} gave {error}") from error
         except Exception as error:  # boundary: a user's tool; the model receives it, the person too
@@ -209,7 +210,7 @@ class ToolCalls:
         if reward is not None:
             data.tool_rewards.append(reward)
             data.metrics.add("tool_calls/step_reward", reward, "mean")
-        return response.text or "", ShownMedia((*images, *videos)), reward
+        return response.text or "", ShownMedia(shown), reward
 
     async def _run(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await self.runner.run(functools.partial(method, *arguments, **named), self.limits.seconds)
@@ -261,6 +262,11 @@ def unpacked(returned: object) -> tuple[ToolResponse, float | None, Mapping[str,
         raise TypeError(f"the tool answered with {type(response.text).__name__}, not with text")
     known = metrics if isinstance(metrics, Mapping) else {}
     return response, None if reward is None else _finite(reward), known
+
+
+def _decoded(seen: SeenImages, response: ToolResponse, where: str) -> tuple[Any, ...]:
+    images = seen.load(response.image, where) if response.image else []
+    return (*images, *(seen.load_videos(response.video, where) if response.video else ()))
 
 
 def shortened(text: str, length: int, side: str) -> str:

@@ -49,12 +49,21 @@ OF_TOKEN, OF_CANDIDATES = "teacher_log_probs", "candidate_teacher_log_probs"
 def divergence_terms(student: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
     """Log-probs of tokens under both, of any shape -> what each adds to ``forward_kl``, ``reverse_kl`` or ``jsd``."""
     if kind == "forward_kl":
-        return teacher.exp() * (teacher - student)
+        return _kl_terms(teacher, student)
     if kind == "reverse_kl":
-        return student.exp() * (student - teacher)
+        return _kl_terms(student, teacher)
     assert kind == "jsd", f"{kind} reads single tokens"
-    mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-    return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+    # Where both models exclude a token the sum would be log 0, whose gradient is NaN; the terms there are 0.
+    possible = (student > -torch.inf) | (teacher > -torch.inf)
+    s, t = (torch.where(possible, x, 0.0) for x in (student, teacher))
+    mixture = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))
+    return beta * _kl_terms(teacher, mixture) + (1 - beta) * _kl_terms(student, mixture)
+
+
+def _kl_terms(p: Tensor, q: Tensor) -> Tensor:
+    """exp(p) (p - q) of log-probs, 0 with gradient 0 where exp(p) is 0."""
+    possible = p > -torch.inf
+    return p.exp() * (torch.where(possible, p, 0.0) - torch.where(possible, q, 0.0))
 
 
 def top_k_divergence(

@@ -22,7 +22,7 @@ from verl.metrics import notice
 LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
 Measure = Callable[[Tensor, Tensor], Tensor]
-"""Logits (..., V) of a model and of the one that it is compared with -> (...): how far apart the distributions are."""
+"""Logits (..., V) of a model and of the one that it is compared with -> (...): the divergence of each position."""
 CHUNK_NUMBERS = 1 << 22
 """Logits that `full_kl_in_chunks` works on at a time: 16 MiB in float32."""
 

@@ -67,6 +67,7 @@ class BestCheckpoint:
 
     def offer(self, step: int, metrics: Mapping[str, float]) -> None:
         """A checkpoint of this step is about to be put in place; without a value of the metric it is not compared."""
+        self.values.pop(step, None)  # of an earlier save of this step, which the new one replaces
         value = metrics.get(self.metric)
         if value is None:
             return
@@ -76,7 +77,10 @@ class BestCheckpoint:
         self.values[step] = float(value)
         best = self._best(list(self.values))
         entry = {"global_step": best, "metric": self.metric, "mode": self.mode, "values": self.values}
-        replace_text(self.root / FILE, json.dumps(entry) + "\n")
+        try:
+            replace_text(self.root / FILE, json.dumps(entry) + "\n")
+        except OSError as error:  # the checkpoint itself may still be saved, and other ranks wait for it
+            notice(KEY, f"{self.root / FILE} could not be written: {error}")
 
     def _best(self, steps: Sequence[int]) -> int | None:
         sign = -1.0 if self.mode == "min" else 1.0

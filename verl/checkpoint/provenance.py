@@ -53,6 +53,7 @@ LAST_BITS = (
     r".*fsdp_config\.(?!.*dtype|mixed_precision|.*seed|full_determinism)|engine\.(?!.*dtype|mixed_precision|.*seed)",
     r".*rollout\.name$|trainer\.device$",
 )
+_FUNCTION_IN_FILE = re.compile(r"^(.+\.py):\w+$")
 _HARMLESS, _LAST_BITS = (re.compile("|".join(f"(?:{one})" for one in part)) for part in (HARMLESS, LAST_BITS))
 
 
@@ -104,6 +105,9 @@ class Provenance:
         raw = dict(_flat(to_dict(config), schema.leaves))
         settings = dict(_flat(hide(to_dict(config)), schema.leaves))
         named = [key for key, leaf in schema.leaves.items() if leaf.path and not is_harmless(key)]
+        functions = {key: m[1] for key, value in raw.items() if (m := _FUNCTION_IN_FILE.match(str(value)))}
+        raw |= functions
+        named += [key for key in functions if key not in named and not is_harmless(key)]
         content = {key: _digest_of_all(raw.get(key)) for key in named}
         for key in named:
             for module in _imported(raw.get(key)):

@@ -186,7 +186,8 @@ class UnpairedDataset(PreferenceDataset):
             fix = "Change data.train_batch_size, or the number of rows (data.val_max_samples)."
             raise DataError("a batch of one row has no mismatched answer, of which KTO needs some", got=1, fix=fix)
         answers = [row["completion"] for row in rows]
-        others = [_with_answer_of(row, before) for row, before in zip(answers, [answers[-1], *answers])]
+        before = [answers[-1], *answers]
+        others = [_with_answer_of(row, other, self.max_length) for row, other in zip(answers, before)]
         batch = sft_collate([row for two in zip(answers, others) for row in two], self._pad_token_id())
         for name in ("label", "index"):
             batch[name] = torch.stack([row[name] for row in rows]).repeat_interleave(2)
@@ -202,15 +203,17 @@ class UnpairedDataset(PreferenceDataset):
             only = "desirable" if labels.pop() else "undesirable"
             notice(
                 "data.label_key",
-                f"all {len(self._kept)} answers of {self._origin.files[0]} are {only}: none is the other",
+                f"all {len(self._kept)} answers of {self._origin.files[0]} are {only}, and KTO compares both kinds",
             )
 
 
-def _with_answer_of(row: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A row (L,) up to its first trained token, and from there on the other one."""
+def _with_answer_of(
+    row: dict[str, torch.Tensor], other: dict[str, torch.Tensor], max_length: int
+) -> dict[str, torch.Tensor]:
+    """A row (L,) up to its first trained token, and from there on the other one, as far as ``max_length`` tokens go."""
     starts = [int(one["loss_mask"].nonzero()[0]) for one in (row, other)]
     parts = {
-        name: torch.cat([row[name][: starts[0]], other[name][starts[1] :]])
+        name: torch.cat([row[name][: starts[0]], other[name][starts[1] :]])[:max_length]
         for name in ("input_ids", "attention_mask", "loss_mask")
     }
     parts["position_ids"] = (parts["attention_mask"].cumsum(-1) - 1).clamp(min=0)

@@ -62,7 +62,7 @@ def test_the_state_of_each_action_is_its_observation_or_what_info_names(tmp_path
     assert higher == again and first != higher
     (named,) = play(tmp_path, "3", "2", "7", environment=f"{HERE}:Named").non_tensor_batch["turn_states"]
     assert [state for _, state in named] == ["start", "1", "2"]
-    with pytest.raises(RolloutError, match=r"reset returned info\['state'\] of type list; it is a text or a number"):
+    with pytest.raises(RolloutError, match=r"reset returned info\['state'\] \[\]; it is a text or a finite number"):
         play(tmp_path, "3", environment=f"{HERE}:Named", environment_kwargs={"broken": "state"})
 
 

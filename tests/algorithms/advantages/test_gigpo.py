@@ -26,7 +26,8 @@ def column(states):
 
 def estimate(states=STATES, index=("p", "p"), rewards=REWARDS, **more):
     options = {"gamma": 0.5, "norm_adv_by_std_in_grpo": False, "non_tensor_batch": column(states), **more}
-    return call_estimator(gigpo, token_level_rewards=rewards, response_mask=MASK, index=list(index), **options)[0]
+    index = index if isinstance(index, torch.Tensor) else list(index)
+    return call_estimator(gigpo, token_level_rewards=rewards, response_mask=MASK, index=index, **options)[0]
 
 
 def test_an_action_is_compared_with_all_that_met_its_state():
@@ -68,6 +69,23 @@ def test_states_that_never_recur_leave_grpo_and_a_notice():
 def test_an_agent_loop_without_states_is_refused():
     with pytest.raises(ConfigError, match=r"records no states.*EnvironmentAgentLoop.*turn_states"):
         estimate(non_tensor_batch={})
+
+
+def test_prompt_ids_may_be_a_tensor():
+    states = [[(0, "door")], [(0, "door")]]
+    rewards = torch.tensor([[3.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(estimate(states, torch.tensor([5, 5]), rewards), estimate(states, "pp", rewards))
+    assert estimate(states, torch.tensor([5, 5]), rewards)[0, 0] == 2.0, "1 of the episode and 1 of the turn"
+
+
+def test_an_action_behind_the_end_of_the_response_is_left_out():
+    longer = [[*STATES[0], (5, "roof"), (9, "roof")], STATES[1]]
+    torch.testing.assert_close(estimate(longer), estimate())
+
+
+def test_a_state_that_has_no_hash_is_refused_with_its_type():
+    with pytest.raises(ConfigError, match=r"turn_states.*a state of type list cannot be compared.*tuples"):
+        estimate([[(0, ["door"])], STATES[1]])
 
 
 def test_tokens_belong_to_the_last_action_that_began_before_them():

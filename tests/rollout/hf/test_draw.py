@@ -162,3 +162,19 @@ def test_the_quick_inversion_finds_what_the_careful_one_finds(vocab, monkeypatch
     careful = draw_tokens(logits, uniforms, columns)
     assert torch.equal(quick[0], careful[0]) and torch.equal(quick[1], careful[1])
     assert torch.equal(torch.cat([tokens for tokens, _ in one_by_one]), careful[0][:100])
+
+
+def test_an_excluded_token_is_never_drawn_and_keeps_its_share_of_the_sum():
+    """Of 0.1, 0, 0.4, 0.2, 0.3 the third is out: the others share the numbers, and keep their probabilities."""
+    numbers = [0.0, 0.1666, 0.1667, 0.4999, 0.5001, BELOW_ONE]
+    rows = LOGITS.expand(len(numbers), -1)
+    columns = DrawColumns.of([SamplingParams()] * len(numbers), LOGITS.device)
+    tokens, log_probs = draw_tokens(rows, torch.tensor(numbers, dtype=torch.float64), columns, torch.tensor([2]))
+    assert tokens.tolist() == [0, 0, 3, 3, 4, 4]
+    torch.testing.assert_close(log_probs, PROBS[tokens].log(), atol=1e-6, rtol=0)
+
+
+def test_greedy_passes_over_an_excluded_token():
+    columns = DrawColumns.of([SamplingParams(temperature=0.0)], LOGITS.device)
+    tokens, log_probs = draw_tokens(LOGITS[None], torch.tensor([0.5], dtype=torch.float64), columns, torch.tensor([2]))
+    assert tokens.tolist() == [4] and log_probs.item() == pytest.approx(math.log(0.3), abs=1e-6)

@@ -133,7 +133,7 @@ def test_a_teacher_with_other_tokens_is_refused(run):
     vocabulary = tokens["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(tokens))
-    with pytest.raises(ConfigError, match=r"other tokens than the policy \(2 differ, such as 'a'\)"):
+    with pytest.raises(ConfigError, match=r"other tokens than its student \(2 differ, such as 'a'\)"):
         train(*ON, "distillation.teacher_models.teacher_model.model_path=other")
 
 

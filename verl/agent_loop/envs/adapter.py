@@ -198,11 +198,13 @@ def _picture(image: Any) -> Any:
 def _state(info: Mapping[str, Any], where: str) -> str:
     """``info["state"]``, a text or a number; empty where there is none."""
     state = info.get("state")
-    if state is None or isinstance(state, str):
-        return state or ""
-    if isinstance(state, numbers.Number):
+    if state is None:
+        return ""
+    if isinstance(state, str) and state:
+        return state
+    if isinstance(state, numbers.Real) and math.isfinite(state):
         return _text(state, where)
-    raise EnvironmentFailure(f"{where} returned info['state'] of type {type(state).__name__}; it is a text or a number")
+    raise EnvironmentFailure(f"{where} returned info['state'] {state!r:.100}; it is a text or a finite number")
 
 
 def _clip(video: Any) -> Any:

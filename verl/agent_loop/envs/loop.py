@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from verl.agent_loop.agent_data import AgentData
@@ -15,7 +16,7 @@ from verl.agent_loop.client import within_response
 from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Observation, Step, load_environment
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
-from verl.agent_loop.seen import NOTHING, ShownMedia
+from verl.agent_loop.seen import NOTHING, SeenImages, ShownMedia
 from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.agent_loop.tool_calls import MOST_CHARACTERS, shortened
 from verl.config.schema.data import DataConfig
@@ -26,6 +27,7 @@ from verl.errors import DataError
 from verl.metrics import notice
 from verl.protocol.fields import TURN_STATES
 from verl.protocol.tokenizer import Tokenizer
+from verl.tools.runner import TimeLimit, in_thread, runner
 
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     ) -> None:
         settings, extender, data = self.shared.settings, self.shared.extender, episode.data
         first = await episode.timed(environment.reset(_seed(str(data.row["uid"])), options))
-        text, shown = self._shown(episode, first)
+        text, shown = await self._shown(episode, first)
         content = shown.content(extender.template.outside_text(text))
         data.messages = _opening(data.row.get("raw_prompt"), content)
         data.seen.take(shown.media)
@@ -163,7 +165,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if step.is_over or (settings.max_turns and data.assistant_turns >= settings.max_turns):
                 episode.end("terminated" if step.terminated else "truncated" if step.truncated else "max_turns")
                 return
-            text, shown = self._shown(episode, step.observation)
+            text, shown = await self._shown(episode, step.observation)
             new: list[Message] = [{"role": "user", "content": shown.content(text)}]
             try:
                 after = extender.after(answer.token_ids, history, message, new)
@@ -180,7 +182,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             data.add_inserted(ids)
             data.record.append(_entry("user", text, len(ids), 0, shown))
 
-    def _shown(self, episode: _Episode, observation: Observation) -> tuple[str, ShownMedia]:
+    async def _shown(self, episode: _Episode, observation: Observation) -> tuple[str, ShownMedia]:
         """What the model is shown: a text that is not too long, pictures and clips.
 
         The text is cut before it is rendered and tokenised, which takes many times its memory and cannot be
@@ -190,9 +192,14 @@ class EnvironmentAgentLoop(AgentLoopBase):
         images, videos = observation.images, observation.videos
         if (images or videos) and data.seen.processor is None:
             raise EnvironmentFailure(f"it shows {'an image' if images else 'a video'}, and the model reads only text")
-        media = data.seen.load(images, self._name) if images else []
-        media += data.seen.load_videos(videos, self._name) if videos else []
-        media_shown = ShownMedia(tuple(media))
+        media_shown = ShownMedia()
+        if images or videos:  # decoding takes long: not on the loop that all episodes share
+            limit = self.shared.settings.step_timeout
+            try:
+                work = partial(in_thread, self._decoded, data.seen, observation)
+                media_shown = ShownMedia(await episode.timed(runner().run(work, limit)))
+            except TimeLimit as error:
+                raise EnvironmentFailure(f"its images or videos took longer than {limit:g} s to decode") from error
         episode.state = observation.state or _digest(observation.text, media_shown)
         shown = shortened(observation.text, self.shared.settings.max_observation_length, "left")
         if shown is not observation.text:
@@ -200,6 +207,10 @@ class EnvironmentAgentLoop(AgentLoopBase):
             lengths = f"an observation of {len(observation.text)} characters is cut to {len(shown)}"
             notice(self._name, f"{lengths} (max_observation_length); further ones are only counted")
         return shown, media_shown
+
+    def _decoded(self, seen: SeenImages, observation: Observation) -> tuple[Any, ...]:
+        images = seen.load(observation.images, self._name) if observation.images else []
+        return (*images, *(seen.load_videos(observation.videos, self._name) if observation.videos else ()))
 
     async def _sample(self, episode: _Episode, sampling_params: Mapping[str, Any]) -> Any:
         data = episode.data

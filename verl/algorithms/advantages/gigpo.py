@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,12 +62,14 @@ def gigpo(
     turns = turn_of_tokens(states, response_mask)
     returns = turn_returns(token_level_rewards, response_mask, turns, as_float(gamma))
     sampled = torch.zeros_like(returns).scatter_add_(1, turns.clamp(min=0), response_mask.double() * (turns >= 0))
-    places = [(i, k) for i, row in enumerate(states) for k in range(len(row)) if sampled[i, k] > 0]
+    played = [range(min(len(row), sampled.shape[1])) for row in states]  # later ones begin behind the response
+    places = [(i, k) for i, numbers in enumerate(played) for k in numbers if sampled[i, k] > 0]
     if not places:
         return episodes, episodes
     rows, numbers = torch.tensor(places, device=returns.device).unbind(1)
     to_go = returns[rows, numbers]
-    groups = Groups.of([(index[i], states[i][k][1]) for i, k in places], to_go.isfinite())
+    prompts = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
+    groups = Groups.of([(prompts[i], states[i][k][1]) for i, k in places], to_go.isfinite())
     centred = groups.centre(to_go)
     scale = groups.std(centred) + epsilon if norm_adv_by_std_in_grpo else 1.0
     of_turns = torch.zeros_like(returns)
@@ -118,4 +121,9 @@ def _states(columns: Mapping[str, Any] | None) -> States:
             fix="Use verl.agent_loop.envs.loop.EnvironmentAgentLoop, or return extra_fields['turn_states']: "
             "(place in the response, state) of every action.",
         )
+    unhashable = next((state for row in states for _, state in row if not isinstance(state, Hashable)), None)
+    if unhashable is not None:
+        kind = type(unhashable).__name__
+        raise ConfigError(f"a state of type {kind} cannot be compared", key=f"extra_fields[{TURN_STATES!r}]",
+                          got=unhashable, allowed="texts, numbers, or tuples of them")  # fmt: skip
     return [[(int(place), state) for place, state in row] for row in states]

@@ -138,11 +138,11 @@ def _other_tokens(policy: HFModelConfig, key: str, path: str, fix: str | None) -
     student, theirs = tokens_of(policy.tokenizer_path or policy.path), tokens_of(path)
     if student and theirs and student != theirs:
         differing = sorted({token for token, _ in student.items() ^ theirs.items()})
-        message = f"this teacher has other tokens than the policy ({len(differing)} differ, such as {differing[0]!r})"
+        message = f"this teacher has other tokens than its student ({len(differing)} differ, such as {differing[0]!r})"
         return [ConfigError(message, key=key, got=path, fix="Take a teacher of the same family.")]
     sizes = [(facts_of(folder) or {}).get("vocab_size") for folder in (policy.path, path)]
     if fix is not None and None not in sizes and sizes[0] != sizes[1]:
-        message = f"the policy's head has {sizes[0]} rows and this teacher's {sizes[1]}"
+        message = f"the student's head has {sizes[0]} rows and this teacher's {sizes[1]}"
         return [ConfigError(message, key=key, got=path, fix=fix)]
     return []
 
@@ -159,6 +159,14 @@ def sft_problems(cfg: SFTTrainerConfig) -> Problems:
     key, path = teacher_of_files(cfg.distillation)
     fix = "Take a teacher whose head has as many rows."
     return bad_model_folder(key, path) + _other_tokens(cfg.model, key, path, fix)
+
+
+def sft_tell(cfg: SFTTrainerConfig) -> None:
+    """Notices of what a teacher of files does not read: it scores every row, in the student's processes."""
+    for name, described in cfg.distillation.teacher_models.items():
+        for idle in ("key", "inference", "num_replicas"):
+            if described.get(idle):
+                notice(f"{_T}.{name}.{idle}", "has no effect: one teacher scores all rows, in the student's processes")
 
 
 def _policy_loss(cfg: PPOTrainerConfig) -> Problems:

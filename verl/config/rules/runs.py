@@ -181,6 +181,8 @@ def _longest(cfg: PPOTrainerConfig) -> int:
 _LENGTH = "it is the same length as data.{0}, which is {{data.{0}}}"
 _COUNT = f"it is the same number as {_R}.n, which is {{actor_rollout_ref.rollout.n}}"
 ROWS = (
+    Rule("trainer.best_metric", "checkpoints are compared by validations, and there are no files to validate on",
+         lambda cfg: cfg.trainer.best_metric and not cfg.data.val_files, "Set data.val_files."),
     Rule("data.min_response_length", "out of range",
          lambda cfg: not 0 <= cfg.data.min_response_length <= cfg.data.max_response_length,
          allowed="0 to data.max_response_length={data.max_response_length}"),

@@ -63,6 +63,17 @@ def _not_with_kto(name: str) -> Rule:
     )
 
 
+def _of_other_rows(name: str) -> Rule:
+    """A column of the form of rows that the loss does not read."""
+    is_unpaired = name in ("completion_key", "label_key")
+    return Rule(
+        f"data.{name}",
+        "has no effect without dpo.loss_type=kto" if is_unpaired else "has no effect with dpo.loss_type=kto",
+        lambda c: (c.dpo.loss_type == "kto") != is_unpaired and name in changed_names(c.data),
+        kind=NOTICE,
+    )
+
+
 def _spread_logits(cfg: SFTTrainerConfig) -> str:
     """The setting that keeps the student's logits of a row from being in one place; empty where nothing does."""
     engine = cfg.engine
@@ -86,7 +97,8 @@ TABLE: Table = {
     SFTRunConfig: validate.RUN,
     DPOConfig: (
         Rule("label_smoothing", "only the sigmoid loss has it",
-             lambda d: d.label_smoothing and d.loss_type != "sigmoid", "Leave it out, or set dpo.loss_type=sigmoid."),
+             lambda d: d.label_smoothing and (d.loss_type != "sigmoid" or d.loss_fn),
+             "Leave it out, or set dpo.loss_type=sigmoid without dpo.loss_fn."),
         Rule("simpo_gamma", "only the loss of SimPO has it",
              lambda d: d.simpo_gamma != DPOConfig().simpo_gamma and d.loss_type != "simpo",
              "Leave it out, or set dpo.loss_type=simpo."),
@@ -100,6 +112,7 @@ TABLE: Table = {
              _NO_REFERENCE),
     ),
     DPOTrainerConfig: (
+        *map(_of_other_rows, ("completion_key", "label_key", "chosen_key", "rejected_key", "margin_key")),
         Rule("data.train_batch_size", "KTO takes its reference point from mismatched rows of a batch, and one row has none",
              lambda c: c.dpo.loss_type == "kto" and c.data.train_batch_size < 2, allowed="2 or more"),
     ),
@@ -109,6 +122,8 @@ TABLE: Table = {
         Rule("model.lora.merge", "has no effect: there is no sampler", lambda c: c.model.lora.merge, kind=NOTICE),
         Rule("data.val_files", "no validation files are given, so nothing is validated",
              lambda c: not c.data.val_files, kind=NOTICE),
+        Rule("trainer.best_metric", "checkpoints are compared by validations, and there are no files to validate on",
+             lambda c: c.trainer.best_metric and not c.data.val_files, "Set data.val_files."),
         Rule("data.micro_batch_size_per_gpu", "has no effect without data.use_dynamic_bsz=false",
              lambda c: c.data.use_dynamic_bsz and "micro_batch_size_per_gpu" in changed_names(c.data), kind=NOTICE),
     ),
@@ -144,6 +159,10 @@ def validate_sft(cfg: SupervisedConfig) -> None:
         tell(TABLE, cfg)
         tell_without_effect(cfg)
         _tell_engines(cfg)
+        if isinstance(cfg, SFTTrainerConfig) and cfg.distillation.enabled:
+            from verl.config.rules import distillation
+
+            distillation.sft_tell(cfg)
 
 
 def _teacher(cfg: SupervisedConfig) -> Problems:

@@ -492,7 +492,7 @@ class DivergenceConfig(ConfigNode):
         "weight of the teacher in the mixture that jsd compares both with",
         upstream=ABSENT,
         within=ValueBound("above 0, below 1 (forward_kl and reverse_kl are the limits)", lambda beta: 0 < beta < 1),
-        needs=".loss_mode=jsd or jsd_topk",
+        needs=".loss_mode=jsd_topk",
     )
 
 

@@ -333,7 +333,7 @@ class DPOConfig(ConfigNode):
     )
     loss_fn: str | None = setting(
         None,
-        "a loss of your own instead, my_pkg.my_mod:my_loss or file.py:my_loss; see docs/howto/preference.md",
+        "your loss instead, my_pkg.my_mod:my_loss or file.py:my_loss; see docs/howto/preference.md",
         upstream=ABSENT,
     )
     desirable_weight: float = setting(

@@ -42,10 +42,10 @@ class Picture:
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for equal pictures, whichever objects hold them."""
+        """Equal for pictures with equal pixels and positions, whichever objects hold them."""
         made = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.tensors.items()):
-            made.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            made.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{self.interval}".encode())
             made.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return made.digest()
 
@@ -104,6 +104,11 @@ class VisionFamily(ABC):
     @abstractmethod
     def token_id(self, kind: Kind) -> int:
         """The placeholder."""
+
+    @property
+    def never_drawn(self) -> tuple[int, ...]:
+        """Tokens that samplers keep the policy from drawing: later turns would take them for those of a picture."""
+        return tuple(sorted({self.token_id(kind) for kind in self.kinds}))
 
     def _is_placeholder(self, ids: np.ndarray, kind: Kind) -> np.ndarray:
         """(L,) bool: which tokens of a row stand for a picture of this kind."""

@@ -14,6 +14,10 @@ class GlmVision(Qwen3Vision):
     def token_id(self, kind: Kind) -> int:
         return int(self.config.image_token_id)
 
+    @property
+    def never_drawn(self) -> tuple[int, ...]:
+        return (*super().never_drawn, int(self.config.video_start_token_id))
+
     def _is_placeholder(self, ids: np.ndarray, kind: Kind) -> np.ndarray:
         """Frames stand between the marks of a video, which begins with that of its first frame."""
         here, numbers = ids == self.config.image_token_id, np.arange(len(ids))

@@ -64,13 +64,15 @@ def raw_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def draw_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns
+    logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns, never: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row.
 
     Args:
         logits: (R, V), any float dtype.
         uniforms: (R,) float64 in [0, 1).
+        never: (N,) int64 tokens that are not drawn. Log-probs of the others are those of the distribution with them,
+            which the trainer computes, too.
 
     Returns:
         tokens (R,) int64 and log_probs (R,) float32. A log-prob that is not finite means that the row's logits were
@@ -78,18 +80,24 @@ def draw_tokens(
     """
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     if logits.shape[0] <= step:
-        return _draw(logits, uniforms, columns)
+        return _draw(logits, uniforms, columns, never)
     parts = [
-        _draw(logits[i : i + step], uniforms[i : i + step], columns.slice(slice(i, i + step)))
+        _draw(logits[i : i + step], uniforms[i : i + step], columns.slice(slice(i, i + step)), never)
         for i in range(0, logits.shape[0], step)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def _draw(logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(
+    logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns, never: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.float()
     if columns.temperature is not None:
         scores = scores / columns.temperature[:, None]
+    excluded = None
+    if never is not None:
+        excluded = scores[:, never]
+        scores = scores.index_fill(-1, never, -torch.inf)
     if columns.top_k is not None:
         scores = keep_top_k(scores, columns.top_k)
     if columns.top_p is not None:
@@ -102,6 +110,8 @@ def _draw(logits: torch.Tensor, uniforms: torch.Tensor, columns: DrawColumns) ->
     if columns.greedy is not None:
         tokens = torch.where(columns.greedy, scores.argmax(-1), tokens)
     sampled = scores.gather(-1, tokens[:, None])
+    if excluded is not None:
+        total = total + (excluded - largest).double().exp().sum(-1, keepdim=True)
     return tokens, ((sampled - largest).double() - total.log()).squeeze(-1).float()
 
 

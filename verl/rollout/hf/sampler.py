@@ -176,6 +176,8 @@ class HFSampler(Sampler):
         self._drawn_at_update = 0
         self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
+        features = self._runner.features
+        self._never = None if features is None else torch.tensor(features.family.never_drawn, device=model.device)
         self._adjust = Adjustment()
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
 
@@ -477,7 +479,7 @@ class HFSampler(Sampler):
                 columns = DrawColumns.of([row.request.sampling for row in rows], logits.device)
                 self._columns = (rows, columns)
             numbers = torch.tensor(self._uniforms(rows), dtype=torch.float64, device=logits.device)
-            drawn, of_drawn = draw_tokens(self._adjust(rows, logits), numbers, self._columns[1])
+            drawn, of_drawn = draw_tokens(self._adjust(rows, logits), numbers, self._columns[1], self._never)
             self._adjust.drew(drawn)
             if self.logprobs_mode == "raw_logprobs":
                 of_drawn = raw_log_probs(logits, drawn)

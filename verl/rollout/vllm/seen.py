@@ -1,6 +1,6 @@
 """Images and videos of requests as vLLM's engine takes them: the trainer's tensors, and where their tokens are.
 
-vLLM's image processor is passed over, so prompts are the trainer's tokens, and features those of its pixels.
+vLLM's image processor is passed over: prompts are the trainer's tokens, and features those of its pixels.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from verl.errors import NotBuiltError, RolloutError
 from verl.models.vision import Picture, PlacedPicture, VisionFamily, family_of
 from verl.models.vision.qwen3 import Qwen3Vision
 from verl.rollout.base import Request
+from verl.rollout.gated import NEVER
 from verl.rollout.server.pictures import ByIdentity
 
 SECONDS, PIXELS, MASK = "second_per_grid_ts", "pixel_values", "pixel_attention_mask"
@@ -41,6 +42,11 @@ class SeenPrompts:
         processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
         return None if family is None else cls(family, processor, on_cpu)
 
+    @property
+    def logit_bias(self) -> dict[int, float]:
+        """Keeps the policy from drawing placeholders: later turns would take them for those of a picture."""
+        return dict.fromkeys(self.family.never_drawn, NEVER)
+
     def prompt(self, request: Request) -> dict[str, Any]:
         """vLLM's ``MultiModalInput`` of a request.
 
@@ -61,7 +67,6 @@ class SeenPrompts:
             raise RolloutError("images without multi_modal_inputs", key=f"request {request.id}", fix=fix)
         pictures = self._known.of(inputs)
         items = {id(picture): item for picture, item in pictures}
-        # What the model drew itself is text, whichever tokens it is.
         placed = self.family.place(torch.tensor(request.token_ids), [picture for picture, _ in pictures])
         for one in placed:
             self._check_time(one.picture, request)

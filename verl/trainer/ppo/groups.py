@@ -105,7 +105,7 @@ class Done:
 
 
 def gen_batches(ctx: StepContext) -> int:
-    """Batches of prompts that were sampled for a step so far."""
+    """Batches of prompts that were sampled for a step until now."""
     return int(ctx.metrics.values().get(GEN_BATCHES, 0))
 
 

@@ -40,7 +40,7 @@ from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, group_filter, record, stages
-from verl.trainer.ppo.callbacks import Callback, UpdateCurriculum, default_callbacks
+from verl.trainer.ppo.callbacks import UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpoint_callback import TellSaved
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
@@ -106,7 +106,9 @@ class RayPPOTrainer:
         self.role_worker_mapping = placement.plain_classes(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.device_name = ray_worker_group_cls, device_name
-        self.callbacks: list[Callback] = [record.KeepJournal(typed), *default_callbacks(typed), TellSaved(typed)]
+        self.callbacks = default_callbacks(typed)
+        # Not in the list: a program that replaces the callbacks keeps its journal.
+        self._first, self._last = record.KeepJournal(typed), TellSaved(typed)
         self.schedule = ScheduleRun(topology.schedule_of(typed))
         self.tracking: Tracking | None = None
         self.replicas: ReplicaKeeper | None = None
@@ -127,7 +129,7 @@ class RayPPOTrainer:
         if sampler is None and data.sampler.class_path:
             sampler = create_rl_sampler(data, train_dataset)
         if isinstance(sampler, LearnsFromSteps):
-            self.callbacks.insert(1, UpdateCurriculum(sampler))
+            self.callbacks.insert(0, UpdateCurriculum(sampler))
         loader = StatefulLoader(
             train_dataset,
             batch_size=prompts_at_once(data),
@@ -320,8 +322,9 @@ class RayPPOTrainer:
             notice("trainer.save_freq", f"the records of step {self.ctx.step} are not complete{dropped}: {second}")
 
     def _notify(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, *arguments)
+        for callback in (self._first, *self.callbacks, self._last):
+            if hook != "on_load" or hasattr(callback, hook):  # a class of the user's that derives from nothing
+                getattr(callback, hook)(self, *arguments)
 
     def _step_metrics(self, batch: DataProto) -> dict[str, float]:
         ctx = self.ctx
