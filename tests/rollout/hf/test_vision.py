@@ -168,3 +168,16 @@ def test_a_model_of_text_refuses_images_and_pictures_without_a_processor_are_tol
         sample(text, [asked])
     with pytest.raises(RolloutError, match="has no processor"):
         sample(HFSampler(str(seeing_model())), [Request("a", (9,), SamplingParams(), images=pictures([(56, 56)]))])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
+def test_no_placeholder_is_drawn(seeing_model, family):
+    """At a high temperature every token is about as likely: of 4,096 draws some would be placeholders."""
+    sampler = HFSampler(str(seeing_model(family)))
+    drawn = SamplingParams(max_tokens=64, temperature=1000.0, ignore_eos=True)
+    jobs = [Request(str(number), (9, 11), drawn, uid=str(number), sample_index=0) for number in range(64)]
+    tokens = {token for done in sample(sampler, jobs) for token in done.token_ids}
+    config = sampler.model.config
+    marks = {config.image_token_id, config.video_start_token_id if family == "glm4v" else config.video_token_id}
+    size = config.get_text_config().vocab_size
+    assert size < 512 and not tokens & marks and len(tokens) > 0.9 * (size - len(marks))
