@@ -25,7 +25,7 @@ class ShownMedia:
     media: tuple[Image.Image | VideoClip, ...] = ()
 
     @property
-    def images(self) -> list[Any]:
+    def images(self) -> list[Image.Image]:
         return [one for one in self.media if isinstance(one, Image.Image)]
 
     @property
@@ -113,7 +113,7 @@ class SeenImages:
         self.images, self.videos = [*self.images, *shown.images], [*self.videos, *shown.videos]
         self.added = [*self.added, *media]
 
-    def load(self, images: Sequence[Any], where: str, first: int = 0) -> list[Any]:
+    def load(self, images: Sequence[object], where: str, first: int = 0) -> list[Image.Image]:
         """Images that a tool answers with, in any form, as pictures.
 
         Args:
@@ -126,7 +126,7 @@ class SeenImages:
         limits = self.limits.images
         return [load_image(image, f"{where}, image {number}", limits) for number, image in enumerate(images, first)]
 
-    def load_videos(self, videos: Sequence[Any], where: str, first: int = 0) -> list[VideoClip]:
+    def load_videos(self, videos: Sequence[object], where: str, first: int = 0) -> list[VideoClip]:
         """Videos that a tool answers with, in any form, as the frames that the model sees.
 
         Args:

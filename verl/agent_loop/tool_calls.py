@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from PIL.Image import Image
+
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.parsers import FunctionCall, Malformed
 from verl.agent_loop.seen import NOTHING, SeenImages, ShownMedia
+from verl.data.vision.videos import VideoClip
 from verl.errors import suggest
 from verl.json_text import read_json
 from verl.metrics import notice
@@ -196,7 +199,7 @@ class ToolCalls:
         try:
             returned = await self._run(tool.execute, data.instances[name], arguments, **kwargs)
             response, reward, metrics = unpacked(returned)
-            shown: tuple[Any, ...] = ()
+            shown: tuple[Image | VideoClip, ...] = ()
             if response.image or response.video:  # decoding takes long: not on the loop that all trajectories share
                 shown = await self._run(in_thread, _decoded, data.seen, response, f"tool {name}")
         except TimeLimit as error:
@@ -264,7 +267,7 @@ def unpacked(returned: object) -> tuple[ToolResponse, float | None, Mapping[str,
     return response, None if reward is None else _finite(reward), known
 
 
-def _decoded(seen: SeenImages, response: ToolResponse, where: str) -> tuple[Any, ...]:
+def _decoded(seen: SeenImages, response: ToolResponse, where: str) -> tuple[Image | VideoClip, ...]:
     images = seen.load(response.image, where) if response.image else []
     return (*images, *(seen.load_videos(response.video, where) if response.video else ()))
 

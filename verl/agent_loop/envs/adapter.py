@@ -38,8 +38,8 @@ class Observation:
     """
 
     text: str
-    images: tuple[Any, ...] = ()
-    videos: tuple[Any, ...] = ()
+    images: tuple[object, ...] = ()
+    videos: tuple[object, ...] = ()
     state: str = ""
 
 
@@ -166,7 +166,7 @@ def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
-def _observed(observation: Any, where: str) -> Observation:
+def _observed(observation: object, where: str) -> Observation:
     """An observation in any of its forms: a text, an image, or both by name."""
     if isinstance(observation, Mapping):
         unknown = [name for name in observation if name not in OBSERVED]
@@ -184,7 +184,7 @@ def _observed(observation: Any, where: str) -> Observation:
     return Observation(_text(observation, where))
 
 
-def _picture(image: Any) -> Any:
+def _picture(image: object) -> object:
     """Pixels (H, W), (H, W, 3) or (H, W, 4) uint8 as a picture; other forms of images are read as those of rows are."""
     if not isinstance(image, np.ndarray):
         return image
@@ -195,7 +195,7 @@ def _picture(image: Any) -> Any:
     return fromarray(image)
 
 
-def _state(info: Mapping[str, Any], where: str) -> str:
+def _state(info: Mapping[str, object], where: str) -> str:
     """``info["state"]``, a text or a number; empty where there is none."""
     state = info.get("state")
     if state is None:
@@ -207,14 +207,14 @@ def _state(info: Mapping[str, Any], where: str) -> str:
     raise EnvironmentFailure(f"{where} returned info['state'] {state!r:.100}; it is a text or a finite number")
 
 
-def _clip(video: Any) -> Any:
+def _clip(video: object) -> object:
     """Frames (T, H, W, 3) uint8, or a list of pictures, as a list; other forms are read as those of rows are."""
     if isinstance(video, (np.ndarray, list, tuple)):
         return [_picture(frame) for frame in video]
     return video
 
 
-def _text(observation: Any, where: str) -> str:
+def _text(observation: object, where: str) -> str:
     if isinstance(observation, str):
         return observation
     if isinstance(observation, numbers.Number):

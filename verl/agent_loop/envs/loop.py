@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from PIL.Image import Image
+
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.client import within_response
@@ -23,6 +25,7 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.data.messages import Message, prune
 from verl.data.vision.images import describe_image
+from verl.data.vision.videos import VideoClip
 from verl.errors import DataError
 from verl.metrics import notice
 from verl.protocol.fields import TURN_STATES
@@ -208,7 +211,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             notice(self._name, f"{lengths} (max_observation_length); further ones are only counted")
         return shown, media_shown
 
-    def _decoded(self, seen: SeenImages, observation: Observation) -> tuple[Any, ...]:
+    def _decoded(self, seen: SeenImages, observation: Observation) -> tuple[Image | VideoClip, ...]:
         images = seen.load(observation.images, self._name) if observation.images else []
         return (*images, *(seen.load_videos(observation.videos, self._name) if observation.videos else ()))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl import registry
 from verl.config.machine import host, models, pools, profiling
 from verl.config.machine.pools import role_of_supervised
@@ -45,13 +43,12 @@ from verl.errors import ConfigError, NotBuiltError
 from verl.registry import SAMPLERS
 
 
-def _no_reference(dpo: Any) -> bool:
-    return (dpo.reference_free or dpo.loss_type in WITHOUT_REFERENCE) and (
-        dpo.ref_model_path or dpo.precompute_ref_log_probs
-    )
+def _no_reference(dpo: DPOConfig) -> bool:
+    loads = bool(dpo.ref_model_path) or dpo.precompute_ref_log_probs
+    return loads and (dpo.reference_free or dpo.loss_type in WITHOUT_REFERENCE)
 
 
-def _one_column(cfg: Any) -> bool:
+def _one_column(cfg: SupervisedConfig) -> bool:
     data = cfg.data
     return "chosen_key" not in data and (data.prompt_key is None) != (data.response_key is None)
 

@@ -114,7 +114,7 @@ def _is_never(every: int | str) -> bool:
     return isinstance(every, int) and every <= 0
 
 
-def _misses_validations(run: Any) -> bool:
+def _misses_validations(run: ConfigNode) -> bool:
     every, test = run.save_freq, run.test_freq
     if not run.best_metric or _is_never(every) or _is_never(test):
         return False

@@ -87,7 +87,12 @@ def placing(model: nn.Module, vision: VisionInputs | None) -> Iterator[dict[str,
     # Families that take images alone have one mask, the others one per kind.
     per_kind = masks is not None and "video_features" in inspect.signature(masks).parameters
 
-    def mask(input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None) -> Any:
+    def mask(
+        input_ids: object,
+        inputs_embeds: Tensor,
+        image_features: Tensor | None = None,
+        video_features: Tensor | None = None,
+    ) -> Any:
         tokens = inputs_embeds.shape[:-1]
         made = []
         for kind, features in (("image", image_features), ("video", video_features)):
@@ -100,7 +105,7 @@ def placing(model: nn.Module, vision: VisionInputs | None) -> Iterator[dict[str,
             made.append(here.unsqueeze(-1))
         return tuple(made) if per_kind else made[0]
 
-    def merger(input_ids: Any, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+    def merger(input_ids: object, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
         here = mask(input_ids, inputs_embeds, image_hidden_states)
         return inputs_embeds.masked_scatter(here, image_hidden_states.to(inputs_embeds))
 

@@ -72,11 +72,11 @@ class Views:
         """
         if not request.multi_modal_inputs:
             return None
-        known = self._inputs(request.multi_modal_inputs)
+        entry = self._inputs(request.multi_modal_inputs)
         shape = request.token_ids, len(request.generated_prefix)
-        if known.last is None or known.last[0] != shape:
-            known.last = shape, self._view(request, known.pictures)
-        return known.last[1]
+        if entry.last is None or entry.last[0] != shape:
+            entry.last = shape, self._view(request, entry.pictures)
+        return entry.last[1]
 
     def _view(self, request: Request, pictures: Sequence[Picture]) -> PromptView:
         # What the model drew itself is text, whichever tokens it is.
