@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -35,6 +36,29 @@ def keep(losses: dict[str, float], name: str, step: Callable[[float], float], be
     losses[name] = step(beta)
 
 
+def drawn_batch(vocabulary: int) -> Any:
+    """Rows of prompts and answers of log-normal lengths, padded on the right; what is trained begins at token 16."""
+    import torch
+
+    from verl.protocol import DataProto
+
+    draw = random.Random(0)
+    sizes = [sum(pair) for pair in zip(lengths(ROWS, draw, 40), lengths(ROWS, draw, 70))]
+    width = max(sizes)
+    there = torch.tensor([[int(place < size) for place in range(width)] for size in sizes])
+    ids = torch.randint(vocabulary, there.shape) * there
+    trained = there * (torch.arange(width) >= 16)
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": there,
+            "position_ids": (there.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, 1:],
+            "response_mask": trained[:, 1:],
+        }
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="10M", choices=SIZES)
@@ -48,7 +72,6 @@ def main() -> None:
     from verl.algorithms.distillation import DistilledSFTLoss, logits_divergence
     from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
     from verl.engines.plain import PlainEngine
-    from verl.protocol import DataProto
 
     torch.set_num_threads(1)
     figures = Figures()
@@ -67,22 +90,9 @@ def main() -> None:
             for ours, peer in zip(teacher.model.parameters(), their_teacher.parameters()):
                 ours += 0.5 * ours.std() * torch.randn_like(ours) if ours.numel() > 1 else 0
                 peer.copy_(ours)
-        draw = random.Random(0)
-        sizes = [sum(pair) for pair in zip(lengths(ROWS, draw, 40), lengths(ROWS, draw, 70))]
-        width, vocabulary = max(sizes), theirs.config.vocab_size
-        there = torch.tensor([[int(place < size) for place in range(width)] for size in sizes])
-        ids = torch.randint(vocabulary, there.shape) * there
-        trained = there * (torch.arange(width) >= 16)
-        batch = DataProto.from_dict(
-            tensors={
-                "input_ids": ids,
-                "attention_mask": there,
-                "position_ids": (there.cumsum(-1) - 1).clamp(min=0),
-                "responses": ids[:, 1:],
-                "response_mask": trained[:, 1:],
-            }
-        )
-        labels = torch.where(trained.bool(), ids, -100)[:, 1:]
+        batch = drawn_batch(theirs.config.vocab_size)
+        ids, there, trained = (batch.tensors[name] for name in ("input_ids", "attention_mask", "response_mask"))
+        labels = torch.where(trained.bool(), ids[:, 1:], -100)
 
         def peer_step(beta: float) -> float:
             theirs.zero_grad()

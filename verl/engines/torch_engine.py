@@ -1,9 +1,8 @@
 """What every engine over a torch module does: the iteration, the schedule, the state.
 
-A backend adds how the module is laid out over ranks and how weights go in and out; the numbers it computes are decided
-here, once. On several ranks each is handed its own rows of a batch, and a result is that of all rows together: the
-denominators of the loss and the norm of the gradient are those of the whole mini-batch, ranks that have fewer
-micro-batches than others fill up with empty ones so that all enter the same collectives, and all return equal metrics.
+A backend adds how the module is laid out over ranks and how weights go in and out; the numbers are decided here, once.
+On several ranks each gets its rows of a batch, and a result is that of all rows: the denominators of the loss and the
+gradient norm are the mini-batch's, empty micro-batches let all ranks enter the same collectives, and metrics are equal.
 """
 
 from __future__ import annotations
