@@ -82,14 +82,19 @@ def requests(folder, config, samples=2):
 def expected(model, request, done):
     """The log-probs of the drawn tokens by a pass of transformers over the finished sequence, without placeholders."""
     ids = torch.tensor([[*request.token_ids, *done.token_ids]])
-    inputs = dict(request.multi_modal_inputs or {})
+    shown = dict(request.multi_modal_inputs or {})
+    inputs = dict(shown)
     if inputs:
         kinds = torch.zeros_like(ids, dtype=torch.int)
         kinds[:, : len(request.token_ids)] = kinds_of(model.config, ids[:, : len(request.token_ids)])
         inputs |= token_kinds(model.config, kinds)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(request.token_ids) - 1 : -1]
-    logits[:, list(family_of(model.config).never_drawn)] = float("-inf")
+    family = family_of(model.config)
+    excluded = set(family.never_drawn)
+    if "video" in family.kinds and not any(seen.kind == "video" for seen in family.pictures(shown)):
+        excluded -= {family.token_id("video")} - {family.token_id("image")}
+    logits[:, sorted(excluded)] = float("-inf")
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
 
 

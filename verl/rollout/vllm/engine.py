@@ -142,7 +142,7 @@ class VLLMEngine:
             stop_token_ids=[] if sampling.ignore_eos else list(stops),
             ignore_eos=True,
             logprobs=0,
-            logit_bias=None if self._seen is None else self._seen.logit_bias,
+            logit_bias=None if self._seen is None else self._seen.logit_bias(request),
             detokenize=False,
             output_kind=self._params.RequestOutputKind.DELTA,
         )

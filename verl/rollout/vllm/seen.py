@@ -42,10 +42,17 @@ class SeenPrompts:
         processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
         return None if family is None else cls(family, processor, on_cpu)
 
-    @property
-    def logit_bias(self) -> dict[int, float]:
-        """Keeps the policy from drawing placeholders: later turns would take them for those of a picture."""
-        return dict.fromkeys(self.family.never_drawn, NEVER)
+    def logit_bias(self, request: Request) -> dict[int, float]:
+        """Keeps the policy from drawing placeholders: later turns would take them for those of a picture.
+
+        vLLM leaves them out of its log-probs; that of videos is excluded only where there are some.
+        """
+        inputs, image = request.multi_modal_inputs, self.family.token_id("image")
+        sees_videos = bool(inputs) and any(picture.kind == "video" for picture, _ in self._known.of(inputs))
+        excluded = set(self.family.never_drawn)
+        if not sees_videos and "video" in self.family.kinds and self.family.token_id("video") != image:
+            excluded.remove(self.family.token_id("video"))
+        return dict.fromkeys(sorted(excluded), NEVER)
 
     def prompt(self, request: Request) -> dict[str, Any]:
         """vLLM's ``MultiModalInput`` of a request.
