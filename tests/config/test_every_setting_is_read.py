@@ -40,6 +40,8 @@ READ_ELSEWHERE = {
     "algorithm.gigpo.step_advantage_w",
     "algorithm.pf_ppo.reweight_method",
     "algorithm.pf_ppo.weight_pow",
+    # Only a run that resumes reads it: tests/trainer/ppo/test_saving.py.
+    *(f"{role}.checkpoint.load_contents" for role in ("actor_rollout_ref.actor", "critic")),
     "trainer.best_mode",  # Only a run that compares checkpoints reads it: tests/checkpoint/test_best.py.
     # Only dynamic sampling reads it: tests/trainer/ppo/test_dynamic_sampling.py.
     "algorithm.filter_groups.max_inflight_gen_batches",

@@ -29,6 +29,7 @@ SERVES = {
     "verl/config/rules/validate.py": ("generation", "evaluation"),
     "verl/trainer/main_eval.py": ("evaluation",),
     "verl/trainer/main_generation.py": ("generation",),
+    "verl/trainer/dpo_trainer.py": ("dpo_trainer",),
     "verl/trainer/pairs.py": ("dpo_trainer",),
     "verl/trainer/supervised.py": SUPERVISED,
     "verl/trainer/watch.py": SUPERVISED,

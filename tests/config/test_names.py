@@ -17,9 +17,9 @@ A, R, RM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward.rewar
 REF = "actor_rollout_ref.ref"
 PROGRAMS = ("ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer", "generation", "evaluation")
 FREE = (
-    # Names that only the person knows: of columns, functions, modules, projects, addresses, runs.
+    # Names that only the person knows: of columns, functions, metrics, modules, projects, addresses, runs.
     "_key", ".name", "_name", "external_lib", "custom_backend_module", "url", "server.model", "api_key_env",
-    "wandb_proxy", "ray_init.address", "py_executable", "filter_groups.metric",
+    "wandb_proxy", "ray_init.address", "py_executable", "filter_groups.metric", "best_metric",
     # Text, regular expressions over the model's modules, and numbers that may be written as text.
     "custom_chat_template", "target_modules", "exclude_modules", "_threshold",
 )  # fmt: skip

@@ -229,7 +229,7 @@ def test_the_options_of_nsight_reach_the_options_of_rays_actors(here, monkeypatc
         (["global_profiler.steps=[0]", f"{ACTOR}.enable=true"], ConfigError, "counted from 1"),
         ([f"{ACTOR}.tool_config.torch.contents=[cpus]", f"{ACTOR}.enable=true"], ConfigError, "cpu.*cuda.*memory"),
         (["global_profiler.tool=nsys", f"{ACTOR}.enable=true"], ConfigError, "(CUDA devices only|no program 'nsys')"),
-        ([f"{ACTOR}.tool=nsys", f"{ACTOR}.enable=true"], ConfigError, "all workers, and a role alone asks"),
+        ([f"{ACTOR}.tool=nsys", f"{ACTOR}.enable=true"], ConfigError, "all workers, and only a role names it"),
         (["global_profiler.tool=npu", f"{ACTOR}.enable=true"], NotBuiltError, "Ascend.*tool=torch"),
         (["global_profiler.tool=torch_memory", f"{ACTOR}.enable=true"], ConfigError, "CUDA devices only"),
         (["global_profiler.tool=null", f"{ACTOR}.enable=true"], ConfigError, "by no tool"),

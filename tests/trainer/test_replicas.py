@@ -9,6 +9,7 @@ import pytest
 
 from verl.config import load_config
 from verl.config.machine import pools
+from verl.config.rules.checks import out_of_bounds
 from verl.metrics import notices, reset_notices
 from verl.single_controller.ray import unit
 
@@ -59,8 +60,8 @@ def test_a_pool_that_samplers_share_with_a_model_is_refused_and_so_is_a_negative
     ours = configured(pool, "actor_rollout_ref.rollout.max_replacements=2")
     (error,) = pools.elastic_problems(ours)
     assert error.key == pools.REPLACED and "replaced together with rm, which share its process" in str(error)
-    (error,) = pools.elastic_problems(configured("actor_rollout_ref.rollout.max_replacements=-1"))
-    assert "Allowed: 0 or more" in str(error)
+    (error,) = out_of_bounds(configured("actor_rollout_ref.rollout.max_replacements=-1"))
+    assert error.key == pools.REPLACED and "Allowed: 0 or more" in str(error)
 
 
 def test_only_a_process_that_still_goes_by_its_title_is_ended():

@@ -48,7 +48,7 @@ def test_images_become_the_tokens_and_pixels_of_the_other_model(seeing_model, se
         ids = target.apply_chat_template(messages, tokenize=True, return_dict=False)
         ids = processor.expand(ids, pieces if row == 0 else {})
         written = made.batch.batch["input_ids"][row, : int(made.batch.batch["attention_mask"][row].sum())].tolist()
-        assert ids[: len(written)] == written and target.decode(written).endswith(f"{said}<|im_end|>")
+        assert ids[: len(written)] == written and target.decode(written).endswith(f"{said}<|im_end|>\n")
     inputs = made.batch.non_tensor_batch["multi_modal_inputs"]
     assert torch.equal(inputs[0]["pixel_values"], expected["pixel_values"]) and inputs[1] == {}
     assert list(made.refused) == [2] and "later turns" in str(made.refused[2])

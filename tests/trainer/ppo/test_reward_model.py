@@ -187,7 +187,7 @@ RM = "reward.reward_model"
         ([ON, f"{RM}.model_path=rm", f"{RM}.enable_resource_pool=true"], f"{RM}.nnodes", "1 or more"),
         ([ON, f"{RM}.rollout.name=server"], f"{RM}.rollout.server.url", "needs the address"),
         ([ON, f"{RM}.rollout.name=server", f"{RM}.rollout.server.url=http://h:1", ALONE],
-         "reward.custom_reward_function.path", "a function that asks it"),
+         "reward.custom_reward_function.path", "a function that queries it"),
         ([ON, f"{RM}.rollout.name=nothing"], f"{RM}.rollout.name", "unknown value"),
     ],
 )  # fmt: skip

@@ -306,7 +306,7 @@ def policy_problems(cfg: ConfigNode) -> Problems:
         message = f"images are not built yet for the sampler {rollout.name!r}{family}"
         fix = f"Set rollout.name to {' or '.join(samplers)}."
         return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
-    if shows and rollout.name == "vllm" and facts["model_type"] in SEEING_AHEAD and cfg.trainer.device == "cpu":
+    if shows and rollout.name == "vllm" and facts.get("model_type") in SEEING_AHEAD and cfg.trainer.device == "cpu":
         message = "on a CPU vLLM lets the tokens of an image see only those in front of them"
         fix = "Set rollout.name to hf."
         return [NotBuiltError(message, key=key, got=rollout.enable_vision, fix=fix)]
