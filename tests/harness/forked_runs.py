@@ -79,13 +79,17 @@ class Ended:
 
 
 class Server:
-    """The process that has imported everything and forks a run per request, with these variables beside the shell's."""
+    """The process that has imported everything and forks a run per request, with these variables and the shell's.
 
-    def __init__(self, **variables: str) -> None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    Args:
+        root: of the code that it imports.
+    """
+
+    def __init__(self, root: Path = ROOT, **variables: str) -> None:
+        path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server"],
-            cwd=ROOT,
+            cwd=root,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
