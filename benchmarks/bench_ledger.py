@@ -29,16 +29,17 @@ from bench_grpo_step import WARMUP, make_inputs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from verl.config import load_config  # noqa: E402
+from verl.data.loader import PromptSource  # noqa: E402
 from verl.journal.file import Journal  # noqa: E402
 from verl.journal.ledger import Ledger  # noqa: E402
 from verl.journal.schedule import ScheduleRecord  # noqa: E402
 from verl.journal.spans import Spans  # noqa: E402
 from verl.protocol import DataProto  # noqa: E402
 from verl.trainer.main_ppo import TaskRunner, run_ppo  # noqa: E402
-from verl.trainer.ppo import accounting, driver, record, stages, staleness, stream  # noqa: E402
+from verl.trainer.ppo import accounting, driver, record, staleness, stream  # noqa: E402
+from verl.trainer.ppo.admission import GroupQueue  # noqa: E402
 from verl.trainer.ppo.callbacks import Callback  # noqa: E402
 from verl.trainer.ppo.groups import DrawnPrompts  # noqa: E402
-from verl.trainer.ppo.queue import GroupQueue  # noqa: E402
 
 GOAL = 0.02
 MODES = {
@@ -92,7 +93,7 @@ def time_the_parts() -> None:
     wrap("trace", Spans, "_enter", "_leave", "flush")
     wrap("queue", GroupQueue, "room", "admit", "complete", "lose", "is_ready", "drop_overdue", "take", "publish")
     wrap("queue", DrawnPrompts, "take", "batch")
-    wrap(NOT_COUNTED, stages.PromptSource, "next_prompts")
+    wrap(NOT_COUNTED, PromptSource, "next_prompts")
     wrap("queue", driver, "judged", "joined")
     wrap("queue", DataProto, "concat")
     wrap("queue", stream, "joined", "trimmed")

@@ -3,7 +3,7 @@
     python benchmarks/simulate_schedules.py [--devices 2 8 32 128] [--staleness 1 4] [--steps 6] [--measured FILE]
                                             [--slots 256] [--schedules NAME ...]
 
-The admission rule and the queue (`verl.trainer.ppo.queue`) and the router with its line of waiting requests
+The admission rule and the queue (`verl.trainer.ppo.admission`) and the router with its line of waiting requests
 (`verl.rollout.service`) are the program's. The rest is a model, and the clock is simulated:
 
 - half of the devices sample, half train; a step has ``--prompts`` prompts per trainer, so that a larger machine has a
@@ -46,8 +46,7 @@ from figures import ROOT, Figures, add_json
 sys.path.insert(0, str(ROOT))
 from verl.rollout.base import Completion, Request, SamplingParams
 from verl.rollout.service import SamplerService
-from verl.trainer.ppo.admission import GroupAdmission
-from verl.trainer.ppo.queue import GroupQueue
+from verl.trainer.ppo.admission import GroupAdmission, GroupQueue
 
 CHUNKS = 4
 LONGEST = 16

@@ -94,7 +94,7 @@ def test_a_changed_setting_is_refused_as_the_page_shows(saved, tmp_path):
 @pytest.mark.slow
 def test_a_run_is_resumed_and_each_checkpoint_is_told_to_the_printed_class(saved, tmp_path):
     shutil.copytree(saved / "my", tmp_path / "my")
-    (tmp_path / "register.py").write_text(block(CHECKPOINTS, "from verl.trainer.ppo.checkpoint_callback"))
+    (tmp_path / "register.py").write_text(block(CHECKPOINTS, "from verl.trainer.ppo.callbacks"))
     named = "trainer.checkpoint_callback_class=register:Register"
     assert named in (ROOT / CHECKPOINTS).read_text(encoding="utf-8")
     printed = bash(tmp_path, f"{block(CHECKPOINTS, 'verl resume').strip()} {named}")

@@ -13,12 +13,12 @@ from rich.console import Console
 from tests.harness.programs import python
 from tests.harness.runs import records
 from tests.observability.spies import SpyTracker
+from verl.data.sample_texts import turns_of
 from verl.errors import DataError, printable
 from verl.json_text import read_json
 from verl.metrics import notice
 from verl.observability.samples import Sample, dump_generations, sample_panel, shorten
 from verl.observability.tracking import Tracking
-from verl.trainer.ppo.sample_texts import turns_of
 from verl.utils.tracking import ValidationGenerationsLogger
 
 SPY = "tests.observability.spies:SpyTracker"

@@ -11,8 +11,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.runs import logged_steps, prepare
 from tests.harness.scorers import scorer
 from verl.errors import RolloutError, VerlError
-from verl.protocol import DataProto
-from verl.trainer.ppo.experts import balance
+from verl.models.router_replay import expert_balance
 
 MODE, RECORD = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 REF, KL = "actor_rollout_ref.ref.router_replay.mode", "actor_rollout_ref.actor.use_kl_loss"
@@ -112,16 +111,16 @@ def test_the_balance_of_recorded_experts_by_hand():
     experts[0, 1] = 2  # a prompt's token
     experts[0, 2] = torch.tensor([[0, 1], [3, 1]])
     experts[0, 3] = torch.tensor([[0, 2], [3, 1]])
-    batch = DataProto.from_dict(tensors={"routed_experts": experts, "responses": torch.zeros(1, 3)})
-    found = balance(batch, 4)
+    routing = experts[:, 2:]
+    metrics = expert_balance(routing, 4)
     half, quarter = torch.tensor([0.5, 0.25]).log().tolist()
     entropies = [-(0.5 * half + 2 * 0.25 * quarter), -half]
     # Of four choices a layer, one is each expert's mean: 2, 1, 1, 0 and 0, 2, 0, 2.
     loads = {"max_load": 2.0, "max_violation": 1.0, "dead_experts": 3.0}
-    assert found == pytest.approx({"max_share": 0.5, "entropy": sum(entropies) / 2, **loads})
+    assert metrics == pytest.approx({"max_share": 0.5, "entropy": sum(entropies) / 2, **loads})
     experts[0, 3, 0] = torch.tensor([3, 2])
-    evener = balance(batch, 4)
+    evener = expert_balance(routing, 4)
     assert (evener["max_load"], evener["max_violation"], evener["dead_experts"]) == (2.0, 0.5, 2.0), "one layer is even"
-    assert set(balance(batch, None)) == {"max_share", "entropy"}
+    assert set(expert_balance(routing, None)) == {"max_share", "entropy"}
     experts[:] = -1
-    assert balance(DataProto.from_dict(tensors={"routed_experts": experts, "responses": torch.zeros(1, 3)}), 4) == {}
+    assert expert_balance(routing, 4) == {}

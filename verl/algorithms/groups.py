@@ -20,6 +20,8 @@ from verl.errors import ConfigError
 from verl.metrics import notice
 
 Singleton = Literal["zero", "raw"]
+SAME = 1e-8
+"""Float rewards closer than this are equal."""
 
 
 @dataclass(frozen=True)
@@ -128,3 +130,30 @@ def spread_over_tokens(advantage: Tensor, response_mask: Tensor, dtype: torch.dt
 def lengths_of(response_mask: Tensor) -> Tensor:
     """(B,) float64: the valid tokens of each row."""
     return response_mask.sum(dim=-1).double()
+
+
+def same_outcome(groups: np.ndarray, columns: list[np.ndarray], left_out: np.ndarray) -> np.ndarray:
+    """(G,) bool: groups of several samples in which no column varies by more than rounding.
+
+    Args:
+        groups: (B,) int, of each row, 0 .. G - 1.
+        columns: each (B,); a group is kept if any of them varies.
+        left_out: (B,) rows that do not count.
+    """
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    varies = np.zeros(num_groups, dtype=bool)
+    for values in columns:
+        counted = ~left_out & ~np.isnan(values)
+        low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+        np.minimum.at(low, groups[counted], values[counted])
+        np.maximum.at(high, groups[counted], values[counted])
+        varies |= high - low > SAME
+    return ~varies & (np.bincount(groups, minlength=num_groups) > 1)
+
+
+def group_means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.ndarray:
+    """(G,) float64: the mean of each group's counted values, NaN where it has none."""
+    counted = ~left_out & ~np.isnan(values)
+    number = np.bincount(groups, weights=counted)
+    total = np.bincount(groups, weights=np.where(counted, values, 0.0))
+    return np.divide(total, number, out=np.full(len(number), np.nan), where=number > 0)

@@ -7,6 +7,7 @@ torchdata's loader, whose state is that of its workers, is not used.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sized
 from itertools import islice
@@ -20,6 +21,7 @@ from verl import env
 from verl.data.collate import collate_fn as collate_rows
 from verl.errors import ConfigError, DataError
 from verl.metrics import notice
+from verl.protocol import DataProto
 
 
 @runtime_checkable
@@ -204,3 +206,46 @@ class _CountRows:
 
     def __call__(self, rows: list[Any]) -> tuple[int, Any]:
         return len(rows), self.collate(rows)
+
+
+def prompt_uid(epoch: int, row: Any) -> str:
+    """The identity of a prompt in a run: the key of its random numbers and its group."""
+    return hashlib.blake2b(f"{epoch}:{row}".encode(), digest_size=8).hexdigest()
+
+
+class PromptSource:
+    """An endless stream of prompt batches: epoch after epoch of a stateful loader, each row with its uid."""
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        self._batches: Iterator[dict[str, Any]] = iter(())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self.loader.epoch
+
+    def next_prompts(self) -> DataProto:
+        """The next batch; begins the next epoch where one ends."""
+        epoch, rows = self.loader.epoch, next(self._batches, None)
+        if rows is None:
+            self._batches = iter(self.loader)
+            epoch, rows = self.loader.epoch, next(self._batches)
+        prompts = DataProto.from_single_dict(rows)
+        give_uids(prompts, epoch)
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self._batches = iter(())
+
+
+def give_uids(prompts: DataProto, epoch: int) -> None:
+    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are identified by their content."""
+    rows = prompts.non_tensor_batch.get("__row__", prompts.non_tensor_batch.get("raw_prompt_ids"))
+    if rows is None:
+        rows = prompts.non_tensor_batch["raw_prompt"]
+    prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, row) for row in rows], dtype=object)

@@ -239,3 +239,35 @@ def routed_experts(router: nn.Module, out: Tensor | Sequence[Tensor]) -> Tensor:
         message = f"{type(router).__name__} does not return the experts of each token"
         raise EngineError(message, fix="Leave router replay off for this family.")
     return experts
+
+
+def expert_balance(routing: Tensor, num_experts: int | None) -> dict[str, float]:
+    """How evenly experts are chosen. A layer's load is its busiest expert's share over the mean share.
+
+    - ``max_share``: the largest share of one expert in the choices of a layer;
+    - ``max_load``: the load of the worst layer;
+    - ``max_violation``: the load less one, mean over layers; 0 if all experts get as much (MaxVio; Wang et al. 2024,
+      arXiv 2408.15664, section 4.1);
+    - ``entropy``: of a layer's shares, in nats, mean over layers;
+    - ``dead_experts``: how many experts, of all layers together, no token chose.
+
+    Args:
+        routing: (B, T, layers, top_k), `NO_RECORD` where a token has none.
+        num_experts: of a layer; None leaves out what needs it.
+
+    Returns:
+        Nothing where no token has a record.
+    """
+    routing = routing[routing[..., 0, 0] != NO_RECORD].long()
+    if not len(routing):
+        return {}
+    layers = routing.shape[1]
+    experts = num_experts or int(routing.max()) + 1
+    counts = torch.stack([torch.bincount(routing[:, layer].flatten(), minlength=experts) for layer in range(layers)])
+    shares = counts.double() / counts.sum(-1, keepdim=True)
+    metrics = {"max_share": float(shares.max()), "entropy": float(torch.special.entr(shares).sum(-1).mean())}
+    if num_experts is None:
+        return metrics
+    loads = shares.amax(-1) * experts
+    metrics |= {"max_load": float(loads.max()), "max_violation": float(loads.mean()) - 1}
+    return {**metrics, "dead_experts": float((counts == 0).sum())}

@@ -15,6 +15,7 @@ from verl.config import PPOTrainerConfig, replace
 from verl.config.rules.queues import samples_while_training
 from verl.config.schema.root import uses_critic, uses_reference, uses_reward_model
 from verl.data import RLHFDataset, create_rl_dataset
+from verl.data.sample_texts import turns_of_rows
 from verl.metrics import notice
 from verl.models.flops import device_peak_flops
 from verl.observability import samples as sample_output
@@ -24,7 +25,6 @@ from verl.protocol.tokenizer import Tokenizer
 from verl.rewards import check_reward_data
 from verl.single_controller.base import Role
 from verl.trainer.models import RM, model_roles
-from verl.trainer.ppo.sample_texts import turns_of_rows
 from verl.trainer.ppo.validation import ValidationSamples
 from verl.workers.part import WorkerContext
 from verl.workers.scoring import reward_manager as reward_manager

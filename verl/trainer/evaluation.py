@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from verl.algorithms.validation import pass_at, process_validation_metrics, subset_sizes
 from verl.config.schema.generation import EvaluationDataConfig
 from verl.data.files import read_files, require_column
 from verl.errors import DataError
 from verl.rewards.samples import RewardResult, RewardSample
-from verl.trainer.ppo.metric_utils import pass_at, process_validation_metrics, subset_sizes
 
 DRAWS = 2000
 INTERVAL = (2.5, 97.5)

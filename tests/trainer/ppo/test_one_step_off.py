@@ -18,9 +18,9 @@ from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 from verl.single_controller.base import interrupts
+from verl.single_controller.base.interrupts import side_by_side
 from verl.trainer.ppo import stages, staleness
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.schedules import side_by_side
 
 MODE = "trainer.v1.trainer_mode=one_step_off"
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr=1e-2")

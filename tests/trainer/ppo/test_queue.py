@@ -9,9 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from verl.trainer.ppo import queue as queues
-from verl.trainer.ppo.admission import OVERDUE, BoundBroken, GroupAdmission
-from verl.trainer.ppo.queue import GroupQueue
+from verl.trainer.ppo import admission as queues
+from verl.trainer.ppo.admission import OVERDUE, BoundBroken, GroupAdmission, GroupQueue
 
 SHARES = (Fraction(0), Fraction("0.1"), Fraction("0.5"), Fraction(1), Fraction("1.5"), Fraction(3))
 

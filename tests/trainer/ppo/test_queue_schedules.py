@@ -29,12 +29,11 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Role, interrupts
 from verl.trainer.build import worker_arguments
 from verl.trainer.ppo import schedules, stages
-from verl.trainer.ppo.admission import BoundBroken, GroupAdmission
+from verl.trainer.ppo.admission import BoundBroken, GroupAdmission, GroupQueue
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.driver import Concurrent
 from verl.trainer.ppo.groups import Done, GroupRows, check_not_starved, together
-from verl.trainer.ppo.queue import GroupQueue
 from verl.trainer.ppo.schedules import COLOCATE_ASYNC, FULLY_ASYNC, SEPARATE_ASYNC, ScheduleRun
 from verl.trainer.ppo.stream import GroupStream
 from verl.trainer.signals import RunStopped
@@ -359,7 +358,7 @@ def test_a_rule_that_admits_too_much_is_caught_on_the_groups_and_on_the_tokens(m
     monkeypatch.setattr(GroupQueue, "room", lambda self: room(self) + self.bound.groups)
     with pytest.raises(BoundBroken, match="2 versions, where 1 are allowed"):
         train(*BASE, f"{MODE}=colocate_async")
-    monkeypatch.setattr("verl.trainer.ppo.queue.check_version", lambda *_: None)
+    monkeypatch.setattr("verl.trainer.ppo.admission.check_version", lambda *_: None)
     with pytest.raises(RolloutError, match="step 3 trains version 2, and a sample has tokens of version 0"):
         train(*BASE, f"{MODE}=colocate_async")
 

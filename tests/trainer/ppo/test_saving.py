@@ -17,8 +17,7 @@ from verl.json_text import read_json
 from verl.metrics import notices, reset_notices
 from verl.storage.remote import FsspecFolder
 from verl.trainer import expiry
-from verl.trainer.ppo.callbacks import Callback, SaveCheckpoint
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback, build_checkpoint_callback
+from verl.trainer.ppo.callbacks import Callback, CheckpointCallback, SaveCheckpoint, build_checkpoint_callback
 
 told: list[tuple[int, str, bool]] = []
 

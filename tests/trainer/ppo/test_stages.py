@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from verl.config import PPOTrainerConfig, replace
+from verl.data.loader import prompt_uid
 from verl.errors import DataError
 from verl.metrics import Metric, MetricSet, notices
 from verl.protocol import DataProto
@@ -186,9 +187,9 @@ def test_kl_in_the_reward_is_charged_with_the_coefficient_before_its_update():
 
 
 def test_prompt_uids_are_stable_and_differ_by_epoch_and_row():
-    uids = {stages.prompt_uid(epoch, row) for epoch in range(3) for row in range(5)}
+    uids = {prompt_uid(epoch, row) for epoch in range(3) for row in range(5)}
     assert len(uids) == 15
-    assert stages.prompt_uid(0, 7) == stages.prompt_uid(0, 7)
+    assert prompt_uid(0, 7) == prompt_uid(0, 7)
 
 
 def test_masking_a_sample_does_not_write_into_memory_that_workers_share():

@@ -79,3 +79,21 @@ def current_policy_metrics(log_prob: Tensor, rollout_log_prob: Tensor, response_
     tokens, rows = float(response_mask.bool().sum()), float(response_mask.bool().any(dim=-1).sum())
     weight = {"kl": tokens, "k3_kl": tokens, "ppl_ratio": rows, "log_ppl_diff": rows, "log_ppl_abs_diff": rows}
     return {f"rollout_corr/current_{name}": Metric(metrics[name], "mean", count) for name, count in weight.items()}
+
+
+def probability_difference(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """How far the sampler's probabilities are from the trainer's, over sampled tokens; arguments are (B, T)."""
+    mask = response_mask.bool()
+    if not mask.any():
+        return {"training/rollout_probs_diff_valid": 0.0}
+    ours, theirs = (values[mask].float().exp() for values in (old_log_prob, rollout_log_prob))
+    difference = (ours - theirs).abs()
+    metrics = {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
+    }
+    if len(ours) > 1 and ours.std() > 0 and theirs.std() > 0:
+        metrics["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+    return metrics

@@ -7,8 +7,12 @@ Consumes: nothing. Waits for: nothing; a runtime that waits for workers looks he
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 CHECK_SECONDS = 0.2
 """How often a waiting thread looks whether it was interrupted."""
@@ -60,3 +64,52 @@ def interruptible(by: Interrupt) -> Iterator[None]:
 def current() -> Interrupt | None:
     """What may interrupt this thread now."""
     return getattr(_of_thread, "interrupt", None)
+
+
+def side_by_side(
+    ahead: Callable[[], A], here: Callable[[], B], waiting: AbstractContextManager[None] | None = None
+) -> tuple[A, B]:
+    """The results of two functions, one in a thread, the other in the thread that calls; none outlives the call.
+
+    Both may call worker groups, whose calls are sent one at a time to all ranks of their processes. An error ends the
+    other function where it waits for workers.
+
+    Args:
+        ahead: runs in a thread.
+        here: runs in this thread; signals reach it.
+        waiting: is entered while this thread waits for the other one.
+
+    Raises:
+        BaseException: the first error of the two, as it was raised.
+    """
+    stop_ahead, stop_here = Interrupt(), Interrupt()
+    results: list[A] = []
+    errors: list[BaseException] = []
+
+    def run_ahead() -> None:
+        try:
+            with interruptible(stop_ahead):
+                results.append(ahead())
+        except Interrupted:
+            return  # the error is this thread's caller's
+        except BaseException as error:  # carried over to the calling thread
+            errors.append(error)
+            stop_here.set()
+
+    thread = threading.Thread(target=run_ahead, name="verl-ahead", daemon=True)
+    thread.start()
+    try:
+        with interruptible(stop_here):
+            mine = here()
+    except Interrupted:
+        thread.join()
+        raise errors[0] from None
+    except BaseException:
+        stop_ahead.set()
+        thread.join()
+        raise
+    with waiting or nullcontext():
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results[0], mine

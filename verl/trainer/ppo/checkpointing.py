@@ -25,6 +25,7 @@ from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.provenance import Provenance, check_resume
 from verl.checkpoint.retention import delete
 from verl.config import PPOTrainerConfig
+from verl.data.loader import PromptSource
 from verl.errors import CheckpointError, VerlError
 from verl.journal.file import Position
 from verl.metrics import notice
@@ -33,7 +34,6 @@ from verl.single_controller.base import WorkerGroup, by_rank
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.schedules import ScheduleRun
-from verl.trainer.ppo.stages import PromptSource
 from verl.workers.model import ModelWorker
 from verl.workers.roles import Roles
 
@@ -84,13 +84,7 @@ class RunCheckpoints:
     """Saves and resumes one RL run; holds the lock of its folder while it may write.
 
     A checkpoint is put in place after its step was logged: a run that continues from it has lost no metrics, and the
-    trackers replace those of the steps that it repeats.
-
-    Args:
-        roles: every trainable role is saved under its name.
-        source: the place in the data.
-        run: step and KL controller.
-        schedule: what waits in its stream.
+    trackers replace those of the steps that it repeats. Every trainable role is saved under its name.
     """
 
     def __init__(

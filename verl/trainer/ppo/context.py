@@ -31,10 +31,7 @@ class RunState:
     """What outlives a step.
 
     Args:
-        config: the configuration of the run.
         reward: scores samples; returns ``reward_tensor``, ``reward_extra_info`` and ``unscorable``.
-        total_steps: length of the run.
-        steps_per_epoch: batches of prompts in an epoch.
         stop: whether a signal asks the run to end.
         step: the last step that has begun; 0 before the first.
         journal: what the run writes of itself; None in a run that keeps none.
@@ -134,11 +131,7 @@ class RunState:
 
 
 class StepContext:
-    """What a stage gets: where the run is, and what it reports of one step, or of its sampling alone.
-
-    Args:
-        run: the state of the run, which all contexts share.
-        step: number of the step, from 1.
+    """What a stage gets: where the run is, and what it reports of one step (from 1), or of its sampling alone.
 
     Attributes:
         metrics: of this step alone.

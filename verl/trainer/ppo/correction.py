@@ -13,6 +13,7 @@ import math
 import torch
 
 from verl.algorithms.rollout_correction import Correction, CorrectionResult, correction_of, importance_sampling_of
+from verl.algorithms.rollout_correction.mismatch import probability_difference
 from verl.config import AlgoConfig
 from verl.config.schema.algorithm import importance_sampling
 from verl.errors import DataError, RolloutError
@@ -85,15 +86,6 @@ def use_rollout_log_probs(batch: DataProto) -> None:
     batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
 
 
-def compute_rollout_importance_weights_and_add_to_batch(
-    batch: DataProto, algorithm: AlgoConfig
-) -> tuple[DataProto, dict[str, float]]:
-    """``algorithm.rollout_is_*``: the batch, with weights if ``rollout_is`` is true, and the ``mismatch/`` metrics."""
-    if algorithm.rollout_is_threshold is None or "rollout_log_probs" not in batch.tensors.keys():
-        return batch, {}
-    return batch, correct(batch, algorithm)
-
-
 def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
     """How far the sampler's log-probs are from the recomputed ones, where there are both."""
     if "rollout_log_probs" in batch.tensors.keys():
@@ -103,20 +95,8 @@ def measure_sampler(batch: DataProto, ctx: StepContext) -> None:
 
 def rollout_difference(batch: DataProto) -> dict[str, float]:
     """How far the sampler's probabilities are from the trainer's, over sampled tokens."""
-    mask = batch.tensors["response_mask"].bool()
-    if not mask.any():
-        return {"training/rollout_probs_diff_valid": 0.0}
-    ours, theirs = (batch.tensors[k][mask].float().exp() for k in ("old_log_probs", "rollout_log_probs"))
-    difference = (ours - theirs).abs()
-    metrics = {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_max": difference.max().item(),
-        "training/rollout_probs_diff_mean": difference.mean().item(),
-        "training/rollout_probs_diff_std": difference.std(correction=0).item(),
-    }
-    if len(ours) > 1 and ours.std() > 0 and theirs.std() > 0:
-        metrics["training/rollout_actor_probs_pearson_corr"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
-    return metrics
+    columns = ("old_log_probs", "rollout_log_probs", "response_mask")
+    return probability_difference(*(batch.tensors[name] for name in columns))
 
 
 def check_reloaded(roles: Roles, ctx: StepContext, version: int) -> None:

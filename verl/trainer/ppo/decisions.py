@@ -17,10 +17,10 @@ from verl.errors import ReplayError
 from verl.journal.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
 from verl.metrics import notice
 from verl.single_controller.base.interrupts import Interrupt
-from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo import accounting
+from verl.trainer.ppo.admission import GroupQueue, QueuedGroup
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.groups import OF_FAILED, Done, GroupRows, count_lost
-from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
+from verl.trainer.ppo.groups import OF_FAILED, Done, GroupRows, without_samples
 
 Prompts = Mapping[int, GroupRows]
 Follow = Mapping[int, Mapping[str, Draws]]
@@ -29,9 +29,6 @@ Follow = Mapping[int, Mapping[str, Draws]]
 
 class Driver(ABC):
     """Samples and scores the groups of a stream; a subclass says how.
-
-    Args:
-        record: of this run; None in one that has none.
 
     Attributes:
         failed: is set once `results` would raise; who trains meanwhile need not wait for its workers any longer.
@@ -173,7 +170,8 @@ class Driver(ABC):
             if end is None:
                 self._later[number] = begun.pop(number)
             elif end["why"] in OF_FAILED:
-                self._held[number] = _failed(number, begun.pop(number), str(end["why"]), ctx)
+                self._held[number] = done = without_samples(number, begun.pop(number), str(end["why"]), ctx)
+                accounting.ask(done.rows.alone(), ctx)
             else:
                 self._spans[number] = _spans_of(end, gone)
         self.sample(begun, ctx, self._spans if script is not None else None, None)
@@ -276,12 +274,3 @@ def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str
                 answers[name] = {"tokens": tokens[part], "log_probs": log_probs[part]}
             start += length
     return answers
-
-
-def _failed(number: int, prompt: GroupRows, why: str, ctx: StepContext) -> Done:
-    """A group whose sampling or scoring failed in the recorded run."""
-    rows = stages.repeated(prompt.alone(), ctx.run.open(ctx.step))
-    accounting.ask(rows, ctx)
-    done = Done(number, GroupRows.of(rows), why=why)
-    count_lost(done, ctx)
-    return done

@@ -31,7 +31,16 @@ from verl.trainer.placement import topology_of
 from verl.trainer.ppo import accounting, experts, stages
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.decisions import Driver, Follow, Prompts
-from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows, count_lost, gen_batches, joined, judged
+from verl.trainer.ppo.groups import (
+    UNFINISHED,
+    Done,
+    GroupRows,
+    count_lost,
+    gen_batches,
+    joined,
+    judged,
+    without_samples,
+)
 from verl.trainer.ppo.replay import RolloutReplay
 from verl.trainer.ppo.step import collect
 from verl.workers.roles import Roles
@@ -94,10 +103,7 @@ class Inline(Driver):
         """Groups none of whose samples could be scored; raises where they are many."""
         self._failed_in_a_row += len(prompts)
         _check_few(self._failed_in_a_row, error)
-        for number, prompt in prompts.items():
-            rows = GroupRows.of(stages.repeated(prompt.alone(), ctx))
-            self._done.append(Done(number, rows, why="unscorable"))
-            count_lost(self._done[-1], ctx)
+        self._done += [without_samples(number, prompt, "unscorable", ctx) for number, prompt in prompts.items()]
 
     def ended(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
         done, self._done = self._done, []

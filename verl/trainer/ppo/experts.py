@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from verl.config.machine.config_json import experts_of, facts_of
 from verl.errors import RolloutError
 from verl.metrics import Reduction
-from verl.models.router_replay import COLUMN, NO_RECORD
+from verl.models.router_replay import COLUMN, expert_balance
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import StepContext
 
@@ -59,42 +57,18 @@ def _check(batch: DataProto, ctx: StepContext) -> None:
 
 
 def measure(samples: DataProto, ctx: StepContext) -> None:
-    """Report how evenly the sampler used its experts, at the set interval of steps; leave out what nothing else reads.
+    """Report how evenly the sampler used its experts (``rollout/moe``, response tokens), at the set interval of steps.
 
-    All are of response tokens, under ``rollout/moe``. A layer's load is its busiest expert's share over the mean share.
-
-    - ``max_share``: the largest share of one expert in the choices of a layer;
-    - ``max_load``: the load of the worst layer;
-    - ``max_violation``: the load less one, mean over layers; 0 if all experts get as much (MaxVio; Wang et al. 2024,
-      arXiv 2408.15664, section 4.1);
-    - ``entropy``: of a layer's shares, in nats, mean over layers;
-    - ``dead_experts``: how many experts, of all layers together, no token chose.
+    What nothing else reads is left out of the batch.
     """
     interval = ctx.config.actor_rollout_ref.rollout.moe_load_balance_metrics_interval
     if COLUMN not in samples.tensors.keys():
         return
     if interval > 0 and ctx.step % interval == 0:
+        routing = samples.tensors[COLUMN][:, -samples.tensors["responses"].shape[1] :]
         num_experts = experts_of(facts_of(ctx.config.actor_rollout_ref.model.path) or {})
-        for name, value in balance(samples, num_experts).items():
+        for name, value in expert_balance(routing, num_experts).items():
             kind: Reduction = "max" if name in ("max_share", "max_load") else "mean"
             ctx.metrics.add(f"rollout/moe/{name}", value, kind, weight=int(samples.tensors["response_mask"].sum()))
     if mode_of(ctx) != "R3":
         samples.tensors.pop(COLUMN)
-
-
-def balance(samples: DataProto, num_experts: int | None) -> dict[str, float]:
-    """See `measure`; what needs the number of experts only where it is known, nothing where no token has a record."""
-    routing = samples.tensors[COLUMN][:, -samples.tensors["responses"].shape[1] :]
-    routing = routing[routing[..., 0, 0] != NO_RECORD].long()
-    if not len(routing):
-        return {}
-    layers = routing.shape[1]
-    experts = num_experts or int(routing.max()) + 1
-    counts = torch.stack([torch.bincount(routing[:, layer].flatten(), minlength=experts) for layer in range(layers)])
-    shares = counts.double() / counts.sum(-1, keepdim=True)
-    metrics = {"max_share": float(shares.max()), "entropy": float(torch.special.entr(shares).sum(-1).mean())}
-    if num_experts is None:
-        return metrics
-    loads = shares.amax(-1) * experts
-    metrics |= {"max_load": float(loads.max()), "max_violation": float(loads.mean()) - 1}
-    return {**metrics, "dead_experts": float((counts == 0).sum())}

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from verl.algorithms.groups import group_means
+from verl.algorithms.validation import is_numeric
 from verl.errors import DataError, suggest
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.metric_utils import is_numeric
 
-SAME = 1e-8
-"""Float rewards closer than this are equal."""
 SCORE_SUMS = (None, "reward", "seq_reward", "seq_final_reward")
 """Values of ``filter_groups.metric`` that name the reward of the sequence."""
 KEY = "algorithm.filter_groups.metric"
@@ -70,25 +69,6 @@ def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
     return np.array([np.nan if value is None else float(value) for value in column])
 
 
-def same_outcome(groups: np.ndarray, columns: list[np.ndarray], left_out: np.ndarray) -> np.ndarray:
-    """(G,) bool: groups of several samples in which no column varies by more than rounding.
-
-    Args:
-        groups: (B,) from `group_numbers`.
-        columns: each (B,); a group is kept if any of them varies.
-        left_out: (B,) rows that do not count.
-    """
-    num_groups = int(groups.max()) + 1 if len(groups) else 0
-    varies = np.zeros(num_groups, dtype=bool)
-    for values in columns:
-        counted = ~left_out & ~np.isnan(values)
-        low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
-        np.minimum.at(low, groups[counted], values[counted])
-        np.maximum.at(high, groups[counted], values[counted])
-        varies |= high - low > SAME
-    return ~varies & (np.bincount(groups, minlength=num_groups) > 1)
-
-
 def share_without_advantage(samples: DataProto) -> float:
     """The share of groups of which no token has an advantage, so they contribute no gradient."""
     groups = group_numbers(samples)
@@ -108,7 +88,7 @@ def chosen_rows(samples: DataProto, kept: int, ctx: StepContext) -> np.ndarray:
     _, first, groups = np.unique(uids, return_index=True, return_inverse=True)
     liked = np.ones(len(first), dtype=bool)
     if data.filter_accuracy:
-        rate = _means(groups, accuracies(samples), out_of_statistics(samples))
+        rate = group_means(groups, accuracies(samples), out_of_statistics(samples))
         low, high = data.accuracy_lower_bound - ROUNDING, data.accuracy_upper_bound + ROUNDING
         liked &= (low <= rate) & (rate <= high)  # false for NaN
     if data.filter_truncate and "finish_reason" in samples.non_tensor_batch:
@@ -118,11 +98,3 @@ def chosen_rows(samples: DataProto, kept: int, ctx: StepContext) -> np.ndarray:
     ctx.metrics.add("training/oversampling/liked_prompts", int(liked.sum()), "sum")
     ctx.metrics.add("training/oversampling/filled_prompts", int((~liked[selected]).sum()), "sum")
     return np.isin(groups, selected)
-
-
-def _means(groups: np.ndarray, values: np.ndarray, left_out: np.ndarray) -> np.ndarray:
-    """(G,) float64: the mean of each group's counted values, NaN where it has none."""
-    counted = ~left_out & ~np.isnan(values)
-    number = np.bincount(groups, weights=counted)
-    total = np.bincount(groups, weights=np.where(counted, values, 0.0))
-    return np.divide(total, number, out=np.full(len(number), np.nan), where=number > 0)

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.agent_loop.unfinished import ENOUGH
+from verl.data.loader import PromptSource
 from verl.errors import DataError
 from verl.journal.schedule import Notes
 from verl.metrics import notice
@@ -20,9 +21,8 @@ from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
 from verl.protocol.lazy import row_bounds, trimmed_axis
 from verl.trainer.ppo import accounting, group_filter, stages
+from verl.trainer.ppo.admission import GroupQueue, QueuedGroup
 from verl.trainer.ppo.context import StepContext
-from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
-from verl.trainer.ppo.stages import PromptSource
 
 OF_FAILED = {"failed": "failed_loop", "unscorable": "unscorable"}
 """Why a group failed, and what the ledger says of its samples. Sampling is tried once more, scoring is not."""
@@ -115,6 +115,13 @@ def count_lost(done: Done, ctx: StepContext) -> None:
         ctx.metrics.add("reward/unscorable", len(done.rows), "sum")
         ctx.metrics.add("reward/unscorable_fraction", 1.0, weight=len(done.rows))
     ctx.metrics.add("training/rollout_failure/evicted_samples", len(done.rows), "sum")
+
+
+def without_samples(number: int, prompt: GroupRows, why: str, ctx: StepContext) -> Done:
+    """A group without samples, which the metrics count."""
+    done = Done(number, GroupRows.of(stages.repeated(prompt.alone(), ctx)), why=why)
+    count_lost(done, ctx)
+    return done
 
 
 def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: bool = True) -> list[Done]:

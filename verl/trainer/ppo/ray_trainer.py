@@ -24,8 +24,9 @@ from verl.config.machine import pools, topology
 from verl.config.schema.root import key_of_prompts_at_once, prompts_at_once
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
-from verl.data.loader import LearnsFromSteps
+from verl.data.loader import LearnsFromSteps, PromptSource
 from verl.data.progress import timed
+from verl.data.sample_texts import SampleTexts, conversation_columns
 from verl.errors import DataError, RolloutError
 from verl.journal.places import folder_of_run
 from verl.metrics import notice
@@ -40,8 +41,7 @@ from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
 from verl.trainer.models import model_roles
 from verl.trainer.ppo import accounting, correction, group_filter, record, stages
-from verl.trainer.ppo.callbacks import UpdateCurriculum, default_callbacks
-from verl.trainer.ppo.checkpoint_callback import TellSaved
+from verl.trainer.ppo.callbacks import TellSaved, UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.metric_utils import (
@@ -50,7 +50,6 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
-from verl.trainer.ppo.sample_texts import SampleTexts, conversation_columns
 from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
@@ -141,7 +140,7 @@ class RayPPOTrainer:
             sampler=sampler,
             key=key_of_prompts_at_once(self.config),
         )
-        self.source = stages.PromptSource(loader)
+        self.source = PromptSource(loader)
         self.steps_per_epoch = self.schedule.steps_of(self.config, len(loader))
         self.total_training_steps = self.schedule.length_of(self.config, self.steps_per_epoch)
         self.val_loader = None
@@ -323,8 +322,7 @@ class RayPPOTrainer:
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in (self._first, *self.callbacks, self._last):
-            if hook != "on_load" or hasattr(callback, hook):  # a class of the user's that derives from nothing
-                getattr(callback, hook)(self, *arguments)
+            getattr(callback, hook)(self, *arguments)
 
     def _step_metrics(self, batch: DataProto) -> dict[str, float]:
         ctx = self.ctx
@@ -402,7 +400,10 @@ class RayPPOTrainer:
         self, batch: DataProto
     ) -> tuple[DataProto, dict[str, float]]:
         """Add ``rollout_is_weights`` (``algorithm.rollout_is_*``) to a batch; returns it and ``mismatch/`` metrics."""
-        return correction.compute_rollout_importance_weights_and_add_to_batch(batch, self.config.algorithm)
+        algorithm = self.config.algorithm
+        if algorithm.rollout_is_threshold is None or "rollout_log_probs" not in batch.tensors.keys():
+            return batch, {}
+        return batch, correction.correct(batch, algorithm)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step."""

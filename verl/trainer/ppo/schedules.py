@@ -25,25 +25,23 @@ turn with training; ``rollout.requests_at_update`` lets groups in flight go on i
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from verl.config import PPOTrainerConfig
 from verl.config.schema.root import candidate_prompts, prompts_at_once, sampler_is_old_policy
+from verl.data.loader import PromptSource
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank, collected
-from verl.single_controller.base.interrupts import Interrupt, Interrupted, interruptible
+from verl.single_controller.base.interrupts import side_by_side
 from verl.trainer.ppo import correction, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.groups import together
-from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.step import Stage, learn
 from verl.trainer.ppo.stream import GroupStream
 from verl.workers.model import ModelRole, ModelWorker
@@ -51,8 +49,6 @@ from verl.workers.roles import Roles
 from verl.workers.sampling import SamplingWorker
 from verl.workers.sending import SyncResult
 
-A = TypeVar("A")
-B = TypeVar("B")
 BEHIND = 1
 """Versions by which ``one_step_off`` trails."""
 
@@ -210,7 +206,11 @@ class ScheduleRun:
         return batch
 
     def _learn(self, chunk: DataProto, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
-        """The update, and the sampling of the next step's batch where the schedule prefetches."""
+        """The update, and the sampling of the next step's batch where the schedule prefetches.
+
+        Of the two threads one has the prompt source, the stream and the reward manager, this one trackers, checkpoints
+        and the KL controller.
+        """
         stream = self._opened(roles, ctx)
         train = partial(learn, chunk, roles, ctx, self.schedule.stages)
         if not self.schedule.prefetches or ctx.step >= ctx.run.total_steps:
@@ -280,53 +280,3 @@ class ScheduleRun:
 def _admit(roles: Roles, ctx: StepContext, sent: list[SyncResult], version: int) -> None:
     collected(roles["rollout"].group, SamplingWorker.publish)(version, SyncResult.by_all(sent))
     correction.check_reloaded(roles, ctx, version)
-
-
-def side_by_side(
-    ahead: Callable[[], A], here: Callable[[], B], waiting: AbstractContextManager[None] | None = None
-) -> tuple[A, B]:
-    """The results of two halves of two steps, one in a thread, the other in the thread that calls; none outlives it.
-
-    Both touch worker groups, whose calls are sent one at a time to all ranks of their processes, and notices. The
-    prompt source, the stream and the reward manager belong to the half that collects; trackers, checkpoints and the KL
-    controller to the one that learns. An error ends the other half where it waits for workers.
-
-    Args:
-        ahead: runs in a thread.
-        here: runs in this thread; signals reach it.
-        waiting: is entered while this thread waits for the other one.
-
-    Raises:
-        BaseException: the first error of the two, as it was raised.
-    """
-    stop_ahead, stop_here = Interrupt(), Interrupt()
-    results: list[A] = []
-    errors: list[BaseException] = []
-
-    def run_ahead() -> None:
-        try:
-            with interruptible(stop_ahead):
-                results.append(ahead())
-        except Interrupted:
-            return  # the error is this thread's caller's
-        except BaseException as error:  # carried over to the calling thread
-            errors.append(error)
-            stop_here.set()
-
-    thread = threading.Thread(target=run_ahead, name="verl-ahead", daemon=True)
-    thread.start()
-    try:
-        with interruptible(stop_here):
-            mine = here()
-    except Interrupted:
-        thread.join()
-        raise errors[0] from None
-    except BaseException:
-        stop_ahead.set()
-        thread.join()
-        raise
-    with waiting or nullcontext():
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results[0], mine

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from verl.algorithms.groups import SAME
 from verl.protocol import DataProto
 from verl.trainer.ppo import correction, group_filter
 from verl.trainer.ppo.context import StepContext
@@ -68,7 +69,7 @@ def _of_lengths(lengths: torch.Tensor, batch: DataProto, ctx: StepContext) -> di
 def _of_rewards(batch: DataProto, metrics: Mapping[str, float]) -> dict[str, str]:
     counted = ~group_filter.out_of_statistics(batch)
     scores = batch.tensors["token_level_scores"].double().sum(-1).numpy()[counted]
-    if len(scores) > 1 and np.ptp(scores) <= group_filter.SAME:
+    if len(scores) > 1 and np.ptp(scores) <= SAME:
         return {
             "critic/score": f"every sample scored {scores[0]:g}, so nothing tells a good answer from a bad one. The "
             "reward looks for another form of answer or another type of ground truth than there is, or the task is too "

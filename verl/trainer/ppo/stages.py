@@ -5,7 +5,6 @@ A stage takes a batch and adds declared fields to it; it never decides what come
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from tensordict import TensorDictBase
 
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
+from verl.algorithms.groups import same_outcome
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
@@ -30,49 +30,6 @@ from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_
 from verl.workers.model import ModelWorker
 from verl.workers.options import InferOptions, TrainOptions
 from verl.workers.roles import RoleHandle, Roles
-
-
-def prompt_uid(epoch: int, row: Any) -> str:
-    """The identity of a prompt in a run: the key of its random numbers and its group."""
-    return hashlib.blake2b(f"{epoch}:{row}".encode(), digest_size=8).hexdigest()
-
-
-class PromptSource:
-    """An endless stream of prompt batches: epoch after epoch of a stateful loader, each row with its uid."""
-
-    def __init__(self, loader: Any):
-        self.loader = loader
-        self._batches: Iterator[dict[str, Any]] = iter(())
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch, from 0."""
-        return self.loader.epoch
-
-    def next_prompts(self) -> DataProto:
-        """The next batch; begins the next epoch where one ends."""
-        epoch, rows = self.loader.epoch, next(self._batches, None)
-        if rows is None:
-            self._batches = iter(self.loader)
-            epoch, rows = self.loader.epoch, next(self._batches)
-        prompts = DataProto.from_single_dict(rows)
-        give_uids(prompts, epoch)
-        return prompts
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-        self._batches = iter(())
-
-
-def give_uids(prompts: DataProto, epoch: int) -> None:
-    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are identified by their content."""
-    rows = prompts.non_tensor_batch.get("__row__", prompts.non_tensor_batch.get("raw_prompt_ids"))
-    if rows is None:
-        rows = prompts.non_tensor_batch["raw_prompt"]
-    prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, row) for row in rows], dtype=object)
 
 
 def generate(rows: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
@@ -158,10 +115,7 @@ def leave_out(samples: DataProto, rows: np.ndarray) -> None:
 def add_reward_baselines(samples: DataProto, prompts: DataProto, roles: Roles, ctx: StepContext) -> None:
     """Adds reward_baselines (B,): the reward of one greedy response to each prompt (ReMax, arXiv 2310.10505).
 
-    The samples of a prompt whose greedy response could not be scored are left out.
-
-    Args:
-        prompts: those of the samples; of others none is answered.
+    The samples of a prompt whose greedy response could not be scored are left out; prompts without samples get none.
     """
     prompts = _prompts_of(samples, prompts, ctx.run.samples_per_prompt)
     columns = {name: column for name, column in prompts.non_tensor_batch.items() if name != "sample_index"}
@@ -200,7 +154,7 @@ def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.
     if rule.metric is None and listed is not None and algorithm[listed]:
         metrics = list(algorithm[listed])  # one varying reward is enough
     columns = [group_filter.outcomes(samples, metric) for metric in metrics]
-    flat = group_filter.same_outcome(groups, columns, group_filter.out_of_statistics(samples))
+    flat = same_outcome(groups, columns, group_filter.out_of_statistics(samples))
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
         return np.zeros_like(flat)
@@ -218,13 +172,10 @@ def measure_balance(batches: Sequence[DataProto], roles: Roles, ctx: StepContext
     role, all_lengths = roles["actor"], list[int]()
     shares: list[list[int]] = [[] for _ in range(role.num_parts)]
     for batch in batches:
-        lengths, groups = batch.tensors["attention_mask"].sum(-1).tolist(), _groups(batch, ctx, together=1)
-        rows = role.mini_batch_size * ctx.run.samples_per_prompt
-        for members in mini_batches(len(batch), rows, 1, role.shuffle, role.seed + ctx.step):
-            order = _in_rank_order(members, lengths, groups, role.num_parts, ctx)
-            for share, piece in zip(shares, np.array_split(order, role.num_parts)):
+        for rows in rows_of_updates(batch, role, ctx, epochs=1):
+            for share, piece in zip(shares, np.array_split(rows, role.num_parts)):
                 share += (piece + len(all_lengths)).tolist()
-        all_lengths += lengths
+        all_lengths += batch.tensors["attention_mask"].sum(-1).tolist()
     ctx.metrics.add("perf/total_num_tokens", sum(all_lengths), "last")
     for name, value in log_seqlen_unbalance(all_lengths, shares, "global_seqlen").items():
         ctx.metrics.add(name, value, "last")
@@ -345,7 +296,6 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     Mini-batches are formed here, from the sample order, so their rows do not depend on the number of ranks; inside each
     one the rows are split so that every rank gets as many tokens. The rows of a pair stay together.
     """
-    each, together = (2, 2) if ctx.run.learns_from_pairs else (ctx.run.samples_per_prompt, 1)
     # Where there is one update the loss takes its own log-probs as the old ones: a ratio of exactly 1, to the last bit
     # the same whether or not another reader needs old log-probs.
     unread = {"old_log_probs"} if updates_once(ctx.config) else set()
@@ -356,13 +306,9 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     if correction.KEPT_MASK in batch.tensors.keys():
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
     data.meta_info = {"global_steps": ctx.step}
-    plan = list(
-        mini_batches(len(batch), role.mini_batch_size * each, role.epochs, role.shuffle, role.seed + ctx.step, together)
-    )
-    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-    groups = _groups(batch, ctx, together)
-    for number, members in enumerate(plan, start=1):
-        mini_batch = data.select_idxs(_in_rank_order(members, lengths, groups, role.num_parts, ctx))
+    plan = list(rows_of_updates(batch, role, ctx, role.epochs, pairs=ctx.run.learns_from_pairs))
+    for number, rows in enumerate(plan, start=1):
+        mini_batch = data.select_idxs(rows)
         learned_rows.weigh_right_answers(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
         ctx.run.spans.progress()
@@ -377,21 +323,26 @@ def move_reference(roles: Roles, ctx: StepContext) -> None:
     ctx.metrics.add("training/ref_updated", 1.0, "last")
 
 
-def _groups(batch: DataProto, ctx: StepContext, together: int) -> list[Any] | None:
-    """Which rows stay on one rank: those of a pair, or of a prompt that is computed once; None: any go anywhere."""
-    if together > 1:
-        return [row // together for row in range(len(batch))]
-    if ctx.config.actor_rollout_ref.actor.use_prefix_grouper and "uid" in batch.non_tensor_batch:
-        return list(batch.non_tensor_batch["uid"])
-    return None
+def rows_of_updates(
+    batch: DataProto, role: RoleHandle, ctx: StepContext, epochs: int, pairs: bool = False
+) -> Iterator[list[int]]:
+    """The rows of each mini-batch, in the order in which ranks get them, each rank as many tokens as the others.
 
-
-def _in_rank_order(
-    members: list[int], lengths: list[int], groups: list[Any] | None, num_ranks: int, ctx: StepContext
-) -> list[int]:
-    """The members in the order in which ranks get them; rows of one group stay together where groups fit the ranks."""
-    if not ctx.config.trainer.balance_batch or num_ranks == 1:
-        return members
-    ids = None if groups is None else [groups[i] for i in members]
-    order = balance_within_mini_batches([lengths[i] for i in members], len(members), num_ranks, group_ids=ids)
-    return [members[i] for i in order]
+    Rows of a pair stay on one rank. Rows of a prompt that is computed once do where prompts fit the ranks.
+    """
+    each, together = (2, 2) if pairs else (ctx.run.samples_per_prompt, 1)
+    lengths, groups = batch.tensors["attention_mask"].sum(-1).tolist(), None
+    if pairs:
+        groups = [row // together for row in range(len(batch))]
+    elif ctx.config.actor_rollout_ref.actor.use_prefix_grouper and "uid" in batch.non_tensor_batch:
+        groups = list(batch.non_tensor_batch["uid"])
+    balances = ctx.config.trainer.balance_batch and role.num_parts > 1
+    size, seed = role.mini_batch_size * each, role.seed + ctx.step
+    for rows in mini_batches(len(batch), size, epochs, role.shuffle, seed, together):
+        if balances:
+            ids = None if groups is None else [groups[row] for row in rows]
+            order = balance_within_mini_batches(
+                [lengths[row] for row in rows], len(rows), role.num_parts, group_ids=ids
+            )
+            rows = [rows[place] for place in order]
+        yield rows

@@ -6,12 +6,12 @@ s - 1 - v versions old. Shapes: B rows, T response tokens.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.protocol import DataProto
+from verl.protocol.lazy import row_bounds
 from verl.trainer.ppo.context import StepContext
 
 VERSIONS = "token_versions"
@@ -23,19 +23,16 @@ def versions_of(batch: DataProto) -> tuple[Tensor, Tensor] | None:
     rows = _versions(batch)
     if rows is None:
         return None
-    oldest, newest, drawn = rows
-    return oldest[drawn], newest[drawn]
+    oldest, newest, is_drawn = rows
+    return oldest[is_drawn], newest[is_drawn]
 
 
 def _versions(batch: DataProto) -> tuple[Tensor, Tensor, Tensor] | None:
     """Oldest and newest version (B,), and whether a row has any (B,)."""
     if VERSIONS not in batch.tensors.keys():
         return None
-    versions = batch.tensors[VERSIONS].long()
-    is_sampled = versions >= 0  # padding and inserted text have -1
-    highest = torch.iinfo(torch.long).max
-    oldest = torch.where(is_sampled, versions, highest).amin(-1)
-    return oldest, versions.amax(-1), is_sampled.any(-1)
+    oldest, newest = row_bounds(batch.tensors[VERSIONS])  # padding and inserted text have -1
+    return oldest, newest, newest >= 0
 
 
 def check(batch: DataProto, ctx: StepContext, bound: int | None) -> None:

@@ -15,12 +15,13 @@ from itertools import compress
 from typing import cast
 
 from verl.agent_loop.unfinished import EARLIER
+from verl.data.loader import PromptSource
 from verl.errors import DataError
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, group_filter, stages, staleness
-from verl.trainer.ppo.admission import GroupAdmission
+from verl.trainer.ppo.admission import GroupAdmission, GroupQueue, QueuedGroup
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.driver import driver_of
@@ -37,8 +38,6 @@ from verl.trainer.ppo.groups import (
     joined,
     trimmed,
 )
-from verl.trainer.ppo.queue import GroupQueue, QueuedGroup
-from verl.trainer.ppo.stages import PromptSource
 from verl.trainer.ppo.stream_parts import BY_BATCH, check_in_time, load_parts, of_earlier_release, parts_of
 from verl.workers.roles import Roles
 

@@ -13,9 +13,9 @@ from verl.agent_loop.unfinished import EARLIER
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
+from verl.trainer.ppo.admission import GroupQueue
 from verl.trainer.ppo.group_filter import DETAILS
 from verl.trainer.ppo.groups import DrawnPrompts, GroupRows, joined, oldest_versions, together, trimmed
-from verl.trainer.ppo.queue import GroupQueue
 
 FINISHED, PROMPTS = "queue", "queue_prompts"
 """The two parts."""

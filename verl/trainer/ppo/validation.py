@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.validation import process_validation_metrics
 from verl.config import PPOTrainerConfig
+from verl.data.loader import give_uids
+from verl.data.sample_texts import SampleTexts, add_columns, conversation_columns
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
-from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.sample_texts import SampleTexts, add_columns, conversation_columns, spread
 from verl.trainer.ppo.scoring import score_samples
-from verl.trainer.ppo.stages import give_uids, sample
+from verl.trainer.ppo.stages import sample
 from verl.workers.roles import Roles
 
 CORE = ("mean", "maj", "best", "pass")
@@ -41,13 +42,7 @@ class ValidationSamples:
 
 
 class Validator:
-    """Validates with fixed prompts and fixed random numbers, so that two steps differ only by the policy.
-
-    Args:
-        loader: batches of validation rows.
-        reward: the validation reward manager.
-        texts: decodes the samples.
-    """
+    """Validates with fixed prompts and fixed random numbers: two steps differ only by the policy."""
 
     def __init__(
         self, config: PPOTrainerConfig, loader: Iterable[dict[str, Any]], reward: Callable[..., Any], texts: SampleTexts
@@ -97,6 +92,14 @@ class Validator:
                 for name, value in metrics.items():
                     is_core = variable == core and f"@{largest}" in name and name.startswith(CORE)
                     validated[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
-        validated |= spread("val-aux/num_turns", seen.num_turns)
-        validated |= spread("val-aux/tool_call_counts", seen.conversations.get("tool_call_counts", []))
+        validated |= _spread("val-aux/num_turns", seen.num_turns)
+        validated |= _spread("val-aux/tool_call_counts", seen.conversations.get("tool_call_counts", []))
         return validated
+
+
+def _spread(name: str, values: list[Any]) -> dict[str, float]:
+    """``<name>/min``, ``/max`` and ``/mean`` of the values that are there; nothing if there is none."""
+    numbers = np.array([value for value in values if value is not None], dtype=float)
+    if not len(numbers):
+        return {}
+    return {f"{name}/{k}": float(f(numbers)) for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))}

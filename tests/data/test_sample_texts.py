@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from tests.harness.vision import tiny_vision_dir
+from verl.data.sample_texts import SampleTexts
 from verl.data.tokenizer import hf_tokenizer
 from verl.data.vision.processor import load_processor
 from verl.protocol import DataProto
-from verl.trainer.ppo.sample_texts import SampleTexts
 
 
 def padded(rows: list[list[int]], pad: int, left: bool) -> torch.Tensor:

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.data.vision.images import describe_image, thumbnails
@@ -175,11 +174,3 @@ def add_columns(columns: dict[str, list[Any]], new: dict[str, list[Any]], before
 def runs(mask: torch.Tensor) -> list[list[int]]:
     """A mask (T,) as [value, length] of each stretch of equal values."""
     return [[int(value), len(list(same))] for value, same in itertools.groupby(mask.tolist())]
-
-
-def spread(name: str, values: list[Any]) -> dict[str, float]:
-    """``<name>/min``, ``/max`` and ``/mean`` of the values that are there; nothing if there is none."""
-    numbers = np.array([value for value in values if value is not None], dtype=float)
-    if not len(numbers):
-        return {}
-    return {f"{name}/{k}": float(f(numbers)) for k, f in (("min", np.min), ("max", np.max), ("mean", np.mean))}
