@@ -1,15 +1,17 @@
 """What becomes of work that fails: it is undone where it stands, or handed to the thread that waits for it.
 
 Both take every error, also a cancellation and an interrupt, and swallow none. The library does this nowhere else:
-the rooms say only what is to be undone.
+the rooms say only what is to be undone. `run_now` is also the only place that runs coroutines from synchronous code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -37,3 +39,16 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def run_now(work: Coroutine[Any, Any, T]) -> T:
+    """The result; where this thread already runs an event loop (a notebook), another thread does the work meanwhile."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: Future[T] = Future()
+    thread = threading.Thread(target=settle, args=(outcome, lambda: asyncio.run(work)), name="verl-run-now")
+    thread.start()
+    thread.join()
+    return outcome.result()

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.harness.runs import train
 from tests.harness.servers import serving
 from tests.harness.vision import tiny_vision_dir, vision_example
-from verl.rollout.from_sync import run_now
+from verl.outcomes import run_now
 from verl.rollout.server.process import HostProcess
 
 pytestmark = pytest.mark.slow

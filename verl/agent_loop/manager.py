@@ -29,10 +29,10 @@ from verl.config.schema.rollout import RolloutConfig
 from verl.data.settings import read, read_number
 from verl.errors import RolloutError
 from verl.metrics import notice
+from verl.outcomes import run_now
 from verl.protocol import DataProto
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Completion, Request, Sampler
-from verl.rollout.from_sync import run_now
 
 if TYPE_CHECKING:
     from verl.data.vision.processor import VisionProcessor

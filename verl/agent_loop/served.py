@@ -9,8 +9,8 @@ from verl import env
 from verl.config.machine.pools import spec_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.rollout import RolloutConfig
+from verl.outcomes import run_now
 from verl.rollout.base import Sampler
-from verl.rollout.from_sync import run_now
 from verl.rollout.server.process import HostProcess
 from verl.rollout.server.sampler import ServerSampler, over_addresses
 from verl.serving import secret

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
-from verl.rollout.change import ChangeEvent
-from verl.rollout.readiness import Readiness, check_level
+from verl.rollout.readiness import Gate, Readiness, check_level
 from verl.rollout.resume import continued, join_attempts
 from verl.rollout.uniforms import stream_key
 from verl.weight_sync import WeightChunk
@@ -27,47 +25,6 @@ UNLIMITED = 1 << 30
 NEVER = -100.0
 """The bias of a token that is not drawn; vLLM takes no smaller one. Where a model draws the placeholder of an image,
 later turns would have more of them than images, and log-probs are of the tokens that can be drawn."""
-
-
-class Gate:
-    """Admits requests while open; an update shuts it and waits until the last one has left."""
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._is_shut = False
-        self._change = ChangeEvent()
-
-    @asynccontextmanager
-    async def inside(self) -> AsyncIterator[None]:
-        """The place of one request."""
-        while self._is_shut:
-            await self._change.wait()
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            self._change.tell()
-
-    @asynccontextmanager
-    async def shut(self, interrupt: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[None]:
-        """No request is inside.
-
-        Args:
-            interrupt: makes the requests inside leave before their end; None waits for it.
-        """
-        if self._is_shut:
-            raise RolloutError("another update of the weights, or sleep, is under way")
-        self._is_shut = True
-        try:
-            if interrupt is not None and self._inside:
-                await interrupt()
-            while self._inside:
-                await self._change.wait()
-            yield
-        finally:
-            self._is_shut = False
-            self._change.tell()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,16 @@
-"""Whether a sampler may sample, and with which weights: what every sampler that holds an engine keeps of itself."""
+"""Whether a sampler may sample, and with which weights: what every sampler that holds an engine keeps of itself.
+
+Consumes: nothing. Waits for: a request waits at a shut `Gate`, an update until the last request inside has left.
+Unblocked by: the end of the update, the end of the last request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from verl.errors import RolloutError
+from verl.rollout.change import ChangeEvent
 from verl.rollout.lost import EngineLostError
 
 LEVELS = (1, 2)
@@ -48,6 +53,47 @@ class Readiness:
         self.is_asleep = True
         if level == LEVELS[-1]:
             self.broken = "its weights were freed by sleep(2); send new ones with update_weights"
+
+
+class Gate:
+    """Admits requests while open; an update shuts it and waits until the last one has left."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._is_shut = False
+        self._change = ChangeEvent()
+
+    @asynccontextmanager
+    async def inside(self) -> AsyncIterator[None]:
+        """The place of one request."""
+        while self._is_shut:
+            await self._change.wait()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            self._change.tell()
+
+    @asynccontextmanager
+    async def shut(self, interrupt: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[None]:
+        """No request is inside.
+
+        Args:
+            interrupt: makes the requests inside leave before their end; None waits for it.
+        """
+        if self._is_shut:
+            raise RolloutError("another update of the weights, or sleep, is under way")
+        self._is_shut = True
+        try:
+            if interrupt is not None and self._inside:
+                await interrupt()
+            while self._inside:
+                await self._change.wait()
+            yield
+        finally:
+            self._is_shut = False
+            self._change.tell()
 
 
 def check_level(level: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from verl.errors import RolloutError, WorkerError
 from verl.metrics import notice
 from verl.rollout.base import Completion, Moved, Request, Sampler
-from verl.rollout.gated import Gate
 from verl.rollout.lost import LOSSES, EngineLostError
+from verl.rollout.readiness import Gate
 from verl.rollout.reports import AttemptReport, DrawnReports, ReplicaState, ServiceState
 from verl.rollout.request_spans import RequestSpans
 from verl.rollout.resume import continued, join_attempts

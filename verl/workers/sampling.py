@@ -10,8 +10,8 @@ from verl.agent_loop import AgentLoopManager
 from verl.config import ActorRolloutRefConfig, DataConfig, PPOTrainerConfig, ProfilerConfig
 from verl.data import processor_of, tokenizer_of
 from verl.metrics import Metric
+from verl.outcomes import run_now
 from verl.protocol import DataProto
-from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import RemoteSampler
 from verl.rollout.request_spans import RequestSpans
 from verl.rollout.service import SamplerService

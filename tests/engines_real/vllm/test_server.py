@@ -18,9 +18,9 @@ from tests.harness.samplers import requests, sample
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.errors import RolloutError
+from verl.outcomes import run_now
 from verl.ports import free_port
 from verl.rollout import Request, SamplingParams
-from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server.openai import EXTENSION
 from verl.rollout.server.process import ServerProcess

@@ -16,9 +16,9 @@ from verl import env
 from verl.config import ActorRolloutRefConfig, PPOTrainerConfig, leaves, record_reads, replace
 from verl.config.loading.configuration import read_config
 from verl.errors import ConfigError, MissingDependencyError
+from verl.outcomes import run_now
 from verl.ports import free_port
 from verl.rollout import Request, SamplingParams
-from verl.rollout.from_sync import run_now
 from verl.rollout.lost import EngineLostError
 from verl.rollout.place import place_sampler
 from verl.rollout.server.process import ServerProcess

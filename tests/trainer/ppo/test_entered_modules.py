@@ -10,8 +10,8 @@ from tests.harness.runs import prepare, train
 from verl.rollout.hf.draw import draw_tokens
 from verl.trainer.ppo.schedules import ScheduleRun
 
-MODULES = 86
-"""Held: lower it when there are fewer."""
+MODULES = 84
+"""Held: lower it when there are fewer. One is the finder of upstream's paths, where torch imports lazily on the way."""
 
 
 def test_a_step_enters_few_modules_until_its_first_token(workplace):

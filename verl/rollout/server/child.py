@@ -18,9 +18,8 @@ from verl.config import to_dict
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import RolloutError
-from verl.outcomes import on_error
+from verl.outcomes import on_error, run_now
 from verl.rollout.base import Completion, Request, Sampler
-from verl.rollout.from_sync import run_now
 from verl.rollout.hosted import WeightIntake
 from verl.rollout.lost import EngineLostError
 from verl.rollout.server import own

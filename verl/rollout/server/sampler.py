@@ -26,10 +26,10 @@ from verl.data import hf_tokenizer
 from verl.errors import ConfigError, RolloutError
 from verl.json_text import Json, JsonObject
 from verl.metrics import notice
+from verl.outcomes import run_now
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout import reload_check
 from verl.rollout.base import LOGPROBS_MODES, Request, Sampler, SamplingParams, check_logprobs_mode
-from verl.rollout.from_sync import run_now
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, invalid_reason, request_seed
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts

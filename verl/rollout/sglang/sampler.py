@@ -10,10 +10,9 @@ from typing import Any
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, MissingDependencyError
-from verl.outcomes import on_error
+from verl.outcomes import on_error, run_now
 from verl.ports import free_port
 from verl.rollout.base import Sampler
-from verl.rollout.from_sync import run_now
 from verl.rollout.server.process import ServerProcess
 from verl.rollout.server.sampler import ServerSampler, addresses, over_addresses
 
