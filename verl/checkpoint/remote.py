@@ -18,7 +18,7 @@ from verl.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints, ste
 from verl.checkpoint.manifest import MANIFEST, Manifest
 from verl.checkpoint.reader import TRAINER
 from verl.checkpoint.writer import WRITING, put_in_place
-from verl.config import SFTRunConfig, TrainerConfig
+from verl.config.schema.run import RunConfig
 from verl.errors import CheckpointError, VerlError
 from verl.metrics import notice
 from verl.storage import remote_folder
@@ -51,7 +51,7 @@ class RemoteCheckpoints:
             raise self._failure("cannot be used", error) from error
 
     @classmethod
-    def of(cls, trainer: TrainerConfig | SFTRunConfig) -> RemoteCheckpoints | None:
+    def of(cls, trainer: RunConfig) -> RemoteCheckpoints | None:
         """Those of a run with these settings; None: it copies its checkpoints nowhere."""
         if not trainer.default_hdfs_dir:
             return None

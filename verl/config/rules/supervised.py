@@ -34,7 +34,6 @@ from verl.config.schema.sft import (
     DPOTrainerConfig,
     SFTCustomClassConfig,
     SFTEngineConfig,
-    SFTRunConfig,
     SFTTrainerConfig,
     SupervisedConfig,
 )
@@ -91,7 +90,6 @@ TABLE: Table = {
     **validate.TABLE,
     SFTEngineConfig: (validate.keeps_half(""),),
     SFTCustomClassConfig: validate.class_in_file("path", "name"),
-    SFTRunConfig: validate.RUN,
     DPOConfig: (
         Rule("label_smoothing", "only the sigmoid loss has it",
              lambda d: d.label_smoothing and (d.loss_type != "sigmoid" or d.loss_fn),

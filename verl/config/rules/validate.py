@@ -38,7 +38,8 @@ from verl.config.schema.node import ConfigNode, changed_names, unrecorded
 from verl.config.schema.reward import RewardModelConfig
 from verl.config.schema.role import OptimizerConfig
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
-from verl.config.schema.root import PPOTrainerConfig, TrainerConfig, uses_critic
+from verl.config.schema.root import PPOTrainerConfig, uses_critic
+from verl.config.schema.run import RunConfig
 from verl.config.schema.tree import BETAS
 from verl.errors import ConfigError, suggest
 
@@ -214,7 +215,7 @@ TABLE: Table = {
     ),
     CustomClassConfig: class_in_file("path", "name"),
     SamplerClassConfig: class_in_file("class_path", "class_name"),
-    TrainerConfig: RUN,
+    RunConfig: RUN,
     PPOTrainerConfig: (*runs.ROWS, *losses.ROWS, *sampling.ROWS),
 }  # fmt: skip
 """Class of a section, or of the program, -> its rows."""

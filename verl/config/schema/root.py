@@ -10,9 +10,10 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.reward import RewardConfig
-from verl.config.schema.role import COPY_CHECK, GlobalProfilerConfig
+from verl.config.schema.role import GlobalProfilerConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.tree import AHEAD, AMOUNT, COPIES, COUNT, EVERY, GPUS, POSITIVE, STEPS
+from verl.config.schema.run import RunConfig
+from verl.config.schema.tree import AHEAD, AMOUNT, COUNT, EVERY, GPUS, POSITIVE, STEPS
 from verl.registry import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -120,25 +121,10 @@ class AsyncTrainingConfig(ConfigNode):
 
 
 @dataclass(frozen=True)
-class TrainerConfig(ConfigNode):
+class TrainerConfig(RunConfig):
     """The run: its length, hardware, trackers, checkpoints and validation."""
 
     balance_batch: bool = setting(True, "split samples over processes so that each gets as many tokens")
-    total_epochs: int = setting(30, "passes over the training data", within=COUNT)
-    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs", within=COUNT)
-    project_name: str = setting("verl_examples", "project of the run, for trackers and folders")
-    experiment_name: str = setting("gsm8k", "name of the run, for trackers and folders")
-    logger: list = setting(
-        ["console", "file"],
-        "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
-        upstream=["console", "wandb"],
-    )
-    console: str = setting(
-        "auto",
-        "what console prints of a step: table, line (all metrics) or both; auto: a table in a terminal, else a line",
-        choices=("auto", "table", "line", "both"),
-        upstream=ABSENT,
-    )
     log_val_generations: int = setting(0, "validation samples that trackers show as a table", within=AMOUNT)
     rollout_data_dir: str | None = setting(
         None, "folder for the samples of every step as JSON lines; null: none", path=True
@@ -180,7 +166,6 @@ class TrainerConfig(ConfigNode):
         within=POSITIVE,
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never", within=EVERY)
-    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)
     esi_redundant_time: int = setting(
         0,
         "on an instance whose platform says when it ends, save if one more step and its save, plus these seconds, might "
@@ -192,22 +177,6 @@ class TrainerConfig(ConfigNode):
         None,
         "dotted path of a class (CheckpointCallback) that is called after each complete checkpoint; null: none",
         needs=".save_freq",
-    )
-    resume_mode: str = setting(
-        "auto",
-        "auto: resume from the last checkpoint, if any; resume_path: from resume_from_path; disable: start from scratch",
-        choices=("auto", "disable", "resume_path"),
-    )
-    resume_from_path: str | None = setting(
-        None,
-        "folder of a step (.../global_step_20) for resume_mode=resume_path",
-        path=True,
-        needs=".resume_mode=resume_path",
-    )
-    resume_changed: str = setting(
-        "refuse",
-        "resuming with settings, data or files that change the results: refuse or accept",
-        choices=("refuse", "accept"),
     )
     replay_from: str | None = setting(
         None,
@@ -223,24 +192,6 @@ class TrainerConfig(ConfigNode):
     )
     test_freq: int = setting(-1, "steps between validations; -1: only before training", within=EVERY)
     critic_warmup: int = setting(0, "first step that trains the policy; the critic trains from step 1", within=AMOUNT)
-    default_local_dir: str = setting(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "folder of the run: checkpoints and the resolved configuration",
-        path=True,
-    )
-    default_hdfs_dir: str | None = setting(
-        None,
-        "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
-        "resume_mode=auto takes the newer of the two; null: none",
-        path=True,
-    )
-    remote_timeout: float = setting(
-        300.0,
-        "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
-        upstream=ABSENT,
-        within=POSITIVE,
-        needs=".default_hdfs_dir",
-    )
     del_local_ckpt_after_load: bool = setting(
         False,
         "delete the checkpoint that was resumed from, once a newer one is complete or its remote copy is",
@@ -248,26 +199,7 @@ class TrainerConfig(ConfigNode):
     )
     max_actor_ckpt_to_keep: int | None = setting(None, "number of actor checkpoints to keep; null: all", within=COUNT)
     max_critic_ckpt_to_keep: int | None = setting(None, "number of critic checkpoints to keep; null: all", within=COUNT)
-    best_metric: str | None = setting(
-        None,
-        "validation metric by which checkpoints are compared; the best one is never deleted, and best_checkpoint.json "
-        "in the run's folder names it; null: none",
-        upstream=ABSENT,
-    )
-    best_mode: str = setting(
-        "max",
-        "whether the larger (max) or smaller (min) value is better",
-        upstream=ABSENT,
-        choices=("max", "min"),
-        needs=".best_metric",
-    )
     ray_wait_register_center_timeout: int = setting(300, "time limit for Ray workers to start, in seconds")
-    device: str | None = setting(
-        None,
-        "cuda, npu or cpu; null or auto: the accelerator if there is one",
-        upstream="cuda",
-        choices=("auto", "cuda", "npu", "cpu"),
-    )
     use_v1: bool = setting(
         True,
         "which of two trainers runs",

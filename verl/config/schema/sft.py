@@ -9,7 +9,6 @@ from verl.config.schema.data import ImageDataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.role import (
-    COPY_CHECK,
     LIKE_ENGINE,
     CheckpointContentsConfig,
     FSDPEngineConfig,
@@ -17,10 +16,10 @@ from verl.config.schema.role import (
     OptimizerConfig,
     ProfilerConfig,
 )
+from verl.config.schema.run import RunConfig
 from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE, TorchTitanEngineConfig
 from verl.config.schema.tree import (
     AMOUNT,
-    COPIES,
     COUNT,
     EVERY,
     GPUS,
@@ -30,6 +29,7 @@ from verl.config.schema.tree import (
     NameBound,
     ValueBound,
     at_least,
+    inherited,
 )
 
 _TORCHRUN = "torchrun says how many processes there are, and the run uses all of them; more are refused"
@@ -131,42 +131,13 @@ EVERY_OR_EPOCH = ValueBound(
 
 
 @dataclass(frozen=True)
-class SFTRunConfig(ConfigNode):
+class SFTRunConfig(RunConfig):
     """The run: its length, hardware, trackers and checkpoints."""
 
-    default_local_dir: str = setting(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "folder of the run: checkpoints and the resolved configuration",
-        path=True,
-    )
-    default_hdfs_dir: str | None = setting(
-        None,
-        "remote folder (hdfs://, s3://, gs://, ..., or a mounted path) to which each complete checkpoint is copied; "
-        "resume_mode=auto takes the newer of the two; null: none",
-        path=True,
-    )
-    remote_timeout: float = setting(
-        300.0,
-        "time limit of one request to default_hdfs_dir, in seconds; the copy of a file has a second more for each 10 MB",
-        upstream=ABSENT,
-        within=POSITIVE,
-        needs=".default_hdfs_dir",
-    )
-    project_name: str = setting("gsm8k-sft", "project of the run, for trackers and folders")
-    experiment_name: str = setting("test", "name of the run, for trackers and folders")
-    total_epochs: int = setting(4, "passes over the training data", within=COUNT)
-    total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs", within=COUNT)
-    logger: list = setting(
-        ["console", "file"],
-        "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
-        upstream=["console", "wandb"],
-    )
-    console: str = setting(
-        "auto",
-        "what console prints of a step: table, line (all metrics) or both; auto: a table in a terminal, else a line",
-        choices=("auto", "table", "line", "both"),
-        upstream=ABSENT,
-    )
+    project_name: str = inherited(RunConfig, "project_name", "gsm8k-sft")
+    experiment_name: str = inherited(RunConfig, "experiment_name", "test")
+    total_epochs: int = inherited(RunConfig, "total_epochs", 4)
+    best_mode: str = inherited(RunConfig, "best_mode", "min")
     seed: int = setting(1, "seed of the run")
     save_freq: int | str = setting(
         -1, "steps between checkpoints, the last step included; after_each_epoch; -1: never", within=EVERY_OR_EPOCH
@@ -175,44 +146,8 @@ class SFTRunConfig(ConfigNode):
         -1, "steps between validations, the last step included; after_each_epoch; -1: never", within=EVERY_OR_EPOCH
     )
     val_before_train: bool = setting(False, "validate before the first step", upstream=ABSENT)
-    copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)
     max_ckpt_to_keep: int | None = setting(None, "number of checkpoints to keep; null: all", within=COUNT)
-    best_metric: str | None = setting(
-        None,
-        "validation metric by which checkpoints are compared; the best one is never deleted, and best_checkpoint.json "
-        "in the run's folder names it; null: none",
-        upstream=ABSENT,
-    )
-    best_mode: str = setting(
-        "min",
-        "whether the larger (max) or smaller (min) value is better",
-        upstream=ABSENT,
-        choices=("max", "min"),
-        needs=".best_metric",
-    )
     balance_batch: bool = setting(True, "split rows over processes so that each gets as many tokens")
-    resume_mode: str = setting(
-        "auto",
-        "auto: resume from the last checkpoint, if any; resume_path: from resume_from_path; disable: start from scratch",
-        choices=("auto", "disable", "resume_path"),
-    )
-    resume_from_path: str | None = setting(
-        None,
-        "folder of a step (.../global_step_20) for resume_mode=resume_path",
-        path=True,
-        needs=".resume_mode=resume_path",
-    )
-    resume_changed: str = setting(
-        "refuse",
-        "resuming with settings, data or files that change the results: refuse or accept",
-        choices=("refuse", "accept"),
-    )
-    device: str | None = setting(
-        None,
-        "cuda, npu or cpu; null or auto: the accelerator if there is one",
-        upstream="cuda",
-        choices=("auto", "cuda", "npu", "cpu"),
-    )
     nnodes: int = setting(1, "number of machines", no_effect=_TORCHRUN, within=COUNT)
     n_gpus_per_node: int | None = setting(
         None,
@@ -275,16 +210,20 @@ class SFTTrainerConfig(SupervisedConfig):
     distillation: SFTDistillationConfig = section(SFTDistillationConfig, needs=".enabled=true")
 
 
-_PAIRS = "a pair is read from data.prompt_key, data.chosen_key and data.rejected_key"
+_PAIRS = (
+    "rows are read from data.prompt_key, with data.chosen_key and data.rejected_key, or for KTO data.completion_key"
+)
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Values of ``dpo.loss_type`` whose loss has no reference policy."""
 
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(SFTDataConfig):
-    """Prompts with a chosen and a rejected answer each."""
+    """Prompts with a chosen and a rejected answer each, or for KTO with one answer and its label."""
 
-    train_batch_size: int = setting(64, "pairs per optimizer step, over all processes", upstream=ABSENT, within=COUNT)
+    train_batch_size: int = setting(
+        64, "pairs (KTO: answers) per optimizer step, over all processes", upstream=ABSENT, within=COUNT
+    )
     micro_batch_size_per_gpu: int = setting(
         4,
         "rows per pass of one process, two for each pair, with use_dynamic_bsz=false",

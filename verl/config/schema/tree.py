@@ -156,6 +156,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def inherited(cls: Any, name: str, default: object) -> Any:
+    """A setting of a base class ``cls`` with another default."""
+    return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)
+
+
 def section(
     cls: type[N], follows: Mapping[str, str] = MappingProxyType({}), *, needs: str | None = None, **defaults: Any
 ) -> Any:
