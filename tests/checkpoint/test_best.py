@@ -64,6 +64,48 @@ def test_a_value_of_a_checkpoint_that_never_came_is_forgotten(tmp_path):
     assert saved(tmp_path, {3: 0.6}) == [1, 3] and named(tmp_path) == 1
 
 
+def test_whatever_moment_a_kill_takes_the_named_step_is_in_place(tmp_path):
+    """At every point of three saves; the second of them is better, and retention then deletes the first."""
+    best = BestCheckpoint.of(settings(tmp_path))
+    assert best is not None
+    seen: list[tuple[str, int | None, bool]] = []
+
+    def look(point: str) -> None:
+        step = read_json((tmp_path / FILE).read_text())["global_step"]
+        seen.append((point, step, step is None or (tmp_path / f"global_step_{step}" / "manifest.json").is_file()))
+
+    with CheckpointWriter(tmp_path, keep={"actor": 1}, best=best, point=look) as writer:
+        for step, value in {1: 0.5, 2: 0.9, 3: 0.7}.items():
+            best.offer(step, {NAME: value})
+            save(writer, step)
+    assert all(there for _, _, there in seen), seen
+    assert list(dict.fromkeys(step for _, step, _ in seen)) == [None, 1, 2]
+
+
+class Killed(BaseException):
+    """In place of a signal."""
+
+
+def test_a_resume_names_the_checkpoint_that_a_kill_left_unnamed(tmp_path, monkeypatch):
+    saved(tmp_path, {1: 0.5})
+    best = BestCheckpoint.of(settings(tmp_path))
+
+    def kill() -> None:
+        raise Killed
+
+    assert best is not None
+    best.offer(2, {NAME: 0.9})
+    monkeypatch.setattr(best, "write", kill)
+    best_of_next = CheckpointWriter(tmp_path, best=None)
+    best_of_next.best = best
+    with pytest.raises(Killed):
+        save(best_of_next, 2)
+    best_of_next.lock.release()
+    assert named(tmp_path) == 1 and (tmp_path / "global_step_2").is_dir()
+    CheckpointWriter(tmp_path, best=BestCheckpoint.of(settings(tmp_path))).close()
+    assert named(tmp_path) == 2
+
+
 def test_nan_and_a_step_without_validation_are_not_compared(tmp_path):
     reset_notices()
     assert saved(tmp_path, {1: 0.1, 2: float("nan"), 3: float("inf")}) == [1, 3]

@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from verl import env
 from verl.checkpoint.files import replace_text
 from verl.checkpoint.find import step_folder
+from verl.config.schema.run import RunConfig
 from verl.errors import CheckpointError, ConfigError, suggest
 from verl.json_text import read_json
 from verl.metrics import notice
@@ -20,20 +21,11 @@ FILE = "best_checkpoint.json"
 KEY = "trainer.best_metric"
 
 
-class BestSettings(Protocol):
-    """The section ``trainer`` of a program."""
-
-    @property
-    def default_local_dir(self) -> str: ...
-    @property
-    def best_metric(self) -> str | None: ...
-    @property
-    def best_mode(self) -> str: ...
-
-
 @dataclass
 class BestCheckpoint:
     """``<root>/best_checkpoint.json``: the step of the best checkpoint of a run folder, and the value of each.
+
+    The value of a step is written before its folder is in place, its name after that: a kill in between loses neither.
 
     Args:
         root: the run folder.
@@ -49,7 +41,7 @@ class BestCheckpoint:
         self.values = self._read()
 
     @classmethod
-    def of(cls, settings: BestSettings) -> BestCheckpoint | None:
+    def of(cls, settings: RunConfig) -> BestCheckpoint | None:
         """As the settings say; None without a metric."""
         if not settings.best_metric:
             return None
@@ -66,7 +58,7 @@ class BestCheckpoint:
         return self.step is not None and folder.name == step_folder(self.root, self.step).name
 
     def offer(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A checkpoint of this step is about to be put in place; without a value of the metric it is not compared."""
+        """Note the value of a checkpoint that is about to be put in place; without one it is not compared."""
         self.values.pop(step, None)  # of an earlier save of this step, which the new one replaces
         value = metrics.get(self.metric)
         if value is None:
@@ -75,8 +67,13 @@ class BestCheckpoint:
             notice(KEY, f"{self.metric} is {value} at step {step}, which is never the best")
             return
         self.values[step] = float(value)
-        best = self._best(list(self.values))
-        entry = {"global_step": best, "metric": self.metric, "mode": self.mode, "values": self.values}
+        self.write()
+
+    def write(self) -> None:
+        """Name the best checkpoint that is in place (null: none yet) and keep all values; nothing without a value."""
+        if not self.values:
+            return
+        entry = {"global_step": self.step, "metric": self.metric, "mode": self.mode, "values": self.values}
         try:
             replace_text(self.root / FILE, json.dumps(entry) + "\n")
         except OSError as error:  # the checkpoint itself may still be saved, and other ranks wait for it
@@ -105,7 +102,7 @@ class BestCheckpoint:
         return values
 
 
-def check_metric(settings: BestSettings, metrics: Mapping[str, float]) -> None:
+def check_metric(settings: RunConfig, metrics: Mapping[str, float]) -> None:
     """Raise `ConfigError` if a validation did not measure ``trainer.best_metric``."""
     name = settings.best_metric
     if name and name not in metrics:
