@@ -12,6 +12,7 @@ from tests.harness.rows import turns, write_prompts
 from tests.harness.runs import logged, records
 from verl.config import SFTTrainerConfig
 from verl.config.schema.sft import SFTDataConfig
+from verl.errors import ConfigError
 from verl.json_text import read_json
 from verl.metrics import notices, reset_notices
 from verl.trainer import sft_trainer, sft_trainer_ray
@@ -72,6 +73,18 @@ def test_the_checkpoint_with_the_best_validation_outlives_newer_ones(here):
     assert best < 4, "the loss falls, and the largest is looked for"
     assert {path.name for path in Path("best").glob("global_step_*")} == {f"global_step_{best}", "global_step_4"}
     assert read_json(Path("best/best_checkpoint.json").read_text())["global_step"] == best
+
+
+def test_a_loss_whose_outputs_validation_cannot_read_is_refused(here):
+    class Entropy:
+        outputs = ("entropy",)
+
+        def __call__(self, outputs, batch, norm):
+            return outputs["entropy"].mean(), {}
+
+    rows = [{"input_ids": [1, 2]}] * 256
+    with pytest.raises(ConfigError, match=r"Entropy.outputs: validation reads log_probs.*Add it to the tuple outputs"):
+        SupervisedTrainer(SFTTrainerConfig(), None, rows, rows, list, Entropy())
 
 
 def test_validation_before_the_first_step_is_step_0_and_changes_nothing(here):

@@ -28,6 +28,7 @@ class PairTrainer(SupervisedTrainer):
     """Rows come in pairs (chosen, rejected); validation reports the loss and its metrics over all pairs."""
 
     together = 2
+    validates = ()
 
     def make_batch(self, rows: dict[str, Any]) -> DataProto:
         batch = self.arrange(split_at_answers(rows))

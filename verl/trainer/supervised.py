@@ -31,6 +31,7 @@ from verl.config.schema.sft import EACH_EPOCH, SupervisedConfig
 from verl.data import StatefulLoader
 from verl.data.progress import timed
 from verl.distributed import Ranks
+from verl.errors import ConfigError
 from verl.metrics import notice
 from verl.observability.profiler import ProfiledSteps, RoleProfiler
 from verl.observability.tracking import Tracking
@@ -73,6 +74,8 @@ class SupervisedTrainer:
     """Of the model: a language model, or one with a scalar head (``value``)."""
     together = 1
     """Number of consecutive rows of a batch that go to one rank and one micro-batch."""
+    validates: tuple[str, ...] = ("log_probs",)
+    """Outputs of the forward pass that `validate` reads, and the loss must name."""
 
     def __init__(
         self,
@@ -93,6 +96,14 @@ class SupervisedTrainer:
         )
         self.val_loader = None
         if val_dataset is not None:
+            if missing := set(self.validates) - set(loss_fn.outputs):
+                raise ConfigError(
+                    f"validation reads {', '.join(missing)} of the forward pass, which the loss does not name",
+                    key=f"{type(loss_fn).__name__}.outputs",
+                    got=loss_fn.outputs,
+                    allowed=f"{', '.join(self.validates)} and more",
+                    fix="Add it to the tuple outputs of the loss, set data.val_files=null, or override validate.",
+                )
             rows = min(data.train_batch_size, len(val_dataset))
             self.val_loader = StatefulLoader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)
         self.total_steps = trainer.total_training_steps or len(self.train_loader) * trainer.total_epochs
