@@ -138,6 +138,28 @@ def test_labels_that_are_all_the_same_give_a_notice(here, caplog):
     assert "data.label_key: all 12 answers of train.jsonl are desirable" in caplog.text
 
 
+def test_rows_with_labels_are_answers_in_messages_and_read_twice(here, monkeypatch):
+    from transformers import AutoTokenizer
+
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1) if n else " ", "label": True} for n in range(4)]
+    write_prompts("train.jsonl", rows)
+    reset_notices()
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    data = UnpairedDataset("train.jsonl", tokenizer, {"max_length": 64, "filter_invalid": True})
+    assert len(data) == 3 and "1 of 4 answers are left out" in notices()["data.filter_invalid"]
+    assert "all 3 answers of train.jsonl are desirable" in notices()["data.label_key"]
+    reads: list[int] = []
+    table = type(data.dataframe)
+    read = table.__getitem__
+    with monkeypatch.context() as changed:
+        changed.setattr(table, "__getitem__", lambda self, row: (reads.append(row), read(self, row))[1])
+        data._check_rows(True)
+    assert sorted(reads) == [0, 0, 1, 1, 2, 2, 3, 3], "once to measure it, once to check it with its label"
+    write_prompts("train.jsonl", rows[:1])
+    with pytest.raises(DataError, match="no answers are left to learn from"):
+        UnpairedDataset("train.jsonl", tokenizer, {"max_length": 64, "filter_invalid": True})
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

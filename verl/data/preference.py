@@ -40,6 +40,8 @@ class PreferenceDataset(MultiTurnSFTDataset):
     """
 
     sides: tuple[str, ...] = SIDES
+    unit = "pairs"
+    """What a row is, for messages."""
 
     def __init__(
         self,
@@ -104,33 +106,32 @@ class PreferenceDataset(MultiTurnSFTDataset):
         """`_check_rows` does it, for both sides of a pair."""
 
     def _check_rows(self, leave_out: bool) -> None:
-        lengths = measure(len(self.dataframe), self._pair_lengths, description="measuring pairs")
+        lengths = measure(len(self.dataframe), self._pair_lengths, description=f"measuring {self.unit}")
         problems: dict[int, DataError] = {}
         for row in range(len(self.dataframe)):
             try:
-                self._check_row(row, int(lengths[row]))
+                self._check_row(self.dataframe[row], row, int(lengths[row]))
             except DataError as error:
                 if not leave_out:
                     raise
                 problems[row] = error
         if problems:
             first = next(iter(problems.values()))
-            notice(
-                "data.filter_invalid", f"{len(problems)} of {len(self.dataframe)} pairs are left out; first: {first}"
-            )
+            left_out = f"{len(problems)} of {len(self.dataframe)} {self.unit} are left out"
+            notice("data.filter_invalid", f"{left_out}; first: {first}")
             self._kept = np.array([row for row in range(len(self.dataframe)) if row not in problems], dtype=int)
         if not len(self._kept):
-            raise DataError("no pair is left to learn from", key=self._origin.files[0])
+            raise DataError(f"no {self.unit} are left to learn from", key=self._origin.files[0])
 
-    def _check_row(self, row: int, length: int) -> None:
-        first, *others = (self._conversation(self.dataframe[row], row, side) for side in self.sides)
+    def _check_row(self, values: dict[str, Any], row: int, length: int) -> None:
+        first, *others = (self._conversation(values, row, side) for side in self.sides)
         if first in others:
             fix = "Set data.filter_invalid=true to leave such rows out."
             raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
-        self._judgement(self.dataframe[row], row)
+        self._judgement(values, row)
         if length == 0:  # the template refuses it with its error
             for side in self.sides:
-                self._encode_side(self.dataframe[row], row, side)
+                self._encode_side(values, row, side)
         if length > self.max_length and self.truncation == "error":
             raise self._too_long(row, length)
 
@@ -138,7 +139,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         """`_check_rows` has done it."""
 
     def _pair_lengths(self, chunk: range) -> list[int]:
-        """Tokens of the longer side of each pair; 0 where a pair is broken, which `_check_row` tells."""
+        """Tokens of the longest answer of each row; 0 where a row is broken, for which `_check_row` raises."""
         texts: list[str] = []
         longer: list[int] = []
         count = len(self.sides)
@@ -174,6 +175,7 @@ class UnpairedDataset(PreferenceDataset):
     """
 
     sides = UNPAIRED
+    unit = "answers"
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Tensors (2 n, L), padded on the right: row 2 i is row i, row 2 i + 1 its prompt with the answer of the row
@@ -197,14 +199,18 @@ class UnpairedDataset(PreferenceDataset):
         return {"label": torch.tensor(self._pairs_of.label(values, self.describe(row)))}
 
     def _check_rows(self, leave_out: bool) -> None:
+        self._labels: set[bool] = set()
         super()._check_rows(leave_out)
-        labels = {self._pairs_of.label(self.dataframe[int(row)], self.describe(int(row))) for row in self._kept}
-        if len(labels) == 1:
-            only = "desirable" if labels.pop() else "undesirable"
+        if len(self._labels) == 1:
+            only = "desirable" if self._labels.pop() else "undesirable"
             notice(
                 "data.label_key",
                 f"all {len(self._kept)} answers of {self._origin.files[0]} are {only}, and KTO compares both kinds",
             )
+
+    def _check_row(self, values: dict[str, Any], row: int, length: int) -> None:
+        super()._check_row(values, row, length)
+        self._labels.add(self._pairs_of.label(values, self.describe(row)))
 
 
 def _with_answer_of(
