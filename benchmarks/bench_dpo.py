@@ -8,6 +8,11 @@ settings. The peer is tried in several settings first, its fastest one counts. A
 table gives tokens (both answers with their prompt, padding not counted) per CPU-second. The losses are compared step by
 step: those of the first step, where policy and reference are one, say nothing, so the policy starts from other weights
 than the reference.
+
+With ``--losses`` nothing is timed: the table has the loss of one batch, ours by `DPOTrainer.validate`, the peer's by
+``compute_loss`` of the trainer of each method. TRL takes the mean likelihood of chosen answers over the tokens of a
+pass, we over the answers: there TRL gets one pair per pass. Its ORPO also trains the prompt, and ours does not: that
+row differs.
 """
 
 from __future__ import annotations
@@ -74,6 +79,114 @@ def make_rows(folder: Path, steps: int) -> tuple[Path, Path, list[int]]:
     return ours, theirs, [sum(map(tokens_of, batch)) for batch in batches]
 
 
+SINGLE = {"per_device_train_batch_size": 1}
+LOSSES: dict[str, tuple[str, str, str, dict]] = {
+    "DPO": ("dpo.beta=0.1", "DPO", "loss", {"loss_type": ["sigmoid"]}),
+    "SLiC": ("dpo.loss_type=hinge", "DPO", "loss", {"loss_type": ["hinge"]}),
+    "IPO": ("dpo.loss_type=ipo dpo.length_normalised=true", "DPO", "loss", {"loss_type": ["ipo"]}),
+    "CPO": ("dpo.loss_type=cpo", "CPO", "loss", {"cpo_alpha": 1.0, **SINGLE}),
+    "CPO, label smoothing": (
+        "dpo.loss_type=cpo dpo.label_smoothing=0.1", "CPO", "loss",
+        {"cpo_alpha": 1.0, "label_smoothing": 0.1, **SINGLE},
+    ),
+    "SimPO": (
+        "dpo.loss_type=simpo dpo.beta=2 dpo.simpo_gamma=1", "CPO", "loss",
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0, "beta": 2.0},
+    ),
+    "ORPO, odds ratio": ("dpo.loss_type=orpo dpo.sft_coef=0", "ORPO", "odds", {}),
+    "ORPO, likelihood of answers": ("dpo.loss_type=orpo", "ORPO", "answer", {}),
+    "ORPO as TRL has it, with prompts": ("dpo.loss_type=orpo", "ORPO", "loss", SINGLE),
+    "KTO": ("dpo.loss_type=kto", "KTO", "loss", {"loss_type": "kto"}),
+}  # fmt: skip
+"""Method -> our settings; TRL's trainer, what of its loss is compared, its settings."""
+
+PEER_LOSSES = """
+import json, os, sys
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+from statistics import mean
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+model, pairs, answers, out, reference, methods = sys.argv[1:4] + sys.argv[4:6] + [json.loads(sys.argv[6])]
+load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="sdpa")
+losses = {}
+for name, (which, term, settings) in methods.items():
+    config = globals()[which + "Config"](
+        output_dir=out, report_to=[], bf16=False, use_cpu=True, disable_tqdm=True, max_length=2048,
+        gradient_checkpointing=False, **{"per_device_train_batch_size": PAIRS, "beta": 0.1, **settings},
+    )
+    more = {"ref_model": load(reference)} if which in ("DPO", "KTO") else {}
+    rows = Dataset.from_list(json.load(open(answers if which == "KTO" else pairs)))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer = globals()[which + "Trainer"](
+        model=load(model), args=config, train_dataset=rows, processing_class=tokenizer, **more
+    )
+    trainer.model.eval()
+    per_pass = []
+    for batch in trainer.get_train_dataloader():
+        loss = trainer.compute_loss(trainer.model, batch)
+        if term != "loss":
+            loss = loss - trainer._stored_metrics["train"]["nll_loss"][-1]
+        if term == "answer":
+            loss = loss - trainer._stored_metrics["train"]["logps/chosen"][-1]
+        per_pass.append(float(loss))
+    losses[name] = mean(per_pass)
+print("FOUND " + json.dumps({"marks": [[0, 0, 0]], "losses": losses, "peak_mib": 0}))
+"""
+
+
+def our_loss(model: Path, reference: Path, rows: Path, folder: Path, settings: str) -> float:
+    """Of one batch, as the program validates it."""
+    from verl.config import load_config
+    from verl.data import tokenizer_of
+    from verl.distributed import Ranks
+    from verl.single_controller.spmd import Spmd
+    from verl.trainer.dpo_trainer import build_dpo
+
+    words = [
+        f"data.train_files={rows}", f"data.val_files={rows}", f"data.train_batch_size={PAIRS}", "data.max_length=2048",
+        f"model.path={model}", f"trainer.default_local_dir={folder / 'run'}", "trainer.device=cpu", *settings.split(),
+    ]  # fmt: skip
+    if not any(name in settings for name in ("cpo", "simpo", "orpo")):
+        words.append(f"dpo.ref_model_path={reference}")
+    config = load_config("dpo_trainer", words)
+    return build_dpo(config, tokenizer_of(config.model), Spmd(Ranks(), 1)).validate()["val/loss"]
+
+
+def compare_losses(folder: Path, model: Path, reference: Path, ours: Path, python: str | None) -> Figures:
+    """Every method on the first batch; labelled answers are the two answers of a pair in turn."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pairs = pq.read_table(ours).to_pylist()
+    sides = ("chosen", "rejected")
+    labelled = [
+        {"prompt": row["prompt"], "completion": row[sides[i % 2]], "label": i % 2 == 0} for i, row in enumerate(pairs)
+    ]
+    pq.write_table(pa.Table.from_pylist(labelled), folder / "answers.parquet")
+    said = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
+    for name, rows in (("pairs", pairs), ("answers", labelled)):
+        turns = [{k: [{"role": said[k], "content": v}] if k in said else v for k, v in row.items()} for row in rows]
+        (folder / f"{name}.json").write_text(json.dumps(turns))
+    theirs: dict = {}
+    if python:
+        files = [str(folder / name) for name in ("pairs.json", "answers.json", "peer-out")]
+        methods = {name: peer for name, (_, *peer) in LOSSES.items()}
+        script = PEER_LOSSES.replace("PAIRS", str(PAIRS))
+        words = [str(model), *files, str(reference), json.dumps(methods)]
+        theirs = dict(run_script(python, script, words, folder, ours=False).losses)
+    figures = Figures()
+    print("| method | ours | TRL | differ by |\n|---|---|---|---|")
+    for name, (settings, *_) in LOSSES.items():
+        loss = our_loss(model, reference, folder / "answers.parquet" if name == "KTO" else ours, folder, settings)
+        peer = theirs.get(name, float("nan"))
+        print(f"| {name} | {loss:.6f} | {peer:.6f} | {abs(loss - peer):.1e} |", flush=True)
+        figures.add(name, {"ours": loss, "TRL": peer, "losses differ by": abs(loss - peer)})
+    return figures
+
+
 def tokens_of(row: dict[str, str]) -> int:
     """Of both rows of a pair, each turn with its end token."""
     return 2 * (len(row["prompt"]) + 1) + len(row["chosen"]) + 1 + len(row["rejected"]) + 1
@@ -113,6 +226,7 @@ def main() -> None:
     parser.add_argument("--size", default="10M", choices=SIZES)
     parser.add_argument("--steps", type=int, default=8, help=f"steps per run; the first {WARMUP} are not counted")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--losses", action="store_true", help="compare the losses of all methods on one batch")
     parser.add_argument("--peer-setting", choices=PEER_SETTINGS, help="take this one instead of trying all")
     add_json(parser)
     arguments = parser.parse_args()
@@ -122,7 +236,10 @@ def main() -> None:
         folder = Path(temporary)
         model = make_model(folder, arguments.size, TEMPLATE, 2 * LONGEST)
         reference = make_reference(folder, model)
-        ours, theirs, tokens = make_rows(folder, steps)
+        ours, theirs, tokens = make_rows(folder, 1 if arguments.losses else steps)
+        if arguments.losses:
+            compare_losses(folder, model, reference, ours, python).write(arguments.json)
+            return
         print(
             f"{PAIRS} pairs per step, {statistics.mean(tokens):.0f} tokens on average, one thread, float32", flush=True
         )

@@ -150,7 +150,6 @@ def test_an_answer_that_is_certain_has_a_finite_loss():
 
 
 def test_the_likelihood_of_the_chosen_answer_is_added_to_any_loss():
-    """CPO (arXiv 2401.08417): the sigmoid loss without reference, and the chosen answer's negative log-likelihood."""
     outputs, batch = pairs(3, rows=8)
     norm = LossNorm(num_tokens=1.0, num_sequences=8)
     without, _ = DPOLoss(0.3, reference_free=True)(outputs, batch, norm)
@@ -158,6 +157,22 @@ def test_the_likelihood_of_the_chosen_answer_is_added_to_any_loss():
     means = answer_sums(outputs["log_probs"], batch["response_mask"], mean=True)[0::2]
     assert with_it.item() == pytest.approx(without.item() - 2.0 * means.mean().item())
     assert metrics["nll"].value == pytest.approx(-means.mean().item())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cpo_is_equation_3_of_its_paper_with_the_answers_likelihood(smoothing):
+    """Xu et al. 2024, arXiv 2401.08417, in numpy: a contrast of answer sums without reference, and their NLL."""
+    for seed in range(3):
+        outputs, batch = pairs(seed, rows=8)
+        del batch[REFERENCE_SUMS]
+        log_probs, mask = outputs["log_probs"].numpy(), batch["response_mask"].numpy()
+        sums = np.where(mask == 1, log_probs, 0).sum(-1)
+        h = 0.3 * (sums[0::2] - sums[1::2])
+        contrast = (1 - smoothing) * np.log1p(np.exp(-h)) + smoothing * np.log1p(np.exp(h))
+        nll = -sums[0::2] / mask.sum(-1)[0::2]
+        loss, metrics = DPOLoss(0.3, "cpo", smoothing)(outputs, batch, LossNorm(num_tokens=1.0, num_sequences=8))
+        assert loss.item() == pytest.approx((contrast + nll).mean(), rel=1e-12)
+        assert metrics["nll"].value == pytest.approx(nll.mean()) and "rewards/margins" in metrics
 
 
 def by_hand(kind: str, smoothing: float, normalised: bool, beta: float, outputs: dict, batch: dict):

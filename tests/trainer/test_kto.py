@@ -246,7 +246,7 @@ def test_a_mismatched_answer_ends_at_the_length_limit():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["dpo.loss_fn=mine.py:loss", "dpo.label_smoothing=0.1"], "label_smoothing: only the sigmoid loss has it"),
+        (["dpo.loss_fn=mine.py:loss", "dpo.label_smoothing=0.1"], "label_smoothing: only sigmoid and cpo have it"),
         (["trainer.best_metric=val/loss", "trainer.save_freq=1", "trainer.test_freq=1", "data.val_files=null"],
          "best_metric: checkpoints are compared by validations, and there are no files"),
     ],

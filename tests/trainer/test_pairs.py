@@ -60,12 +60,12 @@ def test_dpo_prefers_the_chosen_answers_of_prompts_that_it_has_not_seen(here):
     assert steps[-1]["val/rewards/margins"] > 0
 
 
-@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+@pytest.mark.parametrize("kind", ["simpo", "orpo", "cpo"])
 def test_a_loss_without_a_reference_loads_none_and_prefers_the_chosen_answers(here, kind, monkeypatch):
     monkeypatch.setattr(DPOTrainer, "_make_reference", None)
     steps = train(dpo_trainer, kind, f"dpo.loss_type={kind}", "dpo.beta=2.0")
     assert steps[-1]["val/rewards/accuracies"] == 1.0 and steps[-1]["val/loss"] < steps[0]["train/loss"]
-    assert ("train/nll" in steps[0]) == (kind == "orpo")
+    assert ("train/nll" in steps[0]) == (kind != "simpo")
 
 
 def test_a_reward_model_tells_chosen_from_rejected_and_its_folder_serves_as_one(here):
@@ -157,7 +157,7 @@ def test_beside_lora_the_reference_is_the_model_without_its_adapter(here):
     [
         (["dpo.beta=0"], "dpo.beta"),
         (["dpo.loss_type=ktoo"], "dpo.loss_type"),
-        (["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "only the sigmoid loss has it"),
+        (["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "only sigmoid and cpo have it"),
         (["dpo.simpo_gamma=1.0"], "only the loss of SimPO has it"),
         (["dpo.loss_type=orpo", "dpo.precompute_ref_log_probs=true"], "dpo.loss_type: there is no reference policy"),
         (["dpo.reference_free=true", "dpo.precompute_ref_log_probs=true"], "there is no reference policy to load"),

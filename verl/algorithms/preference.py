@@ -17,12 +17,14 @@ from verl.algorithms.losses import Fields, field, optional_field
 from verl.errors import ConfigError
 from verl.metrics import Metric, as_float
 
-DPO_LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
+DPO_LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo", "cpo")
 PairFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """Log-probs (m,) of answers: policy chosen, policy rejected, reference chosen, reference rejected -> loss (m,) of each
 pair, and what is measured of each (m,)."""
-WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Those of them that read the policy's log-probs per token, and no reference policy."""
+PER_TOKEN = ("simpo", "orpo")
+"""Those of them that read log-probs per token."""
+WITHOUT_REFERENCE = (*PER_TOKEN, "cpo")
+"""Those of them that have no reference policy."""
 CERTAIN = -1e-6
 """Log-prob per token above which the odds of an answer are taken as no larger."""
 REFERENCE_SUMS = "ref_sums"
@@ -42,7 +44,8 @@ def dpo_loss(
     sigmoid (Rafailov et al. 2023, arXiv 2305.18290), with smoothing e that of cDPO:
     ``-(1 - e) log s(beta h) - e log s(-beta h)``; ipo (Azar et al. 2023, arXiv 2310.12036): ``(h - 1 / (2 beta))^2``;
     hinge (Zhao et al. 2023, arXiv 2305.10425): ``max(0, 1 - beta h)``; simpo (Meng et al. 2024, arXiv 2405.14734), with
-    h of log-probs per token and without reference: ``-log s(beta h - gamma)``.
+    h of log-probs per token and without reference: ``-log s(beta h - gamma)``; cpo (Xu et al. 2024, arXiv 2401.08417):
+    sigmoid without reference.
     """
     if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()
@@ -50,7 +53,7 @@ def dpo_loss(
         return torch.relu(1 - beta * margin)
     if kind == "simpo":
         return -F.logsigmoid(beta * margin - gamma)
-    assert kind == "sigmoid", f"{kind} is no function of the margin"
+    assert kind in ("sigmoid", "cpo"), f"{kind} is no function of the margin"
     scaled = beta * margin
     return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 
@@ -90,16 +93,16 @@ class DPOLoss:
     ``logps/chosen``, ``logps/rejected``, and ``nll`` with ``sft_coef``; a reward is ``beta (log pi - log ref)``.
 
     orpo is ``nll + beta odds_ratio_loss``. The negative log-probability per token of the chosen answer, nll, may be
-    added to every loss (RPO, Pang et al. 2024, arXiv 2404.19733; CPO, Xu et al. 2024, arXiv 2401.08417).
+    added to every loss (RPO, Pang et al. 2024, arXiv 2404.19733); CPO has it with weight 1.
 
     Args:
         beta: strength of the reference policy.
         kind: of `DPO_LOSSES`.
-        label_smoothing: share of pairs that are taken to be labelled the wrong way round (sigmoid).
+        label_smoothing: share of pairs that are taken to be labelled the wrong way round (sigmoid, cpo).
         length_normalised: log-probabilities per token instead of per answer.
         reference_free: the reference policy gives every answer the same probability.
         gamma: margin by which a reward is to be larger (simpo).
-        sft_coef: weight of nll; None: 1 for orpo, else 0.
+        sft_coef: weight of nll; None: 1 for orpo and cpo, else 0.
         function: a user's loss of pairs in place of ``kind``, and its name for messages.
     """
 
@@ -120,9 +123,9 @@ class DPOLoss:
         if kind not in DPO_LOSSES:
             raise ConfigError("unknown loss of pairs", key="dpo.loss_type", got=kind, allowed=DPO_LOSSES)
         self.beta, self.kind, self.label_smoothing, self.gamma = beta, kind, label_smoothing, gamma
-        self.length_normalised = length_normalised or kind in WITHOUT_REFERENCE
+        self.length_normalised = length_normalised or kind in PER_TOKEN
         self.reference_free = reference_free or kind in WITHOUT_REFERENCE
-        self.sft_coef = float(kind == "orpo") if sft_coef is None else sft_coef
+        self.sft_coef = float(kind in ("orpo", "cpo")) if sft_coef is None else sft_coef
         self.function = function
 
     def __call__(

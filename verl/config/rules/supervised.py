@@ -91,8 +91,8 @@ TABLE: Table = {
     SFTEngineConfig: (validate.keeps_half(""),),
     SFTCustomClassConfig: validate.class_in_file("path", "name"),
     DPOConfig: (
-        Rule("label_smoothing", "only the sigmoid loss has it",
-             lambda d: d.label_smoothing and (d.loss_type != "sigmoid" or d.loss_fn),
+        Rule("label_smoothing", "only sigmoid and cpo have it",
+             lambda d: d.label_smoothing and (d.loss_type not in ("sigmoid", "cpo") or d.loss_fn),
              "Leave it out, or set dpo.loss_type=sigmoid without dpo.loss_fn."),
         Rule("simpo_gamma", "only the loss of SimPO has it",
              lambda d: d.simpo_gamma != DPOConfig().simpo_gamma and d.loss_type != "simpo",

@@ -213,7 +213,7 @@ class SFTTrainerConfig(SupervisedConfig):
 _PAIRS = (
     "rows are read from data.prompt_key, with data.chosen_key and data.rejected_key, or for KTO data.completion_key"
 )
-WITHOUT_REFERENCE = ("simpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
 """Values of ``dpo.loss_type`` whose loss has no reference policy."""
 
 
@@ -265,8 +265,8 @@ class DPOConfig(ConfigNode):
     beta: float = setting(0.1, "strength of the reference policy", upstream=ABSENT, within=POSITIVE)
     loss_type: str = setting(
         "sigmoid",
-        "sigmoid (DPO), ipo, hinge; simpo and orpo read log-probs per token, and no reference policy; kto reads single "
-        "answers with labels",
+        "sigmoid (DPO), ipo, hinge; without a reference policy: simpo and orpo on log-probs per token, cpo; kto reads "
+        "single answers with labels",
         upstream=ABSENT,
         choices=("sigmoid", "ipo", "hinge", *WITHOUT_REFERENCE, "kto"),
     )
@@ -289,13 +289,13 @@ class DPOConfig(ConfigNode):
     )
     sft_coef: float | None = setting(
         None,
-        "weight of the negative log-prob per token of the chosen answer (RPO, CPO); null: 1 for orpo, else 0",
+        "weight of the negative log-prob per token of the chosen answer (RPO, CPO); null: 1 for orpo and cpo, else 0",
         upstream=ABSENT,
         within=AMOUNT,
     )
     label_smoothing: float = setting(
         0.0,
-        "sigmoid: assumed share of mislabelled pairs",
+        "sigmoid, cpo: assumed share of mislabelled pairs",
         upstream=ABSENT,
         within=ValueBound("0 or more, below 0.5", lambda share: 0 <= share < 0.5),
     )
