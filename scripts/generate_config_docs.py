@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from recipe import prime, spin, sppo
+from recipe import online_dpo, prime, spin, sppo
 from scripts import config_views
 from scripts.config_page import pages
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = (prime.RECIPE, spin.RECIPE, sppo.RECIPE)
+RECIPES = (online_dpo.RECIPE, prime.RECIPE, spin.RECIPE, sppo.RECIPE)
 
 
 def made() -> dict[Path, str]:

@@ -84,6 +84,10 @@ OTHERS = {
         f"{ALG}.adv_estimator=recipe.sppo.core:centred", f"{A}.policy_loss.loss_mode=recipe.sppo.core:sppo",
         f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.sppo_eta=2.0",
     ],
+    "nash_md": [
+        f"{ALG}.adv_estimator=recipe.online_dpo.core:nash_md", f"{ALG}.use_kl_in_reward=true",
+        f"{ALG}.nash_mixture=0.3", f"{ALG}.nash_scale=0.5",
+    ],
     "k2_in_the_reward": [f"{ALG}.use_kl_in_reward=true", f"{ALG}.kl_penalty=k2", f"{ALG}.kl_ctrl.type=adaptive"],
     "exact_kl_in_the_loss": [f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full"],
     "exact_kl_in_the_reward": [f"{ALG}.use_kl_in_reward=true", f"{ALG}.kl_penalty=full"],
@@ -108,7 +112,8 @@ RUNS = {
 READ_HERE = [
     f"{A}.policy_loss.clip_cov_ratio", f"{A}.policy_loss.clip_cov_lb", f"{A}.policy_loss.clip_cov_ub",
     f"{A}.policy_loss.kl_cov_ratio", f"{A}.policy_loss.ppo_kl_coef", f"{A}.policy_loss.dro_beta", f"{A}.tau_pos",
-    f"{A}.tau_neg", f"{A}.sppo_eta", f"{ALG}.gdpo_reward_keys", f"{ALG}.gdpo_reward_weights",
+    f"{A}.tau_neg", f"{A}.sppo_eta", f"{ALG}.nash_mixture",
+    f"{ALG}.nash_scale", f"{ALG}.gdpo_reward_keys", f"{ALG}.gdpo_reward_weights",
     f"{ALG}.vapo_length_alpha", f"{ALG}.vapo_lam_critic", f"{ALG}.gigpo.step_advantage_w",
     f"{ALG}.pf_ppo.reweight_method", f"{ALG}.pf_ppo.weight_pow",
 ]  # fmt: skip
