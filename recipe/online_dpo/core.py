@@ -19,11 +19,11 @@ Shapes: b = 2 m rows of pairs, or B rows of samples; T response tokens.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from recipe.online_dpo import NashConfig, OnlineActorConfig
 from verl.algorithms.aggregation import LossNorm
 from verl.algorithms.groups import Groups, outcome_scores, spread_over_tokens
 from verl.algorithms.preference import REFERENCE_SUMS, DPOLoss, answer_sums, over_pairs, pair_mean
@@ -31,7 +31,7 @@ from verl.metrics import Metric
 
 
 def online_dpo(
-    log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, config: Any, norm: LossNorm
+    log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, config: OnlineActorConfig, norm: LossNorm
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The mean of L over the pairs of the mini-batch.
 
@@ -53,7 +53,12 @@ def online_dpo(
 
 
 def xpo(
-    old_log_prob: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, config: Any, norm: LossNorm
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    config: OnlineActorConfig,
+    norm: LossNorm,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """`online_dpo` and alpha times the mean log-probability of the reference's answers.
 
@@ -85,8 +90,8 @@ def nash_md(
     ref_log_prob: Tensor,
     response_mask: Tensor,
     index: Sequence[Hashable],
-    config: Any,
-    **_: Any,
+    config: NashConfig,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
     """P(y beats the mixture) - 1/2 - tau log(pi(y) / ref(y)) of each answer.
 

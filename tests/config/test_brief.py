@@ -464,8 +464,6 @@ SINGLE = {
     "algorithm.use_pf_ppo=True algorithm.pf_ppo.reweight_method=max_min": Works({"algorithm.use_pf_ppo": True}),
     f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1": Works({f"{A}.tau_neg": 1.1}),
     f"{A}.policy_loss.loss_mode=recipe.sppo.core:sppo {A}.sppo_eta=1.0": Works({f"{A}.sppo_eta": 1.0}),
-    f"{A}.policy_loss.loss_mode=recipe.online_dpo.core:xpo {A}.xpo_alpha=0.1 {R}.n=2 "
-    f"{A}.use_rollout_log_probs=true": Works({f"{A}.xpo_alpha": 0.1}, (f"{R}.log_prob_micro_batch_size_per_gpu",)),
     f"{A}.policy_loss.loss_mode=recipe.spin.core:dpo {A}.dpo_beta=0.2 {R}.n=2": Works(
         {f"{A}.dpo_beta": 0.2}, (f"{R}.log_prob_micro_batch_size_per_gpu",)
     ),

@@ -156,9 +156,9 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def inherited(cls: Any, name: str, default: object) -> Any:
+def inherited(cls: type[N], name: str, default: object) -> Any:
     """A setting of a base class ``cls`` with another default."""
-    return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)
+    return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
 
 
 def section(
