@@ -1,9 +1,8 @@
 """Learning from preferences between the policy's samples: online DPO, XPO (2405.21046) and Nash-MD (2312.00886)."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl.config import ConfigNode, setting
+from verl.config import ConfigNode, PPOTrainerConfig, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
 from verl.config.schema.tree import in_range
@@ -29,7 +28,7 @@ class NashConfig(ConfigNode):
     nash_scale: float = setting(1.0, "Nash-MD: P(y beats y') = sigmoid((score - score') / nash_scale)")
 
 
-def _problems(cfg: Any) -> Problems:
+def _problems(cfg: PPOTrainerConfig) -> Problems:
     actor, algorithm, samples = cfg.actor_rollout_ref.actor, cfg.algorithm, cfg.actor_rollout_ref.rollout.n
     positive = {f"{_ACTOR}.online_beta": actor.online_beta, "algorithm.nash_scale": algorithm.nash_scale}
     wrong = [problem for key, value in positive.items() for problem in in_range(key, value, "above 0", value > 0)]

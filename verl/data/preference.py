@@ -110,7 +110,7 @@ class PreferenceDataset(MultiTurnSFTDataset):
         problems: dict[int, DataError] = {}
         for row in range(len(self.dataframe)):
             try:
-                self._check_row(self.dataframe[row], row, int(lengths[row]))
+                self._check_row(row, int(lengths[row]))
             except DataError as error:
                 if not leave_out:
                     raise
@@ -123,17 +123,19 @@ class PreferenceDataset(MultiTurnSFTDataset):
         if not len(self._kept):
             raise DataError(f"no {self.unit} are left to learn from", key=self._origin.files[0])
 
-    def _check_row(self, values: dict[str, Any], row: int, length: int) -> None:
+    def _check_row(self, row: int, length: int) -> dict[str, torch.Tensor]:
+        values = self.dataframe[row]
         first, *others = (self._conversation(values, row, side) for side in self.sides)
         if first in others:
             fix = "Set data.filter_invalid=true to leave such rows out."
             raise DataError("the chosen and the rejected answer are the same", key=self.describe(row), fix=fix)
-        self._judgement(values, row)
+        judgement = self._judgement(values, row)
         if length == 0:  # the template refuses it with its error
             for side in self.sides:
                 self._encode_side(values, row, side)
         if length > self.max_length and self.truncation == "error":
             raise self._too_long(row, length)
+        return judgement
 
     def _leave_out_invalid(self) -> None:
         """`_check_rows` has done it."""
@@ -208,9 +210,10 @@ class UnpairedDataset(PreferenceDataset):
                 f"all {len(self._kept)} answers of {self._origin.files[0]} are {only}, and KTO compares both kinds",
             )
 
-    def _check_row(self, values: dict[str, Any], row: int, length: int) -> None:
-        super()._check_row(values, row, length)
-        self._labels.add(self._pairs_of.label(values, self.describe(row)))
+    def _check_row(self, row: int, length: int) -> dict[str, torch.Tensor]:
+        judgement = super()._check_row(row, length)
+        self._labels.add(bool(judgement["label"]))
+        return judgement
 
 
 def _with_answer_of(
