@@ -95,6 +95,7 @@ def one_of(key: str, value: Any, choices: Iterable[str]) -> list[ConfigError]:
 
 
 N = TypeVar("N", bound="Node")
+D = TypeVar("D")
 
 
 class _Unset:
@@ -156,9 +157,10 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def inherited(cls: type[N], name: str, default: object) -> Any:
-    """A setting of a base class ``cls`` with another default."""
-    return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
+def inherited(cls: type[N], name: str, default: D) -> D:
+    """A setting of a base class with another default; the type is that of the default, as `dataclasses.field` has it."""
+    metadata = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(
