@@ -8,7 +8,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from tests.harness.engines import gradients, make_engine, relative_error
-from tests.harness.vision import GLM, TILED, log_probs_row_by_row, logits_row_by_row, seen_batch
+from tests.harness.vision import (
+    FAMILIES,
+    GLM,
+    TILED,
+    WITH_VIDEOS,
+    log_probs_row_by_row,
+    logits_row_by_row,
+    seen_batch,
+)
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig
 from verl.engines.settings import PassSettings
@@ -17,19 +25,6 @@ from verl.models import load_causal_lm, load_value_model
 from verl.models.vision import family_of
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector", "vision_model", "connector")
-FAMILIES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "glm4v",
-    "glm4v_moe",
-    "gemma3",
-    "internvl",
-    "idefics3",
-    "smolvlm",
-)
-WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "internvl")
 
 
 def is_of_tower(name):

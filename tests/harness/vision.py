@@ -18,6 +18,8 @@ from verl.protocol import DataProto
 
 TILED = ("gemma3", "internvl", "idefics3", "smolvlm")
 GLM = ("glm4v", "glm4v_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *GLM, *TILED)
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *GLM, "internvl")
 MARKS = (3, 4)
 """Ids of what begins and ends an image (`examples/vision/make_model.py`)."""
 TILE, TILE_TOKENS = 28, 4

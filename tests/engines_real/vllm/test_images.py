@@ -14,6 +14,7 @@ from tests.harness.programs import curve, metrics
 from tests.harness.samplers import sample
 from tests.harness.vision import (
     GLM,
+    WITH_VIDEOS,
     kinds_of,
     pictures,
     processed,
@@ -32,7 +33,6 @@ from verl.weight_sync import chunk_weights
 
 HERE, SERVER = "this process", "a server"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "idefics3")
-WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl")
 SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.harness.models import tiny_model_dir
 from tests.harness.samplers import sample
 from tests.harness.vision import (
+    FAMILIES,
     GLM,
     TILED,
     kinds_of,
@@ -27,18 +28,6 @@ from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
 from verl.weight_sync import chunk_weights
 
-FAMILIES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "glm4v",
-    "glm4v_moe",
-    "gemma3",
-    "internvl",
-    "idefics3",
-    "smolvlm",
-)
 SIZES = (((56, 56),), (), ((84, 56), (28, 112)), ((56, 84),))
 
 
