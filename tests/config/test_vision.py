@@ -8,6 +8,8 @@ import pytest
 
 from verl.config import PPOTrainerConfig, replace
 from verl.config.machine import host, models
+from verl.config.rules.checks import problems_of_rows
+from verl.config.rules.validate import TABLE
 from verl.errors import ConfigError, NotBuiltError
 
 
@@ -114,6 +116,28 @@ def test_images_that_become_tiles_are_sent_to_no_server(model, family):
     problems = models.policy_problems(run(f"{path} {key}.rollout.name=vllm trainer.device=cpu"))
     assert len(problems) == (family == "gemma3")
     assert all("see only those in front" in str(one) and "Set rollout.name to hf." in str(one) for one in problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        ("actor_rollout_ref.rollout.name=vllm", True),
+        ("actor_rollout_ref.rollout.name=hf trainer.val_only=true", True),
+        ("actor_rollout_ref.rollout.name=server", True),
+        ("actor_rollout_ref.rollout.name=server trainer.val_only=true", False),
+    ],
+)
+def test_a_run_with_images_needs_their_tensors_but_for_a_server_that_is_judged(model, words, is_refused):
+    from tests.config.test_brief_values import run
+
+    path, key = model(model_type="qwen2_5_vl", vision_config={"depth": 2}), "data.return_multi_modal_inputs"
+    cfg = run(f"actor_rollout_ref.model.path={path} {words} {key}=false")
+    refused = [problem for problem in problems_of_rows(TABLE)(cfg) if problem.key == key]
+    assert len(refused) == is_refused
+    for problem in refused:
+        assert f"({words.split()[0]})" in str(problem) and str(problem).endswith(f"Set {key}=true.")
+    text = run(f"actor_rollout_ref.model.path={model(model_type='qwen2')} {words} {key}=false")
+    assert key not in [one.key for one in problems_of_rows(TABLE)(text)]
 
 
 def test_a_family_that_reads_text_alone_too_keeps_its_engines_and_samplers(model):

@@ -291,13 +291,20 @@ def vision_problems(key: str, path: str | None, external_lib: str | None, strate
     return caught(refuse_engine, key, path, strategy)
 
 
+def shows_images(cfg: ConfigNode) -> bool:
+    """Whether rows of an RL run may show its policy images or videos, as far as the settings and its folder tell."""
+    model, rollout = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout
+    kind = None if model.external_lib else config_json(model.path).get("model_type")
+    return bool(rollout.enable_vision or (kind in SEEN and kind not in TEXT_TOO))
+
+
 def policy_problems(cfg: ConfigNode) -> Problems:
     """What a policy with images cannot be sampled or trained with, and images that a policy of text cannot take."""
     policy = cfg.actor_rollout_ref
     rollout, actor, model = policy.rollout, policy.actor, policy.model
     facts = {} if model.external_lib else config_json(model.path)
     sees, key = facts.get("model_type") in SEEN, "actor_rollout_ref.rollout.enable_vision"
-    shows = rollout.enable_vision or (sees and facts["model_type"] not in TEXT_TOO)
+    shows = shows_images(cfg)
     samplers = TILED_SAMPLERS if facts.get("model_type") in TILED else SEEING_SAMPLERS
     if rollout.enable_vision and facts and not sees:
         return [ConfigError("the policy takes no images", key=key, got=True, fix="Leave it out, or change model.path.")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.machine.config_json import experts_of, facts_of
+from verl.config.machine.models import shows_images
 from verl.config.rules.checks import NOTICE, Problems, Rule, caught, value_at
 from verl.config.schema.algorithm import importance_sampling, rejections, weight_bounds
 from verl.config.schema.rollout import RolloutConfig
@@ -144,6 +145,12 @@ def _forgets_age(cfg: PPOTrainerConfig) -> bool:
     return cfg.actor_rollout_ref.rollout.keep_unfinished and not (of_schedule(cfg).queue or accounts_for_age)
 
 
+def _lacks_tensors(cfg: PPOTrainerConfig) -> bool:
+    """Rows have images without their tensors; servers read the images themselves, trainers do not."""
+    needs = cfg.actor_rollout_ref.rollout.name in ("hf", "vllm") or not cfg.trainer.val_only
+    return needs and not cfg.data.return_multi_modal_inputs and shows_images(cfg)
+
+
 _DENSE = "the model is dense: it has no experts that could be recorded or replayed"
 _NO_PASS = "R2 replays the experts of the pass over old log-probs, and this run makes no such pass"
 OF_OLDER_VERSIONS = (
@@ -219,6 +226,9 @@ ROWS = (
     Rule(_RECORD, f"what the sampler records is not replayed with {_MODE}={{actor_rollout_ref.actor.router_replay.mode}}",
          lambda cfg: cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay and not _replays(cfg, "R3"), kind=NOTICE),
 
+    Rule("data.return_multi_modal_inputs", "false leaves out the tensors of images and videos, without which the sampler "
+         f"({_R}.name={{actor_rollout_ref.rollout.name}}) refuses a request, or the trainer takes placeholders for text",
+         _lacks_tensors, "Set {key}=true."),
     *OF_OLDER_VERSIONS,
     Rule("data.min_response_length", f"has no effect: {_R}.ignore_eos=true makes every response as long as can be",
          lambda cfg: cfg.data.min_response_length and cfg.actor_rollout_ref.rollout.ignore_eos, kind=NOTICE),
