@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from tests.harness.conversations import Script, manager, rollout, rows, schema, 
 from tests.harness.vision import clip
 from verl.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agent_loop.agent_data import AgentData
+from verl.agent_loop.failed import RunStops
 from verl.agent_loop.seen import SeenImages
-from verl.data.vision.processor import load_processor
+from verl.data.vision.processor import VisionProcessor, load_processor
 from verl.errors import DataError, NotBuiltError, RolloutError
 from verl.metrics import MetricSet
 from verl.protocol import DataProto
@@ -152,13 +156,12 @@ def test_videos_of_an_environment_are_seen_with_its_text(seeing_tokenizer, proce
 def test_a_trajectory_that_goes_on_later_has_its_pictures_and_videos_again(processor):
     row = {"multi_modal_data": {"images": [RED]}, "multi_modal_inputs": processor.process([RED])[0]}
     data = AgentData(row, seen=SeenImages(processor, row))
-    data.seen.take([Image.new("RGB", (84, 56), "blue"), clip(2, 56, 56)])
+    asyncio.run(data.seen.take([Image.new("RGB", (84, 56), "blue"), clip(2, 56, 56)]))
     earlier = data.plain()
     earlier["images"] = earlier.pop("media")
-    assert AgentData.of_plain(row, earlier, SeenImages(processor, row)).seen.images == data.seen.images, (
-        "a release before"
-    )
-    later = AgentData.of_plain(row, data.plain(), SeenImages(processor, row))
+    from_before = asyncio.run(AgentData.of_plain(row, earlier, SeenImages(processor, row)))
+    assert from_before.seen.images == data.seen.images, "a release before"
+    later = asyncio.run(AgentData.of_plain(row, data.plain(), SeenImages(processor, row)))
     assert [image.size for image in later.seen.images] == [(56, 56), (84, 56)]
     assert [len(video["frames"]) for video in later.seen.videos] == [2]
     for name, tensor in data.seen.inputs.items():
@@ -223,6 +226,15 @@ def test_frames_of_another_type_cost_their_row_and_say_so(seeing_tokenizer, proc
         play(seeing_tokenizer, processor, ["blue<|im_end|>"], table(seeing_tokenizer, processor), **settings)
 
 
+def test_a_file_of_a_video_without_its_reader_stops_the_run(seeing_tokenizer, processor, tmp_path, monkeypatch):
+    """Every episode would fail alike, so no row is masked."""
+    monkeypatch.setitem(sys.modules, "av", None)  # as if it were not installed
+    (tmp_path / "film.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    settings = discs(tmp_path, environment="Films", environment_kwargs={"file": str(tmp_path / "film.mp4")})
+    with pytest.raises(RunStops, match=r"the environment tests.agent_loop.envs.guess:Films, video 0: .*pip install av"):
+        play(seeing_tokenizer, processor, ["blue<|im_end|>"], table(seeing_tokenizer, processor), **settings)
+
+
 @register("test_looks")
 class Looks(AgentLoopBase):
     """A loop as users of upstream write it."""
@@ -279,11 +291,36 @@ def test_named_images_and_videos_of_a_family_with_frames_as_images_are_refused(s
 
 def test_rows_without_inputs_stay_without_when_a_tool_answers_with_a_picture(processor):
     seen = SeenImages(processor, {"multi_modal_data": {"images": [RED]}})
-    seen.take([RED])
+    asyncio.run(seen.take([RED]))
     assert len(seen.images) == 2 and seen.inputs == {}
     seen = SeenImages(processor)
-    seen.take([RED])
+    asyncio.run(seen.take([RED]))
     assert seen.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_other_trajectories_run_while_a_picture_of_one_is_resized(processor):
+    begins, may_end = threading.Event(), threading.Event()
+
+    class Waits(VisionProcessor):
+        def process(self, media, where="images"):
+            begins.set()
+            assert may_end.wait(60), "the event loop is held up"
+            return super().process(media, where)
+
+    seen = SeenImages(Waits(processor.wrapped, processor.folder))
+
+    async def takes():
+        work = asyncio.ensure_future(seen.take([RED, RED.resize((84, 56))]))
+        assert await asyncio.to_thread(begins.wait, 60) and not seen.images and not seen.inputs
+        may_end.set()
+        await work
+
+    asyncio.run(takes())
+    assert [image.size for image in seen.images] == [(56, 56), (84, 56)]
+    assert seen.inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6]]
+    with pytest.raises(DataError, match=r"a later turn, image 1: the processor refuses the image"):
+        asyncio.run(seen.take([RED, Image.new("RGB", (3, 900))]))
+    assert len(seen.images) == 2 and len(seen.inputs["image_grid_thw"]) == 2, "nothing of a refused turn is kept"
 
 
 def test_what_does_not_fit_is_refused_by_name(processor):

@@ -93,7 +93,7 @@ class AgentData:
         }
 
     @classmethod
-    def of_plain(cls, row: dict[str, Any], state: Mapping[str, Any], seen: SeenImages | None = None) -> AgentData:
+    async def of_plain(cls, row: dict[str, Any], state: Mapping[str, Any], seen: SeenImages | None = None) -> AgentData:
         """The reverse of `plain`.
 
         Args:
@@ -102,7 +102,7 @@ class AgentData:
         media = state.get("media", state.get("images"))  # earlier checkpoints have images alone
         fields = copy.deepcopy({name: value for name, value in state.items() if name not in ("media", "images")})
         seen = seen or SeenImages()
-        seen.take(media or ())
+        await seen.take(media or ())
         messages = [SampledMessage(message) if own else dict(message) for own, message in fields.pop("messages")]
         metrics = metrics_of(fields.pop("metrics"))
         return cls(row, messages, row.get("tools_kwargs") or {}, metrics=metrics, seen=seen, **fields)

@@ -16,6 +16,7 @@ from verl.data.vision.images import describe_image, load_image
 from verl.data.vision.processor import VisionProcessor, join_inputs
 from verl.data.vision.videos import VideoClip, VideoLimits, describe_clip, load_video
 from verl.errors import NotBuiltError, RolloutError
+from verl.tools.runner import in_thread
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,21 @@ class SeenImages:
         processor = self._processor()
         return processor.expand(ids, processor.pieces(images, videos))
 
-    def take(self, media: Sequence[Image.Image | VideoClip]) -> None:
-        """Pictures and clips of a later turn, in order: all requests from here on have them."""
+    async def take(self, media: Sequence[Image.Image | VideoClip]) -> None:
+        """Pictures and clips of a later turn, in order: all requests from here on have them.
+
+        They are resized in a thread, since all trajectories share the event loop. Nothing changes before that is done.
+
+        Raises:
+            DataError: the processor refuses one. RolloutError: the model reads only text.
+        """
         if not media:
             return
         processor = self._processor()
-        if self.inputs or not (
-            self.images or self.videos
-        ):  # data.return_multi_modal_inputs=false leaves them out of all turns
-            self.inputs = join_inputs([self.inputs, processor.process(media, "a later turn")[0]])
+        is_bare = not self.inputs and (self.images or self.videos)  # data.return_multi_modal_inputs=false: in all turns
+        if not is_bare:
+            earlier = self.inputs
+            self.inputs = await in_thread(lambda: join_inputs([earlier, processor.process(media, "a later turn")[0]]))
         shown = ShownMedia(tuple(media))
         self.images, self.videos = [*self.images, *shown.images], [*self.videos, *shown.videos]
         self.added = [*self.added, *media]

@@ -115,7 +115,7 @@ class ToolAgentLoop(AgentLoopBase):
         data = (
             self._begin(kwargs, schemas)
             if known is None
-            else AgentData.of_plain(kwargs, known["data"], self.server_manager.seen)
+            else await AgentData.of_plain(kwargs, known["data"], self.server_manager.seen)
         )
         if known is None and self.unfinished is not None:
             data.metrics.add("rollout/partial/restarted", 1, "sum")
@@ -223,8 +223,8 @@ class ToolAgentLoop(AgentLoopBase):
                 data.record.append({**entry, "left_out": "it does not fit into the response"})
                 _ended(data, "length", "length")
                 return
+            await data.seen.take(shown.media)  # a time limit here leaves nothing of the turn
             data.messages += new
-            data.seen.take(shown.media)
             data.add_inserted(ids)
             data.record.append({**entry, "tokens": len(ids), "mask": 0})
 

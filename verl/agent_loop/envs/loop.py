@@ -148,7 +148,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         text, shown = await self._shown(episode, first)
         content = shown.content(extender.template.outside_text(text))
         data.messages = _opening(data.row.get("raw_prompt"), content)
-        data.seen.take(shown.media)
+        await data.seen.take(shown.media)
         data.prompt_ids = data.seen.prompt(extender.prompt(data.messages))
         data.record.append(_entry("user", text, len(data.prompt_ids), 0, shown))
         if self._left(data) < 1:
@@ -180,8 +180,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             if len(ids) >= self._left(data):
                 episode.end("length")
                 return
+            await data.seen.take(shown.media)  # a time limit here leaves nothing of the turn
             data.messages += new
-            data.seen.take(shown.media)
             data.add_inserted(ids)
             data.record.append(_entry("user", text, len(ids), 0, shown))
 
