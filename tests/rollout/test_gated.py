@@ -12,7 +12,7 @@ import torch
 from tests.harness.plugin import within
 from verl.errors import RolloutError
 from verl.rollout import Request, SamplingParams
-from verl.rollout.gated import GatedSampler, Sampled, invalid_reason, request_seed
+from verl.rollout.gated import NEVER, GatedSampler, Sampled, among_all, invalid_reason, request_seed
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
 from verl.weight_sync import WeightChunk, chunk_weights
 
@@ -183,3 +183,16 @@ def test_shapes_are_read_from_the_headers_of_safetensors_files(tmp_path):
     save_file({"b": torch.ones(4)}, str(tmp_path / "model-2.safetensors"))
     assert shapes_on_disk(tmp_path) == {"a": (2, 3), "b": (4,)}
     assert shapes_on_disk(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 1.5])
+def test_a_log_prob_gets_back_the_share_of_tokens_that_are_not_drawn(temperature):
+    """Also where the biased probabilities, or the factor that undoes the bias, are beyond float64."""
+    logits, excluded = torch.tensor([0.3, 1.0, -0.5, 0.9, 2.0], dtype=torch.float64), [1, 4]
+    biased = logits.clone()
+    biased[excluded] += NEVER
+    whole, left = ((scores / temperature).log_softmax(-1).tolist() for scores in (logits, biased))
+    restored = [among_all(left[token], [left[one] for one in excluded], temperature) for token in (0, 2, 3)]
+    assert restored == pytest.approx([whole[token] for token in (0, 2, 3)], rel=1e-9)
+    assert left[0] - whole[0] > 0.5, "their share is large"
+    assert among_all(-0.5, [], temperature) == among_all(-0.5, [float("-inf")], temperature) == -0.5

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from verl.errors import NotBuiltError, RolloutError
 from verl.rollout.base import FINISH_REASONS, Completion, Request, Sampler, check_request
@@ -24,7 +26,7 @@ UNLIMITED = 1 << 30
 """Stands for a vocabulary or a context of unknown size."""
 NEVER = -100.0
 """The bias of a token that is not drawn; vLLM takes no smaller one. Where a model draws the placeholder of an image,
-later turns would have more of them than images, and log-probs are of the tokens that can be drawn."""
+later turns would have more of them than images."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,22 @@ class GatedSampler(Sampler):
         if wrong:
             raise RolloutError(f"{self.name} answered request {request.id!r} with nonsense: {wrong}")
         return sampled
+
+
+def among_all(log_prob: float, excluded: Sequence[float], temperature: float) -> float:
+    """A log-prob in the distribution with the tokens that are never drawn, which the trainer computes.
+
+    An engine normalises after it adds `NEVER` to the logits of those tokens x. With p' for its probabilities and T for
+    the temperature, p = p' / (1 + sum over x of p'(x) exp(-NEVER / T)); the sum is taken in logarithms, since either
+    factor alone may overflow.
+
+    Args:
+        log_prob: log p' of the drawn token (nats).
+        excluded: log p' of each x as the engine reports it.
+        temperature: of the distribution, 1 for a greedy request.
+    """
+    shares = [one - NEVER / temperature for one in excluded]
+    return log_prob - float(np.logaddexp.reduce([0.0, *shares]))
 
 
 def collapsed(request: Request, image_token_id: int | None) -> list[int]:

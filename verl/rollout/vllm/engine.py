@@ -18,9 +18,10 @@ import torch
 
 from verl import env, stacks
 from verl.errors import RolloutError
+from verl.metrics import notice
 from verl.models.lora import LoraSettings
 from verl.rollout.base import Request
-from verl.rollout.gated import request_seed
+from verl.rollout.gated import NEVER, request_seed
 from verl.rollout.vllm import versions, weight_transfer
 from verl.rollout.vllm.adapter import as_folder
 from verl.rollout.vllm.arguments import check_layout, num_workers, supported_arguments
@@ -36,11 +37,16 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 @dataclass
 class Piece:
-    """What one step added to one request."""
+    """What one step added to one request.
+
+    Args:
+        excluded: at each token the log-probs of those that are never drawn, which vLLM left out of ``log_probs``.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    excluded: tuple[tuple[float, ...], ...]
     finish_reason: str | None
     num_cached_tokens: int = 0
 
@@ -69,6 +75,11 @@ class VLLMEngine:
         self._num_adapters = 0
         self._engine = self._thread.submit(self._start, arguments, ours).result()
         self._seen = SeenPrompts.of(self._engine, self.on_cpu)
+        if self._seen is not None and self.reports_processed and not self._reports_tokens:
+            why = (
+                "this version of vLLM leaves the share of placeholders of images, which are not drawn, out of log-probs"
+            )
+            notice("actor_rollout_ref.rollout.name", why)
 
     def _start(self, arguments: dict[str, Any], ours: Sequence[str]) -> Any:
         self.num_workers = num_workers(arguments)
@@ -84,6 +95,8 @@ class VLLMEngine:
         check_layout(arguments, self.on_cpu)
         settings = supported_arguments(arguments, engine_args, dict.fromkeys(ours))
         self.reports_processed = settings.get("logprobs_mode") == "processed_logprobs"  # an older version has raw ones
+        can_report = versions.supported(self._params.SamplingParams, {"logprob_token_ids": ()})
+        self._reports_tokens = self.reports_processed and bool(can_report)
         self._engine_class = engine_class
         threads = torch.get_num_threads()
         try:
@@ -126,11 +139,16 @@ class VLLMEngine:
     def _prompt(self, request: Request) -> dict[str, Any]:
         if self._seen is not None and request.sees:
             return self._seen.prompt(request)
+        if self._seen is not None:
+            self._seen.check_text(request)
         return {"prompt_token_ids": [*request.token_ids, *request.generated_prefix]}
 
     def sampling_params(self, request: Request, stops: tuple[int, ...]) -> Any:
         """vLLM's parameters for what is left of a request's budget."""
         sampling = request.sampling
+        excluded = () if self._seen is None else self._seen.family.never_drawn
+        # A penalty is applied after the bias and scales it, so that the share of these tokens cannot be restored.
+        reported = excluded if self._reports_tokens and sampling.repetition_penalty == 1 else ()
         return self._params.SamplingParams(
             temperature=0.0 if sampling.is_greedy else sampling.temperature,
             top_p=sampling.top_p,
@@ -141,8 +159,9 @@ class VLLMEngine:
             seed=request_seed(request, self.seed),
             stop_token_ids=[] if sampling.ignore_eos else list(stops),
             ignore_eos=True,
-            logprobs=0,
-            logit_bias=None if self._seen is None else self._seen.logit_bias(request),
+            logprobs=None if reported else 0,
+            logit_bias=dict.fromkeys(excluded, NEVER) or None,
+            **({"logprob_token_ids": list(reported)} if reported else {}),
             detokenize=False,
             output_kind=self._params.RequestOutputKind.DELTA,
         )
@@ -250,8 +269,10 @@ def piece_of(output: Any) -> Piece:
     """The new tokens in one of vLLM's outputs."""
     (choice,) = output.outputs
     tokens = tuple(int(token) for token in choice.token_ids)
-    logs = tuple(float(entry[token].logprob) for token, entry in zip(tokens, choice.logprobs or ()))
-    return Piece(output.request_id, tokens, logs, choice.finish_reason, int(output.num_cached_tokens or 0))
+    entries = list(zip(tokens, choice.logprobs or ()))
+    logs = tuple(float(entry[token].logprob) for token, entry in entries)
+    others = tuple(tuple(float(entry[one].logprob) for one in entry if one != token) for token, entry in entries)
+    return Piece(output.request_id, tokens, logs, others, choice.finish_reason, int(output.num_cached_tokens or 0))
 
 
 def error_text(error: BaseException) -> str:

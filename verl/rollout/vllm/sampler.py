@@ -19,7 +19,7 @@ from verl.models.lora import LoraSettings
 from verl.rollout import reload_check
 from verl.rollout.adapters import separate_adapter
 from verl.rollout.base import Request, check_context
-from verl.rollout.gated import GatedSampler, Sampled
+from verl.rollout.gated import GatedSampler, Sampled, among_all
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.stream_check import StreamCheck, shapes_on_disk
@@ -240,7 +240,9 @@ class VLLMSampler(GatedSampler):
             self._counts["prompt_tokens"] += len(running.request.token_ids)
             self._counts["cached_tokens"] += piece.num_cached_tokens
         running.token_ids += piece.token_ids
-        running.log_probs += piece.log_probs
+        sampling = running.request.sampling
+        temperature = 1.0 if sampling.is_greedy else sampling.temperature
+        running.log_probs += [among_all(*one, temperature) for one in zip(piece.log_probs, piece.excluded)]
         if piece.finish_reason is not None:
             running.future.set_result(_sampled(running, piece.finish_reason))
         elif running.is_leaving:

@@ -16,7 +16,6 @@ from verl.errors import NotBuiltError, RolloutError
 from verl.models.vision import Picture, PlacedPicture, VisionFamily, family_of
 from verl.models.vision.qwen3 import Qwen3Vision
 from verl.rollout.base import Request
-from verl.rollout.gated import NEVER
 from verl.rollout.server.pictures import ByIdentity
 
 SECONDS, PIXELS, MASK = "second_per_grid_ts", "pixel_values", "pixel_attention_mask"
@@ -42,17 +41,17 @@ class SeenPrompts:
         processor = getattr(getattr(engine, "renderer", None), "mm_processor", None)
         return None if family is None else cls(family, processor, on_cpu)
 
-    def logit_bias(self, request: Request) -> dict[int, float]:
-        """Keeps the policy from drawing placeholders: later turns would take them for those of a picture.
+    def check_text(self, request: Request) -> None:
+        """Refuse placeholders of pictures that a request does not show: vLLM would read them as text.
 
-        vLLM leaves them out of its log-probs; that of videos is excluded only where there are some.
+        Raises:
+            RolloutError: its prompt has some.
         """
-        inputs, image = request.multi_modal_inputs, self.family.token_id("image")
-        sees_videos = bool(inputs) and any(picture.kind == "video" for picture, _ in self._known.of(inputs))
-        excluded = set(self.family.never_drawn)
-        if not sees_videos and "video" in self.family.kinds and self.family.token_id("video") != image:
-            excluded.remove(self.family.token_id("video"))
-        return dict.fromkeys(sorted(excluded), NEVER)
+        kind = next((kind for kind in self.family.kinds if self.family.token_id(kind) in request.token_ids), None)
+        if kind is not None:
+            fix = "Give the request its images or videos and what the processor made of them (multi_modal_inputs)."
+            message = f"the prompt has placeholders of {kind}s, and the request shows none"
+            raise RolloutError(message, key=f"request {request.id}", fix=fix)
 
     def prompt(self, request: Request) -> dict[str, Any]:
         """vLLM's ``MultiModalInput`` of a request.
