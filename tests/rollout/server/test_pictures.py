@@ -329,7 +329,7 @@ def test_a_vllm_server_gets_one_placeholder_and_one_png_for_each_image(seeing_mo
     assert one["token_ids"] == collapsed and one["return_token_ids"] is True and one["request_id"] == "r0"
     for part, image in zip(one["content_parts"], first.images, strict=True):
         assert part["type"] == "image_url" and np.array_equal(pixels(part["url"]), np.asarray(image))
-    never = {str(config.image_token_id): NEVER}
+    never = {str(config.image_token_id): NEVER, str(config.video_token_id): NEVER}
     assert one["sampling_params"]["logit_bias"] == never == text["logit_bias"]
     assert (
         one["sampling_params"]["max_tokens"] == 3 and one["sampling_params"]["seed"] != two["sampling_params"]["seed"]
@@ -423,7 +423,8 @@ def test_sglang_gets_one_placeholder_and_one_png_for_each_image(seeing_model, se
     assert [pixels(url).shape for url in one["image_data"]] == [(56, 56, 3), (84, 56, 3)]
     assert np.array_equal(pixels(one["image_data"][1]), np.asarray(first.images[1]))
     assert text["input_ids"] == used and "image_data" not in text
-    assert one["sampling_params"]["logit_bias"] == {str(config.image_token_id): NEVER}
+    never = {str(config.image_token_id): NEVER, str(config.video_token_id): NEVER}
+    assert one["sampling_params"]["logit_bias"] == never
 
 
 @pytest.mark.parametrize(

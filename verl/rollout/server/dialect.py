@@ -48,6 +48,8 @@ class Dialect(ABC):
 
     image_token_id: int | None = None
     """Stands for a part of an image in prompts; None: the model reads only text."""
+    never_drawn: tuple[int, ...] = ()
+    """Tokens that later turns would take for those of an image or a video."""
 
     def __init__(self, ask: AskServer, model: str, text: Callable[[], Tokenizer]):
         self.ask, self.model, self.text = ask, model, text
@@ -104,7 +106,7 @@ class Dialect(ABC):
     @property
     def bias(self) -> dict[str, Any]:
         """The parameter by which no placeholder of an image is drawn."""
-        return {} if self.image_token_id is None else {"logit_bias": {str(self.image_token_id): NEVER}}
+        return {"logit_bias": {str(token): NEVER for token in self.never_drawn}} if self.never_drawn else {}
 
     def key(self, request: Request) -> str:
         """The name under which the server knows a request, for `abort`."""

@@ -26,6 +26,8 @@ from verl.data import hf_tokenizer
 from verl.errors import ConfigError, RolloutError
 from verl.json_text import Json, JsonObject
 from verl.metrics import notice
+from verl.models import load_model_config
+from verl.models.vision import family_of
 from verl.outcomes import run_now
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout import reload_check
@@ -186,6 +188,8 @@ class ServerSampler(GatedSampler):
             served = self.served_model or await self._served(kind)
             self._dialect = DIALECTS[kind](self._ask, served, self._text)
             self._dialect.image_token_id = self.facts.image_token_id
+            family = family_of(load_model_config(self.model)) if self.takes_images else None
+            self._dialect.never_drawn = () if family is None else family.never_drawn
             if self._wants_log_probs and not self._dialect.gives_log_probs:
                 self._dialect = None
                 raise RolloutError(
