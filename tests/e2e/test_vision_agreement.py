@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.dist.ulysses_cells import ulysses_over_images
+from tests.e2e.test_vision import RAY, steps_of, warm  # noqa: F401  # a fixture
 from tests.harness.engines import make_engine, relative_error
+from tests.harness.programs import curve
 from tests.harness.ranks import cells_on_demand
 from tests.harness.rows import columns
 from tests.harness.runs import train
@@ -85,6 +87,22 @@ def test_two_ranks_that_share_each_sequence_agree_with_one(tmp_path, table):
     for name, error in errors.items():
         table[f"{name}: Ulysses 1, 2"] = (float(error), EXACT)
     assert {"log_probs", "gradient", "weights"} < set(errors) and max(errors.values()) <= EXACT
+
+
+def test_a_run_on_ray_with_two_workers_is_the_run_here(warm, table):  # noqa: F811
+    """Scores depend on every token that was drawn: one other token and later steps train on another batch."""
+    short = ("trainer.val_before_train=false", "trainer.test_freq=-1")
+    here, on_ray = (steps_of(warm, name, *words, *short, steps=4) for name, words in (("here", ()), ("on_ray", RAY)))
+
+    def both(name: str) -> tuple[list[float], list[float]]:
+        return curve(here, name), curve(on_ray, name)
+
+    scores, losses, norms = map(both, ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"))
+    assert len(scores[0]) == len(scores[1]) == 4 and len(set(scores[0])) > 1 and min(norms[0]) > 0
+    table["scores of 4 steps: one process here, two on Ray"] = (max(abs(a - b) for a, b in zip(*scores)), 0.0)
+    table["loss: one process here, two on Ray"] = (max(abs(a - b) for a, b in zip(*losses)), EXACT)
+    table["gradient norm: one process here, two on Ray"] = (max(abs(a - b) / a for a, b in zip(*norms)), EXACT)
+    assert all(difference <= bound for difference, bound in table.values()), table
 
 
 def weights_of(folder: str) -> dict[str, Tensor]:
