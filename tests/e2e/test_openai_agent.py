@@ -12,19 +12,37 @@ from tests.harness.runs import records
 AGENT = '''
 """An agent as one might have it already: the stock client, two calls, a judgement of its own."""
 
-from openai import OpenAI
+{imported}
 
 
 def agent(base_url, api_key, row):
-    client = OpenAI(base_url=base_url, api_key=api_key)
-    messages = [{"role": "user", "content": "say it"}]
+    client = {client}(base_url=base_url, api_key=api_key)
+    messages = [{{"role": "user", "content": "say it"}}]
     answers = []
     for _ in range(2):
-        answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=1).choices[0].message
-        answers.append(answer.content or "")
-        messages += [answer, {"role": "user", "content": "again"}]
-    return {"score": sum(text.isascii() and text.isalpha() for text in answers) / 2, "said": answers}
+        {call}
+        answers.append(text)
+        messages += [answer, {{"role": "user", "content": "again"}}]
+    return {{"score": sum(text.isascii() and text.isalpha() for text in answers) / 2, "said": answers}}
 '''
+CLIENTS = {
+    "chat": (
+        "OpenAI",
+        'answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=1).choices[0].message',
+        'text = answer.content or ""',
+    ),
+    "responses": (
+        "OpenAI",
+        'text = client.responses.create(model="policy", input=messages, max_output_tokens=1).output_text',
+        'answer = {"role": "assistant", "content": text}',
+    ),
+    "messages": (
+        "Anthropic",
+        'text = client.messages.create(model="policy", messages=messages, max_tokens=1).content[0].text',
+        'answer = {"role": "assistant", "content": text}',
+    ),
+}
+"""Form of the endpoint -> the stock client, its call, and the answer as a message and as text."""
 LOOPS = "- {name: mine, _target_: verl.agent_loop.server.loop.OpenAIAgentLoop, agent: agent.py, timeout: 120}\n"
 
 SETTINGS = [
@@ -47,10 +65,13 @@ SETTINGS = [
 
 
 @pytest.mark.slow
-def test_the_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_path):
+@pytest.mark.parametrize("form", CLIENTS)
+def test_a_stock_client_drives_training_and_its_tokens_are_in_the_batch(tmp_path, form):
+    client, *call = CLIENTS[form]
+    imported = f"from {client.lower()} import {client}"
     tiny_model_dir(tmp_path / "model")
     write_prompts(tmp_path / "train.parquet", 8)
-    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(AGENT.format(imported=imported, client=client, call="\n        ".join(call)))
     (tmp_path / "loops.yaml").write_text(LOOPS)
     more = ["experiment_name=e", "total_training_steps=12", "total_epochs=9", "rollout_data_dir=dumps"]
     settings = [*SETTINGS, *(f"trainer.{setting}" for setting in more)]

@@ -203,7 +203,8 @@ class Server:
         if self.key is not None and secret.PROOF in request.headers:
             return self._signer(request, self.key)
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        owner = self.authorize(token.strip() if scheme.lower() == "bearer" else "")
+        named = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        owner = self.authorize(named)
         if owner is None:
             raise ApiError(401, "Incorrect API key provided: use the one that the server gave.", "invalid_api_key")
         return owner

@@ -12,10 +12,11 @@ from typing import Any
 
 from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.server.errors import ApiError, bad, refused, unknown_model
-from verl.agent_loop.server.prompts import Prompts
+from verl.agent_loop.server.prompts import Located, Prompts
 from verl.agent_loop.server.protocol import CompletionRequest
 from verl.agent_loop.server.record import Answer, Record
 from verl.errors import DataError, RolloutError
+from verl.json_text import JsonObject, object_of
 from verl.metrics import notice
 from verl.rollout.base import Completion
 from verl.rollout.lost import EngineLostError
@@ -34,12 +35,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer to a request, with what a client is shown of it."""
+    """One answer to a request, with what a client is shown of it; ``stop`` is the stop text that ended it."""
 
     answer: Answer
     text: str
     calls: tuple[ToolCall, ...]
     finish_reason: str
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Conversation:
         follows_request: whether temperature, top_p, top_k and seed of a request count, or the run's own.
         parser: finds tool calls in an answer: ``extract_tool_calls(token_ids, tools) -> (text, calls)``.
         key: what authorizes a client.
+        responses: name of a response -> the messages up to and with it.
     """
 
     client: SamplerClient
@@ -79,6 +82,7 @@ class Conversation:
     record: Record = field(default_factory=Record)
     lost: EngineLostError | None = None
     overridden: int = 0
+    responses: dict[str, list[JsonObject]] = field(default_factory=dict)
 
     @property
     def sees(self) -> bool:
@@ -91,6 +95,24 @@ class Conversation:
         Raises:
             ApiError: it cannot be followed, or the rollout is over.
         """
+        prompt = self.prompt_of(ask)
+        parent, inserted = prompt.parent, prompt.inserted
+        parameters = self._parameters(ask, parent, len(inserted))
+        before, seen = ((), []) if parent is None else (parent.tokens, parent.seen)
+        dones = await self._sample([*before, *inserted], [*seen, *prompt.images], parameters, ask.n)
+        if any(done.finish_reason == "abort" for done in dones):
+            raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
+        choices = [
+            await self._choice(ask, Answer(parent, inserted, done, None, 0, images=prompt.images)) for done in dones
+        ]
+        return ModelReply(ask, tuple(choices), prompt.length)
+
+    def prompt_of(self, ask: CompletionRequest) -> Located:
+        """The prompt of a request: images loaded, their placeholders expanded.
+
+        Raises:
+            ApiError: an unknown model, or messages that cannot be templated.
+        """
         if ask.model not in self.models and ANY_MODEL not in self.models:
             raise unknown_model(ask.model, self.models)
         try:
@@ -99,14 +121,7 @@ class Conversation:
             inserted = tuple(self.client.seen.expanded(located.inserted, images))
         except (DataError, RolloutError) as error:
             raise bad("messages" if ask.messages is not None else "prompt", str(error)) from error
-        parent = located.parent
-        parameters = self._parameters(ask, parent, len(inserted))
-        before, seen = ((), []) if parent is None else (parent.tokens, parent.seen)
-        dones = await self._sample([*before, *inserted], [*seen, *images], parameters, ask.n)
-        if any(done.finish_reason == "abort" for done in dones):
-            raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
-        choices = [await self._choice(ask, Answer(parent, inserted, done, None, 0, images=images)) for done in dones]
-        return ModelReply(ask, tuple(choices), len(before) + len(inserted))
+        return Located(located.parent, inserted, images)
 
     def delivered(self, reply: ModelReply) -> None:
         """Record answers that go to the client; what never arrives is no part of its conversation."""
@@ -180,7 +195,7 @@ class Conversation:
         return self.prompts.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     async def _choice(self, ask: CompletionRequest, answer: Answer) -> Choice:
-        answer.done, text = cut_at(answer.done, ask.stops, self.prompts.text)
+        answer.done, text, stop = cut_at(answer.done, ask.stops, self.prompts.text)
         done = answer.done
         calls: tuple[ToolCall, ...] = ()
         if ask.parses_calls and self.parser is not None:
@@ -193,7 +208,7 @@ class Conversation:
             answer.place = len(ask.messages)
             shown_calls = [(call.id, call.name, call.arguments) for call in calls]
             answer.message = self.prompts.message(done.token_ids, text, shown_calls)
-        return Choice(answer, text, calls, reason)
+        return Choice(answer, text, calls, reason, stop)
 
     async def _calls(self, tokens: Sequence[int], tools: Sequence[Any], text: str) -> tuple[str, tuple[ToolCall, ...]]:
         try:
@@ -203,19 +218,21 @@ class Conversation:
             name = type(self.parser).__name__
             notice(f"the tool-call parser {name}", f"failed: {type(error).__name__}: {error}. The answer is its text.")
             return text, ()
-        if not calls:
+        if not calls or not all(isinstance(object_of(str(call.arguments)), Mapping) for call in calls):
             return text, ()  # what looks like a broken call stays visible
         numbered = (ToolCall(f"call_{secrets.token_hex(12)}", str(call.name), str(call.arguments)) for call in calls)
         return rest, tuple(numbered)
 
 
-def cut_at(done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> tuple[Completion, str]:
-    """The completion up to the token that completes the first stop text, and its text without that."""
+def cut_at(
+    done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[int]], str]
+) -> tuple[Completion, str, str | None]:
+    """The completion up to the token that completes the first stop text, its text without that, and the stop text."""
     text = text_of(done.token_ids)
     places = [text.find(stop) for stop in stops]
     cuts = [(place, stop) for place, stop in zip(places, stops) if place >= 0]
     if not cuts:
-        return done, text
+        return done, text, None
     place, stop = min(cuts)
     end = place + len(stop)
 
@@ -230,4 +247,4 @@ def cut_at(done: Completion, stops: Sequence[str], text_of: Callable[[Sequence[i
         token_versions=done.token_versions[:count],
         finish_reason="stop",
     )
-    return cut, text[:place]
+    return cut, text[:place], stop

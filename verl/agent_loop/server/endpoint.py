@@ -5,27 +5,38 @@ from __future__ import annotations
 import asyncio
 import hmac
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from verl.agent_loop.server import replies
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.errors import unknown_model
-from verl.agent_loop.server.protocol import CompletionRequest, read_chat, read_text
-from verl.serving import Handle, HttpRequest, HttpResponse, Server, ServerLimits
+from verl.agent_loop.server.forms import ChatForm, ClientForm, TextForm
+from verl.agent_loop.server.messages_form import CountForm, MessagesForm
+from verl.agent_loop.server.responses_form import ResponsesForm
+from verl.serving import ApiError, Handle, HttpRequest, HttpResponse, Server, ServerLimits
+
+MESSAGES = ("/v1/messages", "/v1/v1/messages")
+"""Anthropic's client writes ``/v1`` itself, after a base URL that has it for OpenAI's."""
+FORMS: dict[str, type[ClientForm]] = {
+    "/v1/chat/completions": ChatForm,
+    "/v1/completions": TextForm,
+    "/v1/responses": ResponsesForm,
+    **dict.fromkeys(MESSAGES, MessagesForm),
+}
 
 
 class Endpoint:
-    """OpenAI's chat completions, completions and models over the samplers of its conversations."""
+    """OpenAI's chat completions, completions, responses and models, and Anthropic's messages, over the samplers of its
+    conversations."""
 
     def __init__(self, limits: ServerLimits | None = None):
         self._conversations: dict[str, Conversation] = {}
         self._lock = asyncio.Lock()  # conversations that begin and end: the server starts with the first
         routes: dict[tuple[str, str], Handle] = {
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("POST", "/v1/completions"): self._text,
+            **{("POST", path): partial(self._complete, form) for path, form in FORMS.items()},
+            **{("POST", f"{path}/count_tokens"): self._count for path in MESSAGES},
             ("GET", "/v1/models"): self._models,
             ("GET", "/v1/models/{name:path}"): self._model,
         }
@@ -54,21 +65,27 @@ class Endpoint:
                 owner = conversation
         return owner
 
-    async def _chat(self, request: HttpRequest) -> HttpResponse:
-        return await self._complete(request.owner, read_chat(request.json(), request.owner.sees))
-
-    async def _text(self, request: HttpRequest) -> HttpResponse:
-        return await self._complete(request.owner, read_text(request.json()))
-
-    async def _complete(self, owner: Conversation, ask: CompletionRequest) -> HttpResponse:
-        reply = await owner.answer(ask)
-
+    async def _complete(self, form: type[ClientForm], request: HttpRequest) -> HttpResponse:
+        owner = request.owner
+        try:
+            call = form(request.json(), owner)
+            reply = await owner.answer(call.ask)
+        except ApiError as error:
+            return HttpResponse(form.error(error), status=error.status)
         answered = HttpResponse(sent=partial(owner.delivered, reply), unsent=partial(owner.undelivered, reply))
-        if ask.stream:
-            answered.events = _events(reply, owner)
+        if call.ask.stream:
+            answered.events = _events(call.events(reply))
         else:
-            answered.payload = replies.complete_answer(reply, owner.prompts)
+            answered.payload = call.payload(reply)
         return answered
+
+    async def _count(self, request: HttpRequest) -> HttpResponse:
+        """The tokens of a prompt, without sampling from it."""
+        try:
+            call = CountForm(request.json(), request.owner)
+            return HttpResponse({"input_tokens": request.owner.prompt_of(call.ask).length})
+        except ApiError as error:
+            return HttpResponse(MessagesForm.error(error), status=error.status)
 
     async def _models(self, request: HttpRequest) -> HttpResponse:
         return HttpResponse(replies.models(request.owner.models))
@@ -80,8 +97,8 @@ class Endpoint:
         return HttpResponse(replies.model(name))
 
 
-async def _events(reply: Any, owner: Conversation) -> AsyncIterator[bytes]:
-    for event in replies.chunks(reply, owner.prompts):
+async def _events(events: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
         yield event
 
 

@@ -1,4 +1,5 @@
-"""``openai_agent``: a row is what a user's own agent does with the model, through an OpenAI-compatible endpoint."""
+"""``openai_agent``: a row is what a user's own agent does with the model, through an endpoint in the forms of
+OpenAI and Anthropic."""
 
 from __future__ import annotations
 

@@ -27,13 +27,18 @@ class Located:
 
     Args:
         parent: the answer that it continues; None: it begins a conversation.
-        inserted: the tokens after it, or all of the prompt; one placeholder for each image.
-        images: in the new messages, as the client sent them.
+        inserted: the tokens after it, or all of the prompt; one placeholder for each image until they are expanded.
+        images: in the new messages, as the client sent them, later as they were loaded.
     """
 
     parent: Answer | None
     inserted: tuple[int, ...]
     images: tuple[Any, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the complete prompt."""
+        return len(self.inserted) + (0 if self.parent is None else len(self.parent.tokens))
 
 
 class Prompts:

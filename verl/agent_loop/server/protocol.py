@@ -86,7 +86,7 @@ def read_chat(payload: object, images: bool = False) -> CompletionRequest:
     Raises:
         ApiError: naming the field.
     """
-    body = _body(payload, CHAT)
+    body = fields_of(payload, CHAT)
     tools = _tools(body.get("tools"))
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
@@ -114,7 +114,7 @@ def read_chat(payload: object, images: bool = False) -> CompletionRequest:
 
 def read_text(payload: object) -> CompletionRequest:
     """The request in the body of ``/v1/completions``; without max_tokens it gets OpenAI's 16."""
-    body = _body(payload, TEXT)
+    body = fields_of(payload, TEXT)
     logprobs = body.get("logprobs")
     if isinstance(logprobs, bool) or not (logprobs is None or logprobs in (0, 1)):
         raise bad("logprobs", "logprobs must be 0 or 1: the log-prob of each chosen token.", "unsupported_value")
@@ -127,15 +127,29 @@ def read_text(payload: object) -> CompletionRequest:
     )
 
 
-def _body(payload: object, known: set[str]) -> dict[str, Any]:
+def fields_of(
+    payload: object,
+    known: set[str],
+    without_effect: set[str] = WITHOUT_EFFECT,
+    only_default: Mapping[str, tuple[object, ...]] = ONLY_DEFAULT,
+) -> dict[str, Any]:
+    """The fields of a body that are set, null left out.
+
+    Args:
+        known: fields that are followed; ``without_effect`` are let through.
+        only_default: fields that cannot be followed, with the values that ask for nothing.
+
+    Raises:
+        ApiError: no object, an unknown field, or one that cannot be followed.
+    """
     if not isinstance(payload, dict):
         raise bad("body", "The body must be a JSON object.")
     for name, value in payload.items():
-        if name in known or name in WITHOUT_EFFECT or value is None:
+        if name in known or name in without_effect or value is None:
             continue
-        if name not in ONLY_DEFAULT:
+        if name not in only_default:
             raise bad(name, f"Unknown field {name!r}. {suggest(name, known)}", "unknown_parameter")
-        if value not in ONLY_DEFAULT[name]:
+        if value not in only_default[name]:
             raise bad(name, f"{name}={_short(value)} is not supported; leave it out.", "unsupported_parameter")
     return {name: value for name, value in payload.items() if value is not None}
 

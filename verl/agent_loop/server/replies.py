@@ -124,9 +124,14 @@ def _text_choice(number: int, choice: Choice, reply: ModelReply, prompts: Prompt
 
 
 def _chat_logprobs(choice: Choice, prompts: Prompts) -> dict[str, Any]:
+    return {"content": token_logprobs(choice, prompts), "refusal": None}
+
+
+def token_logprobs(choice: Choice, prompts: Prompts) -> list[dict[str, Any]]:
+    """An entry per sampled token."""
     done = choice.answer.done
     entries = []
     for token, log_prob in zip(done.token_ids, done.log_probs):
         text = prompts.tokenizer.decode([token])
         entries.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
-    return {"content": entries, "refusal": None}
+    return entries
