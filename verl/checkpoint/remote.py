@@ -18,7 +18,7 @@ from verl.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints, ste
 from verl.checkpoint.manifest import MANIFEST, Manifest
 from verl.checkpoint.reader import TRAINER
 from verl.checkpoint.writer import WRITING, put_in_place
-from verl.config.schema.run import RunConfig
+from verl.config.schema.role import RunConfig
 from verl.errors import CheckpointError, VerlError
 from verl.metrics import notice
 from verl.storage import remote_folder

@@ -36,10 +36,9 @@ from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
 from verl.config.schema.data import CustomClassConfig, DataConfig, SamplerClassConfig
 from verl.config.schema.node import ConfigNode, changed_names, unrecorded
 from verl.config.schema.reward import RewardModelConfig
-from verl.config.schema.role import OptimizerConfig
+from verl.config.schema.role import OptimizerConfig, RunConfig
 from verl.config.schema.rollout import RolloutConfig, SamplingConfig
 from verl.config.schema.root import PPOTrainerConfig, uses_critic
-from verl.config.schema.run import RunConfig
 from verl.config.schema.tree import BETAS
 from verl.errors import ConfigError, suggest
 

@@ -10,9 +10,8 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.reward import RewardConfig
-from verl.config.schema.role import GlobalProfilerConfig
+from verl.config.schema.role import GlobalProfilerConfig, RunConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.run import RunConfig
 from verl.config.schema.tree import AHEAD, AMOUNT, COUNT, EVERY, GPUS, POSITIVE, STEPS
 from verl.registry import (
     ADVANTAGE_ESTIMATORS,

@@ -15,8 +15,8 @@ from verl.config.schema.role import (
     MegatronEngineConfig,
     OptimizerConfig,
     ProfilerConfig,
+    RunConfig,
 )
-from verl.config.schema.run import RunConfig
 from verl.config.schema.torchtitan import TITAN_LIKE_ENGINE, TorchTitanEngineConfig
 from verl.config.schema.tree import (
     AMOUNT,
