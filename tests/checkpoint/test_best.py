@@ -94,16 +94,43 @@ def test_a_resume_names_the_checkpoint_that_a_kill_left_unnamed(tmp_path, monkey
         raise Killed
 
     assert best is not None
+    monkeypatch.setattr(best, "published", kill)
+    writer = CheckpointWriter(tmp_path, best=best)
     best.offer(2, {NAME: 0.9})
-    monkeypatch.setattr(best, "write", kill)
-    best_of_next = CheckpointWriter(tmp_path, best=None)
-    best_of_next.best = best
     with pytest.raises(Killed):
-        save(best_of_next, 2)
-    best_of_next.lock.release()
+        save(writer, 2)
+    writer.lock.release()
     assert named(tmp_path) == 1 and (tmp_path / "global_step_2").is_dir()
     CheckpointWriter(tmp_path, best=BestCheckpoint.of(settings(tmp_path))).close()
     assert named(tmp_path) == 2
+
+
+@pytest.mark.parametrize("point", ["replaced", "published"])
+def test_a_step_that_is_saved_again_never_has_the_value_of_another_save(tmp_path, point):
+    """The run is killed before or after the new folder of step 1 is in place."""
+    saved(tmp_path, {1: 0.4})
+    best = BestCheckpoint.of(settings(tmp_path))
+    passed: list[tuple[str, dict[str, float]]] = []
+
+    def look(name: str) -> None:
+        passed.append((name, read_json((tmp_path / FILE).read_text())["values"]))
+        if name == point:
+            raise Killed
+
+    assert best is not None
+    writer = CheckpointWriter(tmp_path, best=best, point=look)
+    best.offer(1, {NAME: 0.9})
+    with pytest.raises(Killed):
+        save(writer, 1)
+    writer.lock.release()
+    assert passed[-1] == (point, {}), "neither 0.4 nor 0.9 is known to be of the folder"
+    with CheckpointWriter(tmp_path, best=BestCheckpoint.of(settings(tmp_path))):
+        assert (tmp_path / "global_step_1/manifest.json").is_file()
+
+
+def test_a_step_that_is_saved_again_gets_its_new_value(tmp_path):
+    saved(tmp_path, {1: 0.9, 2: 0.5})
+    assert saved(tmp_path, {1: 0.3}) == [1, 2] and named(tmp_path) == 2
 
 
 def test_nan_and_a_step_without_validation_are_not_compared(tmp_path):
@@ -118,7 +145,7 @@ def test_a_step_that_is_saved_again_without_a_value_has_none(tmp_path):
     saved(tmp_path, {1: 0.5, 2: 0.9})
     best = BestCheckpoint.of(settings(tmp_path))
     best.offer(2, {NAME: float("nan")})
-    assert best.values == {} and best.step is None, "step 1 was deleted as the older one"
+    assert 2 not in best.values and best.step is None, "step 1 was deleted as the older one"
 
 
 def test_a_full_disk_under_the_file_is_a_notice(tmp_path):

@@ -12,7 +12,7 @@ from typing import Literal
 from verl import env
 from verl.checkpoint.files import replace_text
 from verl.checkpoint.find import step_folder
-from verl.config.schema.run import RunConfig
+from verl.config.schema.role import RunConfig
 from verl.errors import CheckpointError, ConfigError, suggest
 from verl.json_text import read_json
 from verl.metrics import notice
@@ -25,7 +25,9 @@ KEY = "trainer.best_metric"
 class BestCheckpoint:
     """``<root>/best_checkpoint.json``: the step of the best checkpoint of a run folder, and the value of each.
 
-    The value of a step is written before its folder is in place, its name after that: a kill in between loses neither.
+    The value of a new step is written before its folder is in place, its name after that: a kill in between loses
+    neither. A step that is saved again has no value until its new folder is in place: a kill in between leaves a folder
+    that is not compared, never a value of another one.
 
     Args:
         root: the run folder.
@@ -39,6 +41,7 @@ class BestCheckpoint:
 
     def __post_init__(self) -> None:
         self.values = self._read()
+        self._replacing: dict[int, float] = {}
 
     @classmethod
     def of(cls, settings: RunConfig) -> BestCheckpoint | None:
@@ -59,19 +62,31 @@ class BestCheckpoint:
 
     def offer(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the value of a checkpoint that is about to be put in place; without one it is not compared."""
-        self.values.pop(step, None)  # of an earlier save of this step, which the new one replaces
+        self.values.pop(step, None)
+        self._replacing.clear()
         value = metrics.get(self.metric)
-        if value is None:
-            return
-        if not math.isfinite(value):
+        if value is not None and not math.isfinite(value):
             notice(KEY, f"{self.metric} is {value} at step {step}, which is never the best")
-            return
-        self.values[step] = float(value)
-        self.write()
+            value = None
+        if value is not None:
+            held = self._replacing if step_folder(self.root, step).is_dir() else self.values
+            held[step] = float(value)
+        self._write()
 
-    def write(self) -> None:
-        """Name the best checkpoint that is in place (null: none yet) and keep all values; nothing without a value."""
-        if not self.values:
+    def published(self) -> None:
+        """Name the best checkpoint, now that the one on offer is in place."""
+        self.values |= self._replacing
+        self._replacing.clear()
+        self._write()
+
+    def recovered(self) -> None:
+        """Forget values of checkpoints that never came, and name one that a kill left unnamed."""
+        self.values = {step: value for step, value in self.values.items() if step_folder(self.root, step).is_dir()}
+        self._write()
+
+    def _write(self) -> None:
+        """Name the best checkpoint that is in place (null: none yet), and keep all values."""
+        if not self.values and not (self.root / FILE).is_file():
             return
         entry = {"global_step": self.step, "metric": self.metric, "mode": self.mode, "values": self.values}
         try:
@@ -91,7 +106,6 @@ class BestCheckpoint:
         try:
             entry = read_json(file.read_text(encoding="utf-8"))
             values = {int(step): float(value) for step, value in entry["values"].items()}
-            values = {step: value for step, value in values.items() if step_folder(self.root, step).is_dir()}
             compared = (entry["metric"], entry["mode"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "Delete it: the next validated checkpoint writes it again."

@@ -126,7 +126,7 @@ class CheckpointWriter:
             self.lock = RunLock(self.root)
             _recover(self.root)
             if best is not None:
-                best.write()  # a kill may have come between a checkpoint and its name
+                best.recovered()
         except OSError as error:
             raise CheckpointError(
                 f"this folder cannot be written: {error}", key="trainer.default_local_dir", got=str(self.root)
@@ -343,7 +343,7 @@ class CheckpointWriter:
         """The checkpoint is published; what fails from here on is a notice and does not undo it."""
         try:
             if self.best is not None:
-                self.best.write()  # before retention: the file never names a deleted one
+                self.best.published()  # before retention: the file never names a deleted one
                 self.point("best")
             replace_text(self.root / TRACKER, f"{step}\n")
             self.point("tracker")
