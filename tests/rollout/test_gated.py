@@ -191,8 +191,8 @@ def test_a_log_prob_gets_back_the_share_of_tokens_that_are_not_drawn(temperature
     logits, excluded = torch.tensor([0.3, 1.0, -0.5, 0.9, 2.0], dtype=torch.float64), [1, 4]
     biased = logits.clone()
     biased[excluded] += NEVER
-    whole, left = ((scores / temperature).log_softmax(-1).tolist() for scores in (logits, biased))
+    complete, left = ((scores / temperature).log_softmax(-1).tolist() for scores in (logits, biased))
     restored = [among_all(left[token], [left[one] for one in excluded], temperature) for token in (0, 2, 3)]
-    assert restored == pytest.approx([whole[token] for token in (0, 2, 3)], rel=1e-9)
-    assert left[0] - whole[0] > 0.5, "their share is large"
+    assert restored == pytest.approx([complete[token] for token in (0, 2, 3)], rel=1e-9)
+    assert left[0] - complete[0] > 0.5, "their share is large"
     assert among_all(-0.5, [], temperature) == among_all(-0.5, [float("-inf")], temperature) == -0.5

@@ -202,6 +202,8 @@ def among_all(log_prob: float, excluded: Sequence[float], temperature: float) ->
         excluded: log p' of each x as the engine reports it.
         temperature: of the distribution, 1 for a greedy request.
     """
+    if not excluded:
+        return log_prob
     shares = [one - NEVER / temperature for one in excluded]
     return log_prob - float(np.logaddexp.reduce([0.0, *shares]))
 

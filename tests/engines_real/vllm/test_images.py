@@ -99,7 +99,7 @@ def expected(model, request, done, excluded):
 
 def check_log_probs(sampler, model, jobs):
     marks = set(family_of(model.config).never_drawn)
-    excluded = marks if isinstance(sampler, ServerSampler) else set()  # the server is not asked for their share
+    excluded = marks if isinstance(sampler, ServerSampler) else set()  # the server does not report their share
     for request, done in zip(jobs, sample(sampler, jobs), strict=True):
         assert not marks & set(done.token_ids)
         same = expected(model, request, done, excluded)

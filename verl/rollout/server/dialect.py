@@ -105,7 +105,7 @@ class Dialect(ABC):
 
     @property
     def bias(self) -> dict[str, Any]:
-        """The parameter by which no placeholder of an image is drawn."""
+        """The parameter by which no placeholder and no mark of an image or video is drawn."""
         return {"logit_bias": {str(token): NEVER for token in self.never_drawn}} if self.never_drawn else {}
 
     def key(self, request: Request) -> str:

@@ -29,6 +29,8 @@ from verl.rollout.vllm.seen import SeenPrompts
 from verl.weight_sync import WeightChunk
 
 RELOAD_SECONDS = 600.0
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a lower one to it, and its log-probs with it."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 WORKERS_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """A fork would copy this process's device, its threads' locks and its copies of other processes' pipes."""
@@ -76,10 +78,8 @@ class VLLMEngine:
         self._engine = self._thread.submit(self._start, arguments, ours).result()
         self._seen = SeenPrompts.of(self._engine, self.on_cpu)
         if self._seen is not None and self.reports_processed and not self._reports_tokens:
-            why = (
-                "this version of vLLM leaves the share of placeholders of images, which are not drawn, out of log-probs"
-            )
-            notice("actor_rollout_ref.rollout.name", why)
+            why = "this version of vLLM, or its speculative decoding, leaves the share of placeholders"
+            notice("actor_rollout_ref.rollout.name", f"{why} of images, which are not drawn, out of log-probs")
 
     def _start(self, arguments: dict[str, Any], ours: Sequence[str]) -> Any:
         self.num_workers = num_workers(arguments)
@@ -96,7 +96,9 @@ class VLLMEngine:
         settings = supported_arguments(arguments, engine_args, dict.fromkeys(ours))
         self.reports_processed = settings.get("logprobs_mode") == "processed_logprobs"  # an older version has raw ones
         can_report = versions.supported(self._params.SamplingParams, {"logprob_token_ids": ()})
-        self._reports_tokens = self.reports_processed and bool(can_report)
+        # Its rejection sampler reports the drawn token alone.
+        is_speculative = bool(settings.get("speculative_config"))
+        self._reports_tokens = self.reports_processed and bool(can_report) and not is_speculative
         self._engine_class = engine_class
         threads = torch.get_num_threads()
         try:
@@ -146,9 +148,15 @@ class VLLMEngine:
     def sampling_params(self, request: Request, stops: tuple[int, ...]) -> Any:
         """vLLM's parameters for what is left of a request's budget."""
         sampling = request.sampling
+        if 0 < sampling.temperature < LEAST_TEMPERATURE and not sampling.is_greedy:
+            message = "vLLM samples at no temperature between 0 and 0.01, and would raise it"
+            raise RolloutError(message, key="temperature", got=sampling.temperature, fix="0 is greedy.")
         excluded = () if self._seen is None else self._seen.family.never_drawn
         # A penalty is applied after the bias and scales it, so that the share of these tokens cannot be restored.
         reported = excluded if self._reports_tokens and sampling.repetition_penalty == 1 else ()
+        if excluded and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1):
+            why = "with top_p, top_k or a repetition penalty log-probs leave out the share of placeholders of images"
+            notice("vLLM on a model that sees", why)
         return self._params.SamplingParams(
             temperature=0.0 if sampling.is_greedy else sampling.temperature,
             top_p=sampling.top_p,
