@@ -14,7 +14,8 @@ journal has to be readable. At the end
   accuracy is that run's. A case that follows its record (`trainer.replay_from`) is compared with a replay in one
   process.
 
-With ``--first-commit`` each run begins with the code of an earlier commit, until its first checkpoint is in place.
+With ``--first-commit`` each run begins with the code of an earlier commit, and is hit as one of its first
+checkpoints is in place.
 
 Printed: per schedule the kills, the starts that continued from a checkpoint, and the samples that were lost or doubled;
 then kills by role and moment. A loss ends the program with status 1 and leaves the folder of the run.
@@ -365,6 +366,8 @@ def check(case: Case, folder: Path, undisturbed: Path, tally: Tally) -> None:
         doubled += sum(max(0, count - each) for count in by_prompt.values())
     tally.lost, tally.doubled = tally.lost + lost, tally.doubled + doubled
     assert lost == 0 and doubled == 0, f"{folder}: lost {lost}, doubled {doubled}"
+    dumped_keys = {(row["uid"], row["sample"]) for row in dumped}
+    assert of_ledger.keys() == dumped_keys and len(dumped_keys) == case.trained, (len(of_ledger), len(dumped_keys))
     assert len(samples(folder)) == case.steps
     assert [row["step"] for row in metrics(folder)] == list(range(1, case.steps + 1))
     assert {one.step for one in read_spans(folder / "run")} >= set(range(1, case.steps + 1))
@@ -467,8 +470,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-commit", default="", metavar="REV", help="whose code begins each run")
     parser.add_argument("--folder", type=Path, default=None, help="for the runs; a new one by default")
     options = parser.parse_args(argv)
-    cases = RAY_CASES if options.ray else CASES
-    cases = {name: cases[name] for name in (options.cases or ",".join(cases)).split(",")}
+    usual = RAY_CASES if options.ray else CASES
+    names = options.cases.split(",") if options.cases else [*usual]
+    cases = {name: case for name, case in (CASES | RAY_CASES).items() if name in names}
+    if unknown := {*names} - {*cases}:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
     place = (options.folder or Path(tempfile.mkdtemp(prefix="killed"))).absolute()
     place.mkdir(parents=True, exist_ok=True)
     servers = [Server(), *([server_of(options.first_commit, place)] if options.first_commit else [])]
