@@ -51,6 +51,6 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
 FACTS = {
     "online_dpo": LossFacts(pairs=True),
     "xpo": LossFacts(pairs=True),
-    "nash_md": EstimatorFacts(groups=True, old_log_probs=True),
+    "nash_md": EstimatorFacts(groups=True, old_log_probs=True, on_policy=True),
 }
 RECIPE = Recipe("recipe.online_dpo", settings={_ACTOR: OnlineActorConfig, "algorithm": NashConfig}, problems=_problems)

@@ -24,19 +24,17 @@ import torch
 from torch import Tensor
 
 from recipe.online_dpo import NashConfig, OnlineActorConfig
+from recipe.spin.core import dpo_of_pairs, rows_of_pairs
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.groups import Groups, outcome_scores, spread_over_tokens
-from verl.algorithms.preference import REFERENCE_SUMS, DPOLoss, answer_sums, over_pairs, pair_mean
+from verl.algorithms.groups import Groups, outcome_scores, settle_singletons, spread_over_tokens
+from verl.algorithms.preference import answer_sums, over_pairs, pair_mean
 from verl.metrics import Metric
 
 
 def online_dpo(
     log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, config: OnlineActorConfig, norm: LossNorm
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The mean of L over the pairs of the mini-batch.
-
-    Row 2 i is the better answer of a pair, row 2 i + 1 the worse one; rows without tokens are the places of prompts
-    whose answers tie, and count in no mean.
+    """The mean of L over the pairs of the mini-batch, whose rows are those of `recipe.spin.core.dpo`.
 
     Args:
         log_prob, ref_log_prob, response_mask: (b, T).
@@ -44,12 +42,7 @@ def online_dpo(
 
     Metrics: those of `verl.algorithms.preference.DPOLoss`.
     """
-    rows = _of_pairs(response_mask)
-    if not len(rows):
-        return log_prob.sum() * 0.0, {}  # with a graph: the engine calls backward
-    mask = response_mask[rows]
-    batch = {"response_mask": mask, REFERENCE_SUMS: answer_sums(ref_log_prob[rows], mask)}
-    return DPOLoss(config.online_beta)({"log_probs": log_prob[rows]}, batch, norm)
+    return dpo_of_pairs(log_prob, ref_log_prob, response_mask, config.online_beta, norm)
 
 
 def xpo(
@@ -62,6 +55,8 @@ def xpo(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """`online_dpo` and alpha times the mean log-probability of the reference's answers.
 
+    Other than in algorithm 1, prompts whose two answers tie have no pair, and count in neither mean.
+
     Args:
         old_log_prob: (b, T), of the policy that drew the answers; gives the weights, without gradient.
         config: also has ``xpo_alpha``.
@@ -70,7 +65,7 @@ def xpo(
     stands for the reference, and the estimate of its mean is poor.
     """
     loss, metrics = online_dpo(log_prob, ref_log_prob, response_mask, config, norm)
-    rows = _of_pairs(response_mask)
+    rows = rows_of_pairs(response_mask)
     if not len(rows):
         return loss, metrics
     mask = response_mask[rows]
@@ -119,11 +114,7 @@ def nash_md(
         weights = among.masked_fill(torch.eye(len(rows), dtype=torch.bool), -torch.inf).softmax(-1)
         wins = torch.sigmoid((scores[rows][:, None] - scores[rows][None]) / config.nash_scale)
         preference[rows] = (weights * wins).sum(-1) - 0.5
-    advantages = spread_over_tokens(
-        torch.where(groups.counted, preference + charged, 0.0), response_mask, token_level_rewards.dtype
-    )
+    preference = settle_singletons(preference, scores, groups, "zero")
+    settled = torch.where(groups.counted, preference + charged, 0.0)
+    advantages = spread_over_tokens(settled, response_mask, token_level_rewards.dtype)
     return advantages, advantages
-
-
-def _of_pairs(response_mask: Tensor) -> Tensor:
-    return response_mask.bool().any(-1).nonzero().flatten()

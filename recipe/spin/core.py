@@ -33,12 +33,26 @@ def dpo(
 
     Metrics: ``dpo_loss`` and those of `verl.algorithms.preference.DPOLoss`.
     """
-    rows = response_mask.bool().any(-1).nonzero().flatten()
+    loss, metrics = dpo_of_pairs(log_prob, ref_log_prob, response_mask, config.dpo_beta, norm)
+    if not metrics:
+        return loss, metrics
+    here = float(len(rows_of_pairs(response_mask))) / 2
+    mean = as_float(loss.detach()) / norm.dp_size * (norm.num_sequences / 2) / here
+    return loss, {"dpo_loss": Metric(mean, "mean", here), **metrics}
+
+
+def dpo_of_pairs(
+    log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, beta: float, norm: LossNorm
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The loss of `dpo` with its ``beta``, and the metrics of `DPOLoss`; none where the mini-batch has no pair."""
+    rows = rows_of_pairs(response_mask)
     if not len(rows):
         return log_prob.sum() * 0.0, {}  # with a graph: the engine calls backward
     mask = response_mask[rows]
     batch = {"response_mask": mask, REFERENCE_SUMS: answer_sums(ref_log_prob[rows], mask)}
-    loss, metrics = DPOLoss(config.dpo_beta)({"log_probs": log_prob[rows]}, batch, norm)
-    here = float(len(rows)) / 2
-    mean = as_float(loss.detach()) / norm.dp_size * (norm.num_sequences / 2) / here
-    return loss, {"dpo_loss": Metric(mean, "mean", here), **metrics}
+    return DPOLoss(beta)({"log_probs": log_prob[rows]}, batch, norm)
+
+
+def rows_of_pairs(response_mask: Tensor) -> Tensor:
+    """(2 p,) the rows that have tokens."""
+    return response_mask.bool().any(-1).nonzero().flatten()

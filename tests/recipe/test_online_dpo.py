@@ -60,7 +60,7 @@ def test_losses_on_pairs_are_the_formulas_of_their_papers(seed):
     assert 0.5 <= metrics["xpo_largest_weight"].value <= 1
 
 
-def test_the_bonus_of_xpo_pushes_the_references_answers_down_by_their_weights():
+def test_the_bonus_of_xpo_lowers_the_answers_of_the_reference_by_weight():
     """d loss / d log pi(y) of the bonus alone is alpha w / pairs, by finite differences of the numpy formula."""
     tensors, mask = answers(1)
     policy = tensors["log_prob"].clone().requires_grad_()
@@ -185,7 +185,7 @@ def test_the_algorithm_is_named_on_the_command_line_which_wins(capsys):
     assert "Did you mean 'nash_md'" in capsys.readouterr().err
 
 
-def test_stages_and_losses_have_at_most_200_lines_and_the_core_knows_nothing_of_them(project_root):
+def test_the_losses_have_200_lines_and_the_core_knows_no_recipe_of_them(project_root):
     assert len((project_root / "recipe/online_dpo/core.py").read_text().splitlines()) <= 200
     names = ("online_dpo", "xpo_alpha", "nash_md")
     files = [file for file in (project_root / "verl").rglob("*.py") if any(n in file.read_text() for n in names)]
