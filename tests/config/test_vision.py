@@ -125,9 +125,10 @@ def test_images_that_become_tiles_are_sent_to_no_server(model, family):
         ("actor_rollout_ref.rollout.name=hf trainer.val_only=true", True),
         ("actor_rollout_ref.rollout.name=server", True),
         ("actor_rollout_ref.rollout.name=server trainer.val_only=true", False),
+        ("actor_rollout_ref.rollout.name=server actor_rollout_ref.rollout.server.api=verl trainer.val_only=true", True),
     ],
 )
-def test_a_run_with_images_needs_their_tensors_but_for_a_server_that_is_judged(model, words, is_refused):
+def test_a_run_with_images_needs_their_tensors_but_for_a_judged_server(model, words, is_refused):
     from tests.config.test_brief_values import run
 
     path, key = model(model_type="qwen2_5_vl", vision_config={"depth": 2}), "data.return_multi_modal_inputs"

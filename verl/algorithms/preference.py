@@ -93,7 +93,8 @@ class DPOLoss:
     ``logps/chosen``, ``logps/rejected``, and ``nll`` with ``sft_coef``; a reward is ``beta (log pi - log ref)``.
 
     orpo is ``nll + beta odds_ratio_loss``. The negative log-probability per token of the chosen answer, nll, may be
-    added to every loss (RPO, Pang et al. 2024, arXiv 2404.19733); CPO has it with weight 1.
+    added to every loss (RPO, Pang et al. 2024, arXiv 2404.19733); CPO, whose paper sums it over the tokens, has it with
+    weight 1.
 
     Args:
         beta: strength of the reference policy.

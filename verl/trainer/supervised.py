@@ -102,7 +102,8 @@ class SupervisedTrainer:
                     key=f"{type(loss_fn).__name__}.outputs",
                     got=loss_fn.outputs,
                     allowed=f"{', '.join(self.validates)} and more",
-                    fix="Add it to the tuple outputs of the loss, set data.val_files=null, or override validate.",
+                    fix="Add it to the loss's tuple outputs, or set data.val_files=null; a class that overrides "
+                    "validate sets validates.",
                 )
             rows = min(data.train_batch_size, len(val_dataset))
             self.val_loader = StatefulLoader(val_dataset, batch_size=rows, shuffle=False, drop_last=False, **common)

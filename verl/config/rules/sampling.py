@@ -146,8 +146,10 @@ def _forgets_age(cfg: PPOTrainerConfig) -> bool:
 
 
 def _lacks_tensors(cfg: PPOTrainerConfig) -> bool:
-    """Rows have images without their tensors; servers read the images themselves, trainers do not."""
-    needs = cfg.actor_rollout_ref.rollout.name in ("hf", "vllm") or not cfg.trainer.val_only
+    """Rows have images without their tensors; other products' servers read the images themselves."""
+    rollout = cfg.actor_rollout_ref.rollout
+    is_host = rollout.name == "server" and rollout.server.api == "verl"
+    needs = rollout.name in ("hf", "vllm") or is_host or not cfg.trainer.val_only
     return needs and not cfg.data.return_multi_modal_inputs and shows_images(cfg)
 
 
