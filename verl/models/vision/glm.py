@@ -19,10 +19,12 @@ class GlmVision(Qwen3Vision):
         return (*super().never_drawn, int(self.config.video_start_token_id))
 
     def _is_placeholder(self, ids: np.ndarray, kind: Kind) -> np.ndarray:
-        """Frames stand between the marks of a video."""
+        """Frames stand between the marks of a video, which begins with that of its first frame."""
         here, numbers = ids == self.config.image_token_id, np.arange(len(ids))
+        begins = ids == self.config.video_start_token_id
+        begins[:-1] &= ids[1:] == self.config.image_start_token_id  # a mark that the model drew begins none
         starts, ends = (
-            np.maximum.accumulate(np.where(ids == mark, numbers, -1))
-            for mark in (self.config.video_start_token_id, self.config.video_end_token_id)
+            np.maximum.accumulate(np.where(marks, numbers, -1))
+            for marks in (begins, ids == self.config.video_end_token_id)
         )
         return here & ((starts > ends) == (kind == "video"))
