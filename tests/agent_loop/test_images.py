@@ -227,7 +227,7 @@ def test_frames_of_another_type_cost_their_row_and_say_so(seeing_tokenizer, proc
 
 
 def test_a_file_of_a_video_without_its_reader_stops_the_run(seeing_tokenizer, processor, tmp_path, monkeypatch):
-    """Every episode would fail alike, so no row is masked."""
+    """Every episode would fail alike: no row is masked."""
     monkeypatch.setitem(sys.modules, "av", None)  # as if it were not installed
     (tmp_path / "film.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     settings = discs(tmp_path, environment="Films", environment_kwargs={"file": str(tmp_path / "film.mp4")})

@@ -83,7 +83,7 @@ def test_a_loss_whose_outputs_validation_cannot_read_is_refused(here):
             return outputs["entropy"].mean(), {}
 
     rows = [{"input_ids": [1, 2]}] * 256
-    with pytest.raises(ConfigError, match=r"Entropy.outputs: validation reads log_probs.*Add it to the tuple outputs"):
+    with pytest.raises(ConfigError, match=r"Entropy.outputs: validation reads log_probs.*the loss's tuple outputs"):
         SupervisedTrainer(SFTTrainerConfig(), None, rows, rows, list, Entropy())
 
 

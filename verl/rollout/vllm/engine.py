@@ -152,7 +152,7 @@ class VLLMEngine:
             message = "vLLM samples at no temperature between 0 and 0.01, and would raise it"
             raise RolloutError(message, key="temperature", got=sampling.temperature, fix="0 is greedy.")
         excluded = () if self._seen is None else self._seen.family.never_drawn
-        # A penalty is applied after the bias and scales it, so that the share of these tokens cannot be restored.
+        # A penalty is applied after the bias and scales it: the share of these tokens cannot be restored then.
         reported = excluded if self._reports_tokens and sampling.repetition_penalty == 1 else ()
         if excluded and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1):
             why = "with top_p, top_k or a repetition penalty log-probs leave out the share of placeholders of images"
