@@ -132,7 +132,7 @@ def test_an_adapter_learns_it_with_a_frozen_tower_and_an_untied_head(tmp_path: P
         "actor_rollout_ref.model.lora_alpha=32",
         f"actor_rollout_ref.model.target_modules={TARGETS}",
         "actor_rollout_ref.model.exclude_modules=.*visual.*",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=5e-4",
     )
     accuracy = learn(warmed_up(tmp_path), "lora", *adapter, *runtime)
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.85, accuracy
