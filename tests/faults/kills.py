@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.harness.forked_runs import (
-    HANGS,
     ROOT,
     Ended,
     Run,
@@ -55,6 +54,7 @@ from tests.harness.forked_runs import (
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.scorers import scorer
+from tests.harness.waiting import wait_until
 from verl.journal.ledger_reader import History
 from verl.journal.spans import read_spans
 from verl.json_text import read_json
@@ -317,9 +317,7 @@ class Disturbed:
 
     def _pause(self, run: Run) -> None:
         """Until a random instant within a quarter of the seconds of an undisturbed run, or the run's end."""
-        end = time.monotonic() + self.chance.uniform(0, self.undisturbed.seconds / 4)
-        while time.monotonic() < end and run.lives():
-            time.sleep(0.002)
+        run.ends_within(self.chance.uniform(0, self.undisturbed.seconds / 4))
 
     def _victims(self, run: Run) -> Iterator[tuple[int, str]]:
         if run.lives():
@@ -329,11 +327,12 @@ class Disturbed:
                 yield from ((pid, role) for title, role in ROLES.items() if words.startswith(title))
 
     def _until_it_holds_its_folder(self, run: Run) -> None:
-        lock, end = self.folder / "run/.lock", time.monotonic() + HANGS
-        while time.monotonic() < end and run.lives():
-            if lock.exists() and f'"pid": {run.pid},' in lock.read_text():
-                return
-            time.sleep(0.005)
+        lock = self.folder / "run/.lock"
+
+        def held() -> bool:
+            return lock.exists() and f'"pid": {run.pid},' in lock.read_text()
+
+        wait_until(lambda: held() or not run.lives(), lambda: f"{lock} was not taken")
 
     def _judge(self, ended: Ended, killed: int, fault: str, seconds: float) -> None:
         """A run ends because it is complete, or because of the kill, and in the latter case says what was lost."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -144,6 +145,17 @@ class Run:
     def lives(self) -> bool:
         """It has not ended yet; a run that has is there until `wait`."""
         return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end, at most this long; returns whether it has ended."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            return bool(select.select([process], [], [], seconds)[0])
+        finally:
+            os.close(process)
 
     def _until(self, otherwise: str, condition: Callable[[], bool]) -> None:
         def described() -> str:
