@@ -1,8 +1,8 @@
 """What becomes of work that fails: it is undone where it stands, or handed to the thread that waits for it.
 
-Both take every error, also a cancellation and an interrupt, and swallow none. The library does this nowhere else:
-the rooms say only what is to be undone. `run_now` runs a coroutine from synchronous code, also
-where an event loop is running.
+`on_error` and `settle` take every error, also a cancellation and an interrupt, and swallow none. The library does this
+nowhere else: the rooms say only what is to be undone. `run_now` runs a coroutine from synchronous code, also where an
+event loop is running.
 """
 
 from __future__ import annotations
