@@ -197,6 +197,33 @@ def test_a_key_may_come_in_the_header_of_anthropic():
     visit(check, Scripted("one", "fine"), branches="last")
 
 
+def test_a_client_of_anthropic_lists_the_models():
+    def agent(base_url, api_key, row, model):
+        client = claude(base_url, api_key)
+        assert [entry.id for entry in client.models.list()] == ["policy", "gpt-x"]
+        assert client.models.retrieve("gpt-x").display_name == "gpt-x"
+        client.messages.create(model=model, messages=[USER], max_tokens=9)
+
+    rollout(Scripted("one"), agent, on_error="raise", models=["policy", "gpt-x"])
+
+
+def test_a_client_with_one_kind_of_number_continues_its_conversation():
+    """JavaScript reads 1.0 and writes 1."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1.0, "b": [2.0, {"c": 2.5}]}}\n</tool_call>'
+
+    def agent(base_url, api_key, row, model):
+        create = stock(base_url, api_key).chat.completions.create
+        tool = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+        first = create(model=model, messages=[USER], tools=[tool]).choices[0].message.model_dump(exclude_none=True)
+        first["tool_calls"][0]["function"]["arguments"] = '{"a": 1, "b": [2, {"c": 2.5}]}'
+        answer = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "2"}
+        create(model=model, messages=[USER, first, answer], tools=[tool])
+
+    batch = rollout(Scripted(call, "done"), agent, on_error="raise").batch
+    assert len(batch["responses"]) == 1, "the second call continues the first one's trajectory"
+    assert batch["responses"][0].tolist()[: len(ids(call))] == ids(call)
+
+
 ANTHROPIC = {"model": "policy", "max_tokens": 9, "messages": [USER]}
 RESPONSE = {"model": "policy", "input": "hi"}
 

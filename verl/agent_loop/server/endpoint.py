@@ -17,8 +17,9 @@ from verl.agent_loop.server.messages_form import CountForm, MessagesForm
 from verl.agent_loop.server.responses_form import ResponsesForm
 from verl.serving import ApiError, Handle, HttpRequest, HttpResponse, Server, ServerLimits
 
-MESSAGES = ("/v1/messages", "/v1/v1/messages")
+ROOTS = ("/v1", "/v1/v1")
 """Anthropic's client writes ``/v1`` itself, after a base URL that has it for OpenAI's."""
+MESSAGES = tuple(f"{root}/messages" for root in ROOTS)
 FORMS: dict[str, type[ClientForm]] = {
     "/v1/chat/completions": ChatForm,
     "/v1/completions": TextForm,
@@ -37,8 +38,8 @@ class Endpoint:
         routes: dict[tuple[str, str], Handle] = {
             **{("POST", path): partial(self._complete, form) for path, form in FORMS.items()},
             **{("POST", f"{path}/count_tokens"): self._count for path in MESSAGES},
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/v1/models/{name:path}"): self._model,
+            **{("GET", f"{root}/models"): self._models for root in ROOTS},
+            **{("GET", f"{root}/models/{{name:path}}"): self._model for root in ROOTS},
         }
         self.server = Server(routes, self._owner, limits or ServerLimits())
 

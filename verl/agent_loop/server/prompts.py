@@ -154,5 +154,17 @@ def _digest(image: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """JSON text that is the same for equal values; a text that is JSON stands for its value."""
-    return json.dumps(object_of(value), sort_keys=True, default=str)
+    """JSON text that is the same for equal values; a text that is JSON stands for its value.
+
+    1.0 equals 1: a client in JavaScript, which has one kind of number, sends a call with 1.0 back with 1.
+    """
+    return json.dumps(_integral(object_of(value)), sort_keys=True, default=str)
+
+
+def _integral(value: Any) -> Any:
+    """The value, with every integral float as an integer."""
+    if isinstance(value, Mapping):
+        return {key: _integral(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_integral(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -53,12 +53,15 @@ def token_usage(reply: ModelReply) -> dict[str, int]:
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """The list of ``/v1/models``."""
-    return {"object": "list", "data": [model(name) for name in names]}
+    """The list of ``/v1/models``, on one page for clients of Anthropic's."""
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [model(name) for name in names], **pages}
 
 
 def model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "verl"}
+    """A model with the fields of OpenAI's form and of Anthropic's; no client minds those of the other."""
+    of_anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "verl", **of_anthropic}
 
 
 def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
