@@ -464,8 +464,9 @@ REWARD_MANAGERS = Registry(
         "dapo": "verl.rewards.managers.dapo:DAPORewardManager",
         "gdpo": "verl.rewards.managers.gdpo:GDPORewardManager",
         "prime": "verl.rewards.managers.prime:PrimeRewardManager",
+        "rate_limited": "verl.rewards.managers.limited:RateLimitedRewardManager",
+        "remote": "verl.rewards.managers.prime:PrimeRewardManager",
     },
-    planned=("rate_limited", "remote"),
     key="reward.reward_manager.name",
 )
 ENGINES = Registry(

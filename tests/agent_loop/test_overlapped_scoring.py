@@ -21,7 +21,6 @@ from verl.rewards.managers.dapo import DAPORewardManager
 from verl.rewards.managers.loop import RewardManagerBase
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.managers.rows import EARLY
-from verl.rewards.scoring import Pace
 
 WORDS = ("one", "three", "eleven", "x")
 
@@ -181,14 +180,3 @@ def test_rows_that_their_loop_has_scored_keep_that_score_beside_rows_that_are_sc
     data.non_tensor_batch["reward_score"] = np.array([0.25, None], dtype=object)
     found = NaiveRewardManager(TOKENIZER, 0, lambda solution_str, ground_truth: 7.0)(data)
     assert found["reward_tensor"].tolist() == [[0.0, 0.25], [0.0, 7.0]]
-
-
-def test_a_rate_limit_spreads_calls_evenly():
-    now = [100.0]
-    pace = Pace(120, clock=lambda: now[0])
-    assert [pace.reserve() for _ in range(3)] == [0.0, 0.5, 1.0]
-    now[0] = 101.25
-    assert pace.reserve() == pytest.approx(0.25, abs=1e-12), "the fourth place is at 101.5"
-    now[0] = 200.0
-    assert pace.reserve() == 0.0
-    assert [Pace(None).reserve() for _ in range(3)] == [0.0] * 3

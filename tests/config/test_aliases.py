@@ -95,6 +95,11 @@ WORKS = [
     ("reward_manager.module.path", "/m.py", "reward.reward_manager.module.path", "/m.py"),
     ("reward_manager.module.name", "mine", "reward.reward_manager.module.name", "mine"),
     ("reward_model.num_workers", "4", "reward.num_workers", 4),
+    *(
+        (f"reward_model.{name}", "3", f"reward.{name}", 3)
+        for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
+    ),
+    ("reward.max_per_minute", "90", "reward.max_rpm", 90.0),
     ("reward_model.reward_manager", "dapo", "reward.reward_manager.name", "dapo"),
     ("reward_model.reward_loop_source", "importlib", "reward.reward_manager.source", "importlib"),
     ("reward_model.reward_loop_module_path", "/m.py", "reward.reward_manager.module.path", "/m.py"),

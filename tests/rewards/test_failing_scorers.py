@@ -32,7 +32,6 @@ from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.samples import RewardFailure, RewardResult
 from verl.rewards.scorers import code, math_dapo, numina
 from verl.rewards.scorers import math_verify as math_verify_scorer
-from verl.rewards.scoring import Pace
 from verl.sandbox import Outcome
 
 BUILTIN = RewardFunction.of(default_compute_score)
@@ -258,81 +257,6 @@ def test_numina_calls_are_not_given_up_by_their_runner():
     (result,) = scorer.score([RewardSample("numina_a", r"\boxed{x+x+y}", "2x+y")])
     assert result.score == 1.0
     scorer.close()
-
-
-def times_of(calls: list[float]) -> float:
-    """Seconds between the first and the last call."""
-    return calls[-1] - calls[0]
-
-
-@pytest.mark.parametrize("kind", ["thread", "inline", "loop", "built in"])
-def test_the_rate_limit_holds_for_batches_that_are_scored_after_sampling(kind, monkeypatch):
-    calls: list[float] = []
-
-    def note(solution_str, ground_truth=None):
-        calls.append(time.monotonic())
-        return 1.0
-
-    async def note_async(solution_str):
-        return note(solution_str)
-
-    function = RewardFunction.of(note_async if kind == "loop" else note)
-    if kind == "built in":
-        monkeypatch.setitem(dispatch.SCORERS, "d", note)
-        function = BUILTIN
-    scorer = Scorer(
-        function, ScoringLimits(max_per_minute=1200, num_workers=4, isolation="none" if kind == "inline" else "auto")
-    )
-    assert [result.score for result in scorer.score(samples(*"abcde"))] == [1.0] * 5
-    assert times_of(calls) > 4 * 0.05 - 0.04, "0.05 s apart; the first may begin late"
-    scorer.close()
-
-
-def test_a_batch_call_and_its_repetitions_are_paced(monkeypatch):
-    waits = []
-    monkeypatch.setattr(Pace, "wait", lambda self: waits.append(1))
-
-    def compute_reward(responses, ground_truths):
-        if "bad" in responses:
-            raise ValueError("bad row")
-        return [1.0] * len(responses)
-
-    scorer = Scorer(RewardFunction.of(compute_reward), ScoringLimits(max_per_minute=60))
-    assert [r.score for r in scorer.score(samples("a", "bad", "b"))] == [1.0, None, 1.0]
-    assert len(waits) == 5, "all, each alone, and the good ones together"
-    scorer.close()
-
-
-@pytest.mark.parametrize("kind", ["run_single", "early", "older"])
-def test_the_rate_limit_holds_for_managers_of_other_contracts(kind):
-    calls: list[float] = []
-
-    class Notes(RewardManagerBase):
-        async def run_single(self, data):
-            calls.append(time.monotonic())
-            return {"reward_score": 1.0}
-
-    def older(data):
-        calls.append(time.monotonic())
-        return data.batch["responses"].float() * 0
-
-    limits, data = ScoringLimits(max_per_minute=1200), batch(["a"] * 4, ["x"] * 4)
-    manager = Notes(None, Letters())
-    manager.configure(limits)
-    if kind == "run_single":
-        manager(data)
-    elif kind == "early":
-
-        async def all_rows():
-            await asyncio.gather(*(EarlyScorer(manager).score(data[i : i + 1]) for i in range(4)))
-
-        asyncio.run(all_rows())
-    else:
-        adopted = ForeignManager(older, limits)
-        for i in range(4):
-            adopted(data[i : i + 1])
-    assert len(calls) == 4 and times_of(calls) > 3 * 0.05 - 0.04
-    manager.close()
 
 
 def test_a_result_has_a_score_or_a_failure_and_says_what_was_caught():

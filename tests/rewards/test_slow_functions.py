@@ -234,5 +234,5 @@ def test_a_slow_function_points_to_what_makes_it_faster(monkeypatch):
     for part in ("scoring 3 samples took", "1 at once on 8 cores", "reward.num_workers=3", "async def"):
         assert part in said
     assert "reward.num_workers=" not in score(ScoringLimits(num_workers=8), 9)
-    assert score(ScoringLimits(num_workers=4), 4) == score(ScoringLimits(num_workers=1, max_per_minute=1e6), 3) == ""
+    assert score(ScoringLimits(num_workers=4), 4) == score(ScoringLimits(num_workers=1, max_rpm=1e6), 3) == ""
     assert scoring.SLOW_BATCH == 0.0

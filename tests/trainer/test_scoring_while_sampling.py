@@ -33,7 +33,7 @@ def here(workplace):
 
 def test_a_run_that_scores_beside_sampling_has_the_same_numbers(here):
     late = steps_of("late")
-    early = steps_of("early", "reward.while_sampling=true", "reward.max_per_minute=60000")
+    early = steps_of("early", "reward.while_sampling=true", "reward.max_rpm=60000")
     assert [{k: v for k, v in step.items() if k not in ONLY_BESIDE} for step in early] == late
     assert any("critic/rewards/mean" in step for step in late), "there is something to compare"
     shares = [step[name] for step in early for name in ONLY_BESIDE if name in step]

@@ -38,7 +38,8 @@ HARMLESS = (
     r"(.*\.)?(global_)?profiler\.|ray_kwargs\.|transfer_queue\.|skip\.rollout\.(?!action$)|(.*\.)?checkpoint\.",
     # what validates
     r"data\.val_|data\.validation_|.*\.val_kwargs\.",
-    r".*(num_workers|num_cpus|nccl_timeout|cache_dir|use_shm|max_per_minute|max_concurrent|while_sampling)$",
+    r".*(num_workers|num_cpus|nccl_timeout|cache_dir|use_shm|while_sampling)$",
+    r".*(max_[rt]pm|max_concurrent|estimated_tokens_per_request)$",
     # how a sampler does what it does
     r".*rollout\.(mode|gpu_memory_utilization|max_num_seqs|max_num_batched_tokens|enforce_eager|free_cache_engine)$",
     r".*rollout\.(load_format|enable_chunked_prefill|enable_prefix_caching|disable_log_stats|cudagraph_capture_sizes)$",

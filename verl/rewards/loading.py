@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from verl.protocol.tokenizer import Tokenizer
 
 USUAL_NAME = "compute_score"
-LIMIT_NAMES = ("timeout", "on_error", "isolation", "num_workers", "max_per_minute")
+LIMIT_NAMES = (
+    "timeout", "on_error", "isolation", "num_workers",
+    "max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request",
+)  # fmt: skip
 NAME_KEY = "reward.reward_manager.name"
 MODULE_KEY = "reward.reward_manager.module.path"
 SHARE_FOR_TESTS = 0.8

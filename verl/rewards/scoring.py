@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -15,6 +14,7 @@ from verl.errors import ConfigError, RewardError, suggest
 from verl.metrics import notice
 from verl.rewards.forms import Form
 from verl.rewards.function import RewardFunction
+from verl.rewards.gate import CallGate, gate_of
 from verl.rewards.invoke import invoke, invoke_async
 from verl.rewards.runners import BuiltinRunner, InlineRunner, LoopRunner, ProcessRunner, Runner, ThreadRunner
 from verl.rewards.runners.loop import MOST_AT_ONCE
@@ -47,8 +47,13 @@ class ScoringLimits:
     """Most processes (never more than cores) or threads."""
     needs_truth: bool = False
     """Whether a row without a ground truth is an error where the function names one."""
-    max_per_minute: float | None = None
-    """Most calls that begin in a minute, evenly spread; None: no limit. For scorers that ask a service."""
+    max_concurrent: int | None = None
+    """Most calls at once in this process; None: no limit. For functions that query a service, as are the next three."""
+    max_rpm: float | None = None
+    """Most calls that begin in a minute, evenly spread; None: no limit."""
+    max_tpm: float | None = None
+    """Most tokens in a minute, with ``estimated_tokens_per_request`` for each call; None: no limit."""
+    estimated_tokens_per_request: float = 2000
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -59,43 +64,20 @@ class ScoringLimits:
                 raise ConfigError(
                     "unknown value", key=f"reward.{key}", got=value, allowed=allowed, fix=suggest(value, allowed)
                 )
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError("must be positive", key="reward.timeout", got=self.timeout, allowed="seconds, or null")
-        if self.max_per_minute is not None and not self.max_per_minute > 0:
-            raise ConfigError(
-                "must be positive", key="reward.max_per_minute", got=self.max_per_minute, allowed="calls, or null"
-            )
-        if self.num_workers < 1:
-            raise ConfigError("must be at least 1", key="reward.num_workers", got=self.num_workers)
+        for key in ("timeout", "max_rpm", "max_tpm", "estimated_tokens_per_request"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ConfigError("must be positive", key=f"reward.{key}", got=value, allowed="above 0")
+        for key in ("num_workers", "max_concurrent"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError("must be at least 1", key=f"reward.{key}", got=value)
 
-
-class Pace:
-    """Times at which calls may begin: evenly spread, in request order. Safe between threads.
-
-    Args:
-        per_minute: most calls; None: no limit.
-        clock: seconds.
-    """
-
-    def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic):
-        self._interval = 0.0 if per_minute is None else 60.0 / per_minute
-        # Threads that score; held while a place is taken, not while it is waited for.
-        self._clock, self._lock, self._free_at = clock, threading.Lock(), 0.0
-
-    def reserve(self) -> float:
-        """Take the next place; how many seconds to wait until it."""
-        if not self._interval:
-            return 0.0
-        with self._lock:
-            now = self._clock()
-            at = max(now, self._free_at)
-            self._free_at = at + self._interval
-            return at - now
-
-    def wait(self) -> None:
-        """Take the next place and sleep until it."""
-        if seconds := self.reserve():
-            time.sleep(seconds)
+    @property
+    def gate(self) -> CallGate:
+        """Says when a call may begin; the same for all scorers of this process that have these limits."""
+        rates = [self.max_rpm, self.max_tpm and self.max_tpm / self.estimated_tokens_per_request]
+        return gate_of(self.max_concurrent, min((rate for rate in rates if rate is not None), default=None))
 
 
 class Scorer:
@@ -108,7 +90,6 @@ class Scorer:
     def __init__(self, function: RewardFunction, limits: ScoringLimits | None = None):
         self.function, self.limits = function, limits or ScoringLimits()
         self.timeout = self.limits.timeout or (SAMPLE_TIMEOUT if function.form is Form.SINGLE else BATCH_TIMEOUT)
-        self._pace = Pace(self.limits.max_per_minute)
         self._at_once: int | None = None  # calls, where a setting says how many
         self._runner = self._make_runner()
         self._threads: ThreadRunner | None = None  # for rows that cannot be sent to a process
@@ -122,9 +103,8 @@ class Scorer:
 
     async def score_async(self, sample: RewardSample) -> RewardResult:
         """The result of one sample, without blocking the event loop (a batch function gets lists of one)."""
-        await asyncio.sleep(self._pace.reserve())
         if isinstance(self._runner, InlineRunner):
-            (result,) = await asyncio.to_thread(invoke, self.function, [sample])
+            (result,) = await asyncio.to_thread(self._runner.call, [sample])
         else:
             (result,) = await asyncio.wrap_future(self._submit([sample]))
         return self._settled(sample, result)
@@ -154,14 +134,14 @@ class Scorer:
 
     def _score_singly(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One call for each, as many at once as may run."""
-        runner, paced = self._runner, self._paced(samples)
+        runner = self._runner
         if isinstance(runner, InlineRunner):  # a future for each would cost more than the scorer itself
-            return [invoke(self.function, [sample])[0] for sample in paced]
+            return [runner.call([sample])[0] for sample in samples]
         if isinstance(runner, BuiltinRunner):
-            calls = [self._submit([s]) if runner.waits(s) else invoke(self.function, [s])[0] for s in paced]
+            calls = [self._submit([s]) if runner.waits(s) else runner.call([s])[0] for s in samples]
             return [call if isinstance(call, RewardResult) else call.result()[0] for call in calls]
         began = time.monotonic()
-        waiting = [self._submit([sample]) for sample in paced]
+        waiting = [self._submit([sample]) for sample in samples]
         waiting[-1].result()  # by then most of the others are there, too: this thread is not woken for each of them
         results = [future.result()[0] for future in waiting]
         self._notice_slow(len(samples), time.monotonic() - began)
@@ -170,7 +150,7 @@ class Scorer:
     def _notice_slow(self, count: int, seconds: float) -> None:
         """Point to what makes scoring faster, once a batch took long."""
         at_once = self._at_once
-        if seconds < SLOW_BATCH or at_once is None or count <= at_once or self.limits.max_per_minute is not None:
+        if seconds < SLOW_BATCH or at_once is None or count <= at_once or not self.limits.gate.is_open:
             return
         cores = len(os.sched_getaffinity(0))
         more = f"reward.num_workers={min(cores, count)} scores more at once; " if at_once < cores else ""
@@ -181,34 +161,24 @@ class Scorer:
             "reward.while_sampling=true scores during sampling.",
         )
 
-    def _paced(self, samples: Sequence[RewardSample]) -> Iterator[RewardSample]:
-        """The samples, each as soon as the rate limit allows another call."""
-        for sample in samples:
-            self._pace.wait()
-            yield sample
-
     def _score_together(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One call for all. If it raises, find the rows that raise alone, and score the others together once more."""
-        results = self._submit_paced(samples).result()
+        results = self._submit(samples).result()
         failure = results[0].failure
         if failure is None or failure.kind not in ("raised", "refused", "died") or len(samples) == 1:
             return results
         alone: list[RewardResult] = []
         for sample in samples:
-            alone += self._submit_paced([sample]).result()
+            alone += self._submit([sample]).result()
             reason = alone[-1].failure
             if reason is not None and reason.kind in ("timeout", "start"):
                 return results  # looking for the row would take a time limit per row
         good = [i for i, result in enumerate(alone) if result.failure is None]
         if not good or len(good) == len(samples):
             return results  # no row is at fault alone: the call as a whole is
-        for i, result in zip(good, self._submit_paced([samples[i] for i in good]).result(), strict=True):
+        for i, result in zip(good, self._submit([samples[i] for i in good]).result(), strict=True):
             alone[i] = result
         return alone
-
-    def _submit_paced(self, samples: Sequence[RewardSample]) -> Future[list[RewardResult]]:
-        self._pace.wait()
-        return self._submit(samples)
 
     def _submit(self, samples: Sequence[RewardSample]) -> Future[list[RewardResult]]:
         try:
@@ -222,29 +192,30 @@ class Scorer:
                 ) from error
             if self._threads is None:
                 self._tell_about_threads(why)
-                self._threads = ThreadRunner(self.function, self.timeout, self.limits.num_workers)
+                self._threads = ThreadRunner(self.function, self.timeout, self.limits.num_workers, self.limits.gate)
             return self._threads.submit(samples)
 
     def _make_runner(self) -> Runner:
         function, isolation, workers = self.function, self.limits.isolation, self.limits.num_workers
+        gate = self.limits.gate
         if isolation == "none":
-            return InlineRunner(function)
+            return InlineRunner(function, gate)
         if isolation in ("auto", "thread") and function.is_builtin:
-            return BuiltinRunner(function)
-        if function.is_async:
-            return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout)
+            return BuiltinRunner(function, gate)
+        if function.is_async and isolation != "process":
+            return LoopRunner(lambda samples: invoke_async(function, samples), self.timeout, gate)
         workers = workers if function.form is Form.SINGLE else 1
         cores = min(workers, len(os.sched_getaffinity(0)))
         self._at_once = cores
         if isolation == "process":
-            return ProcessRunner(function, self.timeout, cores)
+            return ProcessRunner(function, self.timeout, cores, gate=gate)
         if isolation == "auto" and function.is_loaded:
             try:
-                return ProcessRunner(function, self.timeout, cores)
+                return ProcessRunner(function, self.timeout, cores, gate=gate)
             except RewardError as error:
                 self._tell_about_threads(error.message)
         self._at_once = workers
-        return ThreadRunner(function, self.timeout, workers)
+        return ThreadRunner(function, self.timeout, workers, gate)
 
     def _tell_about_threads(self, why: str) -> None:
         notice(

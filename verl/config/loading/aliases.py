@@ -178,6 +178,11 @@ _REWARD = {
     "reward_model.reward_loop_module_path": to("reward.reward_manager.module.path"),
     "reward_model.reward_loop_class_name": to("reward.reward_manager.name"),
     "reward_model.sandbox_fusion": to("reward.sandbox_fusion"),
+    **{
+        f"reward_model.{name}": to(f"reward.{name}")
+        for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
+    },
+    "reward.max_per_minute": to("reward.max_rpm"),
     "reward_model.overlong_buffer": to("reward.reward_kwargs.overlong_buffer_cfg"),
     "reward_model.reward_kwargs": to("reward.reward_kwargs"),
 }

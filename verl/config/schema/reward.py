@@ -44,7 +44,10 @@ class RewardManagerConfig(ConfigNode):
         "register: a built-in or registered manager; importlib: one from a file",
         choices=("register", "importlib"),
     )
-    name: str = setting("naive", "name of the manager: naive, batch, dapo, gdpo, prime (built in), or a dotted path")
+    name: str = setting(
+        "naive",
+        "name of the manager: naive, batch, dapo, gdpo, prime, rate_limited, remote (built in), or a dotted path",
+    )
     module: RewardManagerModuleConfig = section(RewardManagerModuleConfig)
 
 
@@ -184,8 +187,24 @@ class RewardConfig(ConfigNode):
         "score each sample as soon as it is sampled, while others are still sampled; same numbers",
         upstream=ABSENT,
     )
-    max_per_minute: float | None = setting(
+    max_concurrent: int | None = setting(
         None,
-        "maximum calls of the reward function per minute over all processes, evenly spaced; null: no limit",
+        "maximum calls of the reward function at once; null: no limit, or 1 with reward_manager.name=rate_limited",
         upstream=ABSENT,
+        within=COUNT,
+    )
+    max_rpm: float | None = setting(
+        None,
+        "maximum calls of the reward function per minute, evenly spaced; null: no limit",
+        upstream=ABSENT,
+        within=POSITIVE,
+    )
+    max_tpm: float | None = setting(
+        None,
+        "maximum tokens per minute of these calls, estimated_tokens_per_request each; null: no limit",
+        upstream=ABSENT,
+        within=POSITIVE,
+    )
+    estimated_tokens_per_request: int = setting(
+        2000, "tokens that a call of the reward function uses", upstream=ABSENT, within=COUNT, needs=".max_tpm"
     )

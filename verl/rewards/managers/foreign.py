@@ -16,22 +16,22 @@ from verl.rewards.managers.base import RewardManager, given_scores
 from verl.rewards.managers.loop import RewardManagerBase
 from verl.rewards.managers.rows import is_scored, tensor
 from verl.rewards.samples import RewardFailure, RewardResult, RewardSample, zeroed
-from verl.rewards.scoring import Pace, ScoringLimits
+from verl.rewards.scoring import ScoringLimits
 
 
 class ForeignManager:
     """A user's manager; rows whose scores are not finite are masked and counted, the form of the result is checked."""
 
     def __init__(self, manager: Callable[..., Any], limits: ScoringLimits):
-        self.manager, self.limits, self._pace = manager, limits, Pace(limits.max_per_minute)
+        self.manager, self.limits = manager, limits
         self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         if is_scored(data):
             scored = given_scores(data)
             return scored if return_dict else scored["reward_tensor"]
-        self._pace.wait()
-        raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
+        with self.limits.gate.passed():
+            raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
         scored = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
         scores, label = scored.get("reward_tensor"), type(self.manager).__name__
         shape = tuple(tensor(data, "responses").shape)

@@ -20,7 +20,7 @@ from verl.rewards.managers.base import gather_extra, given_scores
 from verl.rewards.managers.rows import is_scored, known_results, last_sampled, tensor
 from verl.rewards.runners import LoopRunner
 from verl.rewards.samples import RewardResult, RewardSample, zeroed
-from verl.rewards.scoring import SAMPLE_TIMEOUT, Pace, ScoringLimits
+from verl.rewards.scoring import SAMPLE_TIMEOUT, ScoringLimits
 
 
 class RewardManagerBase(ABC):
@@ -68,7 +68,7 @@ class RewardManagerBase(ABC):
 
     def configure(self, limits: ScoringLimits) -> None:
         """Set time limit, rate limit and what a failure does."""
-        self.limits, self._pace = limits, Pace(limits.max_per_minute)
+        self.limits = limits
         score_row = weakref.WeakMethod(self._score_row)  # the loop must not keep the manager alive
 
         async def work(data: DataProto) -> list[RewardResult]:
@@ -76,7 +76,7 @@ class RewardManagerBase(ABC):
             assert method is not None
             return await method(data)
 
-        self._runner = LoopRunner(work, limits.timeout or SAMPLE_TIMEOUT)
+        self._runner = LoopRunner(work, limits.timeout or SAMPLE_TIMEOUT, limits.gate)
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         """Score a batch; the same contract as the other managers."""
@@ -102,12 +102,10 @@ class RewardManagerBase(ABC):
         }
 
     def _submit(self, row: DataProto) -> Future[list[RewardResult]]:
-        self._pace.wait()
         return self._runner.submit(row)  # type: ignore[arg-type]
 
     async def result_of_row(self, data: DataProto) -> RewardResult:
         """What ``run_single`` says of a batch of one row, while others are being sampled (`verl.rewards.early`)."""
-        await asyncio.sleep(self._pace.reserve())
         return (await asyncio.wrap_future(self._runner.submit(data)))[0]  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""The manager for scorers that are slow or dangerous: parallel processes, a time limit per answer, and a kill."""
+"""The manager for scorers that are slow or dangerous: parallel processes, a time limit per answer, and a kill.
+
+Upstream has two names for it, ``prime`` and ``remote``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class PrimeRewardManager(RewardManager):
-    """Scores in child processes, the built-in scorers too. The function must stand at the top level of a file."""
+    """Scores in child processes, built-in scorers and async functions too.
+
+    The function must stand at the top level of a file.
+    """
 
     isolation: Isolation = "process"
 

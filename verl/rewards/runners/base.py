@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from verl.rewards.function import RewardFunction
+from verl.rewards.gate import OPEN, CallGate, CallPlace
 from verl.rewards.invoke import invoke, raised
 from verl.rewards.samples import RewardFailure, RewardResult, all_failed
 
@@ -51,13 +52,20 @@ class Runner(ABC):
 class InlineRunner(Runner):
     """In the caller's thread, without a time limit."""
 
-    def __init__(self, function: RewardFunction):
-        self.function = function
+    def __init__(self, function: RewardFunction, gate: CallGate = OPEN):
+        self.function, self.gate = function, gate
 
     def submit(self, samples: Sequence[Any]) -> Future[Results]:
         future: Future[Results] = Future()
-        future.set_result(invoke(self.function, samples))
+        future.set_result(self.call(samples))
         return future
+
+    def call(self, samples: Sequence[Any]) -> Results:
+        """The results of one call; a future for each would cost more than a quick function."""
+        if self.gate.is_open:
+            return invoke(self.function, samples)
+        with self.gate.passed():
+            return invoke(self.function, samples)
 
 
 class CallExecutor(Protocol):
@@ -90,7 +98,8 @@ class PoolThread:
         self.executor = executor
         self.thread: threading.Thread | None = None
         self.calls: deque[Call] = deque()
-        self.started = 0.0
+        self.started = math.inf
+        self.place: CallPlace | None = None
         self.given_up = False
 
 
@@ -110,11 +119,18 @@ class RunnerPool:
         timeout: seconds of a call, as far as the pool has to know.
         gives_up: False where the text of a call decides how long it takes, so that one which runs out of its time says
             nothing about the next one: nothing of the above is then done.
+        gate: says when each call may begin; its time starts there.
     """
 
     def __init__(
-        self, make_executor: Callable[[], CallExecutor], limit: int, timeout: float = math.inf, gives_up: bool = True
+        self,
+        make_executor: Callable[[], CallExecutor],
+        limit: int,
+        timeout: float = math.inf,
+        gives_up: bool = True,
+        gate: CallGate = OPEN,
     ):
+        self._gate = gate
         self._make_executor, self._limit, self._usual_limit = make_executor, limit, limit
         self._gives_up = gives_up
         self._patience, self._hung, self._died, self._relieved = min(PATIENCE, timeout / 4), 0, 0, False
@@ -154,6 +170,8 @@ class RunnerPool:
             answers = [worker.calls.popleft() for worker in late]
             for worker in late:
                 worker.given_up = True
+                if worker.place is not None:
+                    worker.place.free()
                 self._threads.discard(worker)
                 self._unanswered -= 1
                 self._put_back(worker)
@@ -191,12 +209,16 @@ class RunnerPool:
 
     def _work(self, worker: PoolThread) -> None:
         while self._take(worker):
+            worker.place = self._gate.place()
             try:
+                worker.place.wait()
+                worker.started = time.monotonic()
                 worker.executor.handle(
                     [samples for samples, _ in worker.calls], lambda results: self._answer(worker, results)
                 )
             except BaseException as error:  # boundary: whatever a thread meets, the caller must not wait for ever
                 self._answer(worker, raised(error))
+            worker.place.free()
             with self._lock:
                 if worker.given_up:
                     return
@@ -219,9 +241,10 @@ class RunnerPool:
                     self._bell.put(None)  # for the next thread
                     return False
                 if self._waiting:
-                    count = max(1, min(len(self._waiting) // self._limit, worker.executor.most))
+                    most = worker.executor.most if self._gate.is_open else 1
+                    count = max(1, min(len(self._waiting) // self._limit, most))
                     worker.calls.extend(self._waiting.popleft() for _ in range(count))
-                    worker.started = time.monotonic()
+                    worker.started = math.inf
                     self._idle -= 1
                     return True
                 if self._closed:

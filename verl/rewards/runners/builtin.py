@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from verl.rewards.dispatch import waits
 from verl.rewards.function import RewardFunction
+from verl.rewards.gate import OPEN, CallGate
 from verl.rewards.runners.base import InlineRunner, Results, Runner
 from verl.rewards.runners.thread import ThreadRunner
 from verl.rewards.samples import RewardSample
@@ -20,11 +21,12 @@ class BuiltinRunner(Runner):
     a sample. So an answer that waits for its turn behind slow ones loses nothing.
     """
 
-    def __init__(self, function: RewardFunction):
+    def __init__(self, function: RewardFunction, gate: CallGate = OPEN):
         settings = function.reward_kwargs
         places = settings.get("max_concurrent", 64) if settings.get("sandbox_fusion_url") else 0
-        self._inline = InlineRunner(function)
-        self._threads = ThreadRunner(function, None, places or len(os.sched_getaffinity(0)))
+        self._inline = InlineRunner(function, gate)
+        self.call = self._inline.call
+        self._threads = ThreadRunner(function, None, places or len(os.sched_getaffinity(0)), gate)
 
     def submit(self, samples: Sequence[RewardSample]) -> Future[Results]:
         runner = self._threads if self.waits(samples[0]) else self._inline

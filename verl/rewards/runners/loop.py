@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from verl.rewards.gate import OPEN, CallGate, CallPlace
 from verl.rewards.runners.base import Results, Runner, answer, too_slow
 from verl.rewards.runners.thread import interrupt
 from verl.rewards.samples import RewardFailure, all_failed
@@ -30,6 +31,7 @@ class _Call:
     samples: Sequence[Any]
     future: Future[Results]
     started: float | None = None
+    place: CallPlace | None = None
 
 
 class _State:
@@ -39,8 +41,8 @@ class _State:
     of their dict, which is atomic, by the thread that answers them.
     """
 
-    def __init__(self, work: Work, timeout: float):
-        self.work, self.timeout = work, timeout
+    def __init__(self, work: Work, timeout: float, gate: CallGate):
+        self.work, self.timeout, self.gate = work, timeout, gate
         self.lock = threading.Lock()  # callers' threads and the one that watches: a change of loops
         self.calls: dict[int, _Call] = {}
         self.numbers = itertools.count()
@@ -60,8 +62,8 @@ class _State:
 class LoopRunner(Runner):
     """Runs a coroutine function ``work(samples)``, at most 256 calls at once; each may take ``timeout`` seconds."""
 
-    def __init__(self, work: Work, timeout: float):
-        self._state = _State(work, timeout)
+    def __init__(self, work: Work, timeout: float, gate: CallGate = OPEN):
+        self._state = _State(work, timeout, gate)
         weakref.finalize(self, _close, self._state)
 
     def submit(self, samples: Sequence[Any]) -> Future[Results]:
@@ -100,6 +102,7 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())  # which end the connections of `verl.serving.client`
         loop.close()
 
 
@@ -113,13 +116,16 @@ async def _run(state: _State, number: int, places: asyncio.Semaphore) -> None:
         call = state.calls.get(number)
         if call is None:
             return
-        call.started = time.monotonic()
+        call.place = state.gate.place()
         try:
+            await call.place.reached()
+            call.started = time.monotonic()
             results = await asyncio.wait_for(_Steps(state, number, state.work(call.samples)), state.timeout)
         except TimeoutError:
             results = all_failed(call.samples, too_slow(state.timeout, "and was cancelled"))
         except asyncio.CancelledError as error:
             results = all_failed(call.samples, RewardFailure("raised", "it was cancelled", exception=error))
+        call.place.free()
     state.answer(number, results)
 
 
@@ -182,6 +188,9 @@ def _replace(state: _State, loop: asyncio.AbstractEventLoop) -> None:
         stuck, state.loop = state.thread, None
         failed = {number: call.samples for number, call in list(state.calls.items()) if number in late}
         again = {number: call for number, call in list(state.calls.items()) if number not in failed}
+        for call in list(state.calls.values()):
+            if call.place is not None:
+                call.place.free()  # the loop that would free it may never turn again
         if again:
             _open(state)
         for number, call in again.items():

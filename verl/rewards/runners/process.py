@@ -27,6 +27,7 @@ from verl.errors import RewardError
 from verl.metrics import notice
 from verl.rewards import wire
 from verl.rewards.function import RewardFunction
+from verl.rewards.gate import OPEN, CallGate
 from verl.rewards.runners.base import Results, Runner, RunnerPool, too_slow
 from verl.rewards.samples import RewardFailure
 from verl.sandbox import frames
@@ -68,6 +69,7 @@ class ProcessRunner(Runner):
         num_processes: int,
         memory_mb: int | None = None,
         cpu_seconds: float | None = None,
+        gate: CallGate = OPEN,
     ):
         if function.origin is None:
             raise RewardError(
@@ -86,7 +88,9 @@ class ProcessRunner(Runner):
         start |= {"memory_mb": memory_mb, "cpu_seconds": cpu_seconds}
         broken: list[RewardFailure] = []
         is_grader = memory_mb is not None
-        pool = RunnerPool(lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout, not is_grader)
+        pool = RunnerPool(
+            lambda: Child(start, timeout, broken, pool.relieve), num_processes, timeout, not is_grader, gate
+        )
         self._pool = pool
         weakref.finalize(self, pool.close)
 

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from verl.rewards.function import RewardFunction
+from verl.rewards.gate import OPEN, CallGate
 from verl.rewards.invoke import invoke
 from verl.rewards.runners.base import Results, Runner, RunnerPool, too_slow
 from verl.rewards.samples import RewardFailure, all_failed
@@ -45,8 +46,8 @@ class _InThread:
 class ThreadRunner(Runner):
     """At most ``num_threads`` calls at once; each may take ``timeout`` seconds, None: as long as it likes."""
 
-    def __init__(self, function: RewardFunction, timeout: float | None, num_threads: int):
-        self._pool = RunnerPool(lambda: _InThread(function), num_threads, timeout or math.inf)
+    def __init__(self, function: RewardFunction, timeout: float | None, num_threads: int, gate: CallGate = OPEN):
+        self._pool = RunnerPool(lambda: _InThread(function), num_threads, timeout or math.inf, gate=gate)
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._timeout = timeout
         self._watched = False
