@@ -38,6 +38,7 @@ RUN = {
     "docs/howto/rewards.md": (
         *("def compute_score", "def compute_reward", "python -m verl.rewards.check"),
         "reward.reward_manager.name=dapo",
+        "import functools",  # tests/rewards/judges/test_verdicts.py
     ),
     "docs/howto/sft.md": ("python -m verl.trainer.sft_trainer",),
     "docs/start/python.md": ("import verl\n",),

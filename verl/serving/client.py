@@ -90,18 +90,23 @@ class Client:
         headers: sent with every request.
         key: of a server of this library: requests are signed with it, after the server has proved that it knows it,
             and only signed answers are believed.
+        setting: where the address comes from, for the error about one that is none.
     """
 
     def __init__(
-        self, url: str, max_connections: int = 1000, headers: Mapping[str, str] | None = None, key: str | None = None
+        self,
+        url: str,
+        max_connections: int = 1000,
+        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
+        setting: str = "actor_rollout_ref.rollout.server.url",
     ):
         self.url, self.key = url, key
         self._unix = url.removeprefix(UNIX) if url.startswith(UNIX) else None
         parts = urlsplit("http://localhost" if self._unix else url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                "not the address of a server", key="actor_rollout_ref.rollout.server.url", got=url,
-                allowed="http://host:port, unix:/path",
+                "not the address of a server", key=setting, got=url, allowed="http://host:port, unix:/path"
             )  # fmt: skip
         self._origin, self._base, self._host = f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/"), parts.netloc
         self._headers = {

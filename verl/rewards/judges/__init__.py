@@ -1,0 +1,14 @@
+"""Language models that judge answers, as functions which a reward function calls with a client."""
+
+from verl.rewards.judges.client import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply
+from verl.rewards.judges.verdicts import compare, pairwise_winrate, rubric_score
+
+__all__ = [
+    "JudgeBudgetError",
+    "JudgeClient",
+    "JudgeError",
+    "JudgeReply",
+    "compare",
+    "pairwise_winrate",
+    "rubric_score",
+]
