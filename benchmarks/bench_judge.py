@@ -1,6 +1,6 @@
 """A judge of 256 samples: alone, after sampling, and overlapped with it.
 
-    python benchmarks/bench_judge.py [--prompts 32] [--samples 8] [--tokens 64] [--slots 32] [--at-once 4] [--steps 4]
+    python benchmarks/bench_judge.py [--prompts 32] [--samples 8] [--tokens 64] [--slots 32] [--at-once 1] [--steps 4]
 
 GRPO steps of a small random model on a CPU. A reward function grades each answer with `verl.rewards.judges`. The judge
 is an HTTP server in a process of its own (`verl.serving`) that waits 20 ms before it answers, `--at-once` answers at a
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace, port: int, overlapped: bool) -> tuple[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("prompts", 32), ("samples", 8), ("tokens", 64), ("slots", 32), ("at-once", 4), ("steps", 4)):
+    for name, default in (("prompts", 32), ("samples", 8), ("tokens", 64), ("slots", 32), ("at-once", 1), ("steps", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--serve", action="store_true", help="be the judge")
     arguments = parser.parse_args()
