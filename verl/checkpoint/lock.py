@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from verl.errors import CheckpointError
+from verl.journal.places import LOCK
 from verl.metrics import notice
 
 _held: set[Path] = set()  # a POSIX lock does not exclude its own process
@@ -32,7 +33,7 @@ class RunLock:
     """
 
     def __init__(self, root: str | Path):
-        self.path = Path(root).resolve() / ".lock"
+        self.path = Path(root).resolve() / LOCK
         self._descriptor: int | None = None
         if self.path in _held:
             raise self._refusal("this process")  # the file stays closed: closing it would drop the lock

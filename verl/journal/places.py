@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import glob
 import os
 import re
+import struct
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+
+LOCK = ".lock"
+"""In a run's folder: names the process of the run, which holds a lock on it."""
 
 
 def file_of_run(path: Path, resumed: bool = False, before: str | None = None, private: bool = True) -> Path:
@@ -49,6 +56,24 @@ def _number(path: Path, name: str) -> int:
 def private_opener(path: str, flags: int) -> int:
     """Opens a file that only the user may read, if it is new."""
     return os.open(path, flags, 0o600)
+
+
+def is_locked(lock: Path) -> bool | None:
+    """Whether another process holds the lock of a run, which is not taken; None: this system cannot say.
+
+    Not for the process that holds it: closing the file would drop its lock.
+    """
+    if sys.platform != "linux":
+        return None  # the layout of the question differs
+    question = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with lock.open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, question)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EINVAL, errno.ENOENT, errno.EACCES):
+            return None
+        raise
+    return bool(struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK)
 
 
 def _of_run(path: Path, resumed: bool, before: str | None, take: Callable[[Path], bool]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,13 @@ class HttpRequest:
     Args:
         owner: whom its token belongs to.
         parameters: parts of the path that the route names.
+        query: (name, value) of what follows the path's question mark, in its order.
     """
 
     owner: Any
     parameters: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    query: Sequence[tuple[str, str]] = ()
 
     def json(self) -> Any:
         """The body as JSON; nothing at all is an empty object.
@@ -63,9 +65,12 @@ class HttpRequest:
 
 @dataclass
 class HttpResponse:
-    """What a handler gives back: JSON, or a stream of events.
+    """What a handler gives back: JSON, a stream of events, or bytes of another kind.
 
     Args:
+        content: the body as it is sent, in place of ``payload``.
+        media: type of ``content``.
+        headers: further ones.
         sent: called before it goes out, so that a next request finds it done.
         unsent: called if the client has gone meanwhile.
     """
@@ -73,6 +78,9 @@ class HttpResponse:
     payload: Any = None
     events: AsyncIterator[bytes] | None = None
     status: int = 200
+    content: bytes | None = None
+    media: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
     sent: Callable[[], None] = lambda: None
     unsent: Callable[[], None] = lambda: None
 

@@ -1,8 +1,8 @@
 """The server: Starlette on uvicorn; every request needs a token or a signature, and none can hurt another.
 
 Before a body is read, its length and the token are looked at. Browsers are turned away (an Origin header, a Host that
-is not this machine), and work whose client has gone is cancelled. Connections that show no key in time are ended. The
-server lives in the event loop of its caller.
+is not this machine) unless the server declares a page (`BrowserAccess`), and work whose client has gone is cancelled.
+Connections that show no key in time are ended. The server lives in the event loop of its caller.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from starlette.routing import Route
 from verl.errors import VerlError
 from verl.serving import listener, secret
 from verl.serving.answers import ApiError, Handle, HttpRequest, HttpResponse, as_json
+from verl.serving.browsers import BrowserAccess
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 BACKLOG = 2048
@@ -79,6 +80,7 @@ class Server:
         names: what a Host header may say besides the names of loopback.
         key: of a server that proves to its clients that it knows it; see `secret`.
         bodies: path -> bytes of a body, where a route takes more than ``limits.body``.
+        browsers: how a browser on this machine is let in; None: no browser is.
     """
 
     routes: dict[tuple[str, str], Handle]
@@ -87,6 +89,7 @@ class Server:
     names: tuple[str, ...] = ()
     key: str | None = None
     bodies: Mapping[str, int] = field(default_factory=dict)
+    browsers: BrowserAccess | None = None
     address: str = ""
     _uvicorn: uvicorn.Server | None = None
     _watch: asyncio.Task[None] | None = None
@@ -174,7 +177,13 @@ class Server:
 
         async def door(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope, receive)
+            if self.browsers is not None:
+                send = self.browsers.with_headers(send)
             try:
+                if self.browsers is not None and self.browsers.is_login(request):
+                    self._check_source(request)
+                    await self.browsers.login(request, self.authorize, self.port)(scope, receive, send)
+                    return
                 if self.key is not None and request.url.path == secret.PATH:
                     await self._prove(request)(scope, receive, send)
                     return
@@ -194,20 +203,32 @@ class Server:
         Raises:
             ApiError: not for a program on this machine, or no valid token.
         """
-        names = (*LOCAL_NAMES, *self.names)
-        host = request.headers.get("host", "")
-        if host not in names and not any(host == f"{name}:{self.address.rpartition(':')[2]}" for name in names):
-            raise ApiError(403, "The Host header must name this machine.", "forbidden")
-        if "origin" in request.headers:
-            raise ApiError(403, "Requests of web pages are not answered.", "forbidden")
+        self._check_source(request)
         if self.key is not None and secret.PROOF in request.headers:
             return self._signer(request, self.key)
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         named = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not named and self.browsers is not None:
+            return self.browsers.owner_of(request, self.port)
         owner = self.authorize(named)
         if owner is None:
             raise ApiError(401, "Incorrect API key provided: use the one that the server gave.", "invalid_api_key")
         return owner
+
+    def _check_source(self, request: Request) -> None:
+        """Refuse what a page of another site sends, also one that has made its name lead to this machine.
+
+        Raises:
+            ApiError: it is.
+        """
+        names = (*LOCAL_NAMES, *self.names)
+        host = request.headers.get("host", "")
+        if host not in names and not any(host == f"{name}:{self.address.rpartition(':')[2]}" for name in names):
+            raise ApiError(403, "The Host header must name this machine.", "forbidden")
+        if self.browsers is not None:
+            self.browsers.check_source(request)
+        elif "origin" in request.headers:
+            raise ApiError(403, "Requests of web pages are not answered.", "forbidden")
 
     def _signer(self, request: Request, key: str) -> Any:
         nonce, body_digest, signed = (request.headers.get(n, "") for n in (secret.NONCE, secret.DIGEST, secret.PROOF))
@@ -296,7 +317,9 @@ class _Endpoint:
         except ClientDisconnect:
             pass
         else:
-            await self._answer(HttpRequest(request.state.owner, request.path_params, body), request, send)
+            query = request.query_params.multi_items()
+            call = HttpRequest(request.state.owner, request.path_params, body, query)
+            await self._answer(call, request, send)
 
     async def _refuse(self, error: ApiError, request: Request, send: Send) -> None:
         await self.server.refusal(error, request)(request.scope, request.receive, send)
@@ -335,9 +358,10 @@ class _Endpoint:
         if answered.events is not None:
             parts, headers = answered.events, {"content-type": "text/event-stream", "cache-control": "no-cache"}
         else:
-            body = as_json(answered.payload)
+            body = as_json(answered.payload) if answered.content is None else answered.content
             proof = self.server.proof(request, answered.status, body)
-            parts, headers = _parts(body), {"content-type": JSON, "content-length": str(len(body)), **proof}
+            sizes = {"content-type": answered.media, "content-length": str(len(body))}
+            parts, headers = _parts(body), {**sizes, **proof, **answered.headers}
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
 
         async def write(**message: object) -> None:

@@ -1,0 +1,136 @@
+"""What the page's server answers: the page's files, and one function per question."""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from verl.errors import VerlError
+from verl.serving import ApiError, BrowserAccess, Handle, HttpRequest, HttpResponse, Server, secret
+from verl.viewer.questions import NoSuchThing, Question, answer, refusal
+from verl.viewer.run import ViewedRun, differences
+
+PAGE = Path(__file__).parent / "page"
+INDEX = "index.html"
+COOKIE = "verl_viewer"
+Answering = Callable[[Question], HttpResponse]
+
+
+class Api:
+    """The questions about some runs.
+
+    Args:
+        runs: in the order in which requests number them.
+    """
+
+    def __init__(self, runs: list[ViewedRun]):
+        self.runs = runs
+        self.questions: Mapping[str, Answering] = {
+            "runs": self.list_runs, "metrics": self.metrics, "curves": self.curves, "config": self.config,
+        }  # fmt: skip
+
+    def _run(self, text: str) -> ViewedRun:
+        if not text.isdecimal() or len(text) > 6 or int(text) >= len(self.runs):
+            raise NoSuchThing("no such run", key="run", got=text, allowed=f"0 to {len(self.runs) - 1}")
+        return self.runs[int(text)]
+
+    def list_runs(self, question: Question) -> HttpResponse:
+        """The runs, their state, and what could not be read of them."""
+        question.end()
+        rows = []
+        for number, run in enumerate(self.runs):
+            with run.opened():
+                rows.append({"run": number, **run.about()})
+        return answer({"runs": rows})
+
+    def metrics(self, question: Question) -> HttpResponse:
+        """Names of metrics by group."""
+        run = self._run(question.text("run", "0"))
+        question.end()
+        with run.opened():
+            return answer({"groups": run.log.groups()})
+
+    def curves(self, question: Question) -> HttpResponse:
+        """Metrics over steps, seconds or samples."""
+        x = question.text("x", "step", ("step", "time", "samples"))
+        names, numbers = question.all("metric"), question.all("run") or ["0"]
+        since, last = question.number("since", -1.0), question.text("changed")
+        question.end()
+        series = []
+        with ExitStack() as stack:
+            for run in self._in_order(numbers):
+                stack.enter_context(run.opened())
+            runs = {number: self._run(number) for number in dict.fromkeys(numbers)}
+            changed = "-".join(run.changed() for run in runs.values())
+            if changed == last:
+                return HttpResponse(content=b"", status=204)
+            for number, run in runs.items():
+                for name in names:
+                    if len(runs) > 1 and name not in run.log.names:
+                        continue  # of two runs one may have a critic
+                    curve = run.log.curve(name, x, since or 0.0, run.samples_per_step)
+                    series.append({"run": int(number), "metric": name, **curve})
+        return answer({"series": series, "changed": changed})
+
+    def config(self, question: Question) -> HttpResponse:
+        """Settings of a run, or those in which two differ."""
+        numbers = [question.text("run", "0"), *question.all("against")]
+        question.end()
+        with ExitStack() as stack:
+            for run in self._in_order(numbers):
+                stack.enter_context(run.opened())
+            return answer({"rows": differences([self._run(number) for number in numbers])})
+
+    def _in_order(self, numbers: Iterable[str]) -> list[ViewedRun]:
+        """Each run once; all requests open several in the same order, so that none waits for another in a circle."""
+        named = {id(run): run for run in map(self._run, numbers)}
+        return [run for run in self.runs if id(run) in named]
+
+
+def page_files(folder: Path = PAGE) -> dict[str, Path]:
+    """Name -> file of the page, from a look at its folder when the server starts."""
+    return {place.relative_to(folder).as_posix(): place for place in folder.rglob("*") if place.is_file()}
+
+
+def make_server(runs: list[ViewedRun], token: str) -> Server:
+    """The server of some runs, which lets in who knows the token."""
+    api, files = Api(runs), page_files()
+
+    async def ask(request: HttpRequest) -> HttpResponse:
+        name = request.parameters["name"]
+        if name not in api.questions:
+            raise ApiError(404, f"There is no question {name[:50]!r} here.", "not_found")
+        return await asyncio.to_thread(_answered, api.questions[name], request)
+
+    async def index(request: HttpRequest) -> HttpResponse:
+        return _file(files, INDEX)
+
+    async def file(request: HttpRequest) -> HttpResponse:
+        return _file(files, request.parameters["name"])
+
+    routes: dict[tuple[str, str], Handle] = {
+        ("GET", "/"): index, ("GET", "/page/{name:path}"): file, ("GET", "/api/{name}"): ask
+    }  # fmt: skip
+    owner = "viewer"
+    return Server(routes, lambda shown: owner if secret.same(shown, token) else None, browsers=BrowserAccess(COOKIE))
+
+
+def _file(files: Mapping[str, Path], name: str) -> HttpResponse:
+    if name not in files:
+        raise ApiError(404, f"The page has no file {name[:80]!r}.", "not_found")
+    media = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    media = "text/javascript" if name.endswith(".js") else media  # the system's table may say otherwise
+    is_text = media.startswith("text/")
+    headers = {"cache-control": "no-cache"}
+    return HttpResponse(content=files[name].read_bytes(), media=f"{media}; charset=utf-8" if is_text else media,
+                        headers=headers)  # fmt: skip
+
+
+def _answered(function: Answering, request: HttpRequest) -> HttpResponse:
+    try:
+        return function(Question(request.query))
+    except VerlError as error:
+        return refusal(error)

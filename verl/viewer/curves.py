@@ -1,0 +1,171 @@
+"""The metrics of a run as columns: read as they are written, grouped, and thinned for a picture."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.errors import DataError, suggest
+from verl.json_text import read_json
+from verl.observability.backends.console import ROWS
+from verl.observability.plots import X
+
+MOST_POINTS = 2000
+VALIDATION = ("val-core/", "val-aux/", "val/")
+
+
+class MetricsLog:
+    """A metrics file that may grow; `refresh` takes in what is new.
+
+    Attributes:
+        names: of all metrics, in order of appearance.
+        notice: about lines that are none; empty.
+    """
+
+    def __init__(self) -> None:
+        self._start_over(None)
+
+    def _start_over(self, identity: tuple[str, int] | None) -> None:
+        self._identity, self._offset, self._line = identity, 0, 0
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        self._nulls: dict[str, list[int]] = {}  # rows in which a metric is null: it was NaN, which is a point to see
+        self.notice = ""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that was logged; None: none."""
+        return max(self._steps) if self._steps else None
+
+    @property
+    def position(self) -> int:
+        """Grows with the file."""
+        return self._offset
+
+    def refresh(self, path: Path | None) -> None:
+        """Read the lines that were added; a file that was replaced, as by a resumed run, is read again.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        if path is None:
+            self._start_over(None)
+            return
+        with path.open("rb") as file:
+            status = path.stat()
+            if (str(path), status.st_ino) != self._identity or status.st_size < self._offset:
+                self._start_over((str(path), status.st_ino))
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # it is being written
+                self._offset, self._line = self._offset + len(line), self._line + 1
+                self._take(line, path)
+
+    def _take(self, line: bytes, path: Path) -> None:
+        try:
+            record = read_json(line)
+            step, data = int(record["step"]), dict(record["data"])
+        except (ValueError, KeyError, TypeError):
+            self.notice = f"line {self._line} of {path} is not a metrics line: it is left out"
+            return
+        row = len(self._steps)
+        self._steps.append(step)
+        for name, value in data.items():
+            if value is None:
+                self._nulls.setdefault(name, []).append(row)
+            if value is None or isinstance(value, int | float):
+                column = self._columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (row - len(column)))
+                column.append(math.nan if value is None else float(value))
+
+    def values(self, name: str) -> np.ndarray:
+        """(rows,) float64, NaN where a row has none.
+
+        Raises:
+            DataError: no such metric.
+        """
+        column = self._columns.get(name)
+        if column is None:
+            raise DataError("the run has not logged this metric", key="metric", got=name, fix=suggest(name, self.names))
+        made = np.full(len(self._steps), np.nan)
+        made[: len(column)] = column
+        return made
+
+    def last(self, name: str) -> float | None:
+        """The last value of a metric; None where it has none."""
+        values = self.values(name) if name in self._columns else np.empty(0)
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if len(finite) else None
+
+    def steps(self) -> np.ndarray:
+        """(rows,) int64."""
+        return np.array(self._steps, dtype=np.int64)
+
+    def axis(self, x: str, samples_per_step: int | None = None) -> np.ndarray:
+        """(rows,) float64: the place of each row: its step, seconds of all steps so far, or samples.
+
+        Raises:
+            DataError: the run has not logged what it needs.
+        """
+        if x == "step":
+            return self.steps().astype(float)
+        if x == "samples":
+            if samples_per_step is None:
+                raise DataError("the number of samples per step is not in the run's config.yaml", key="x", got=x,
+                                fix="Choose x=step.")  # fmt: skip
+            return self.steps() * float(samples_per_step)
+        if x != "time":
+            raise DataError("no such axis", key="x", got=x, allowed=["step", "time", "samples"])
+        name = next((name for name in X["seconds"] if name in self._columns), None)
+        if name is None:
+            raise DataError("the run has not logged the seconds of its steps", key="x", got=x, fix="Choose x=step.")
+        return np.cumsum(np.nan_to_num(self.values(name)))
+
+    def curve(self, name: str, x: str, since: float, samples_per_step: int | None) -> dict[str, Any]:
+        """``x`` and ``y`` of a metric after step ``since``, at most `MOST_POINTS` of them.
+
+        Raises:
+            DataError: no such metric, or no such axis.
+        """
+        values, across, steps = self.values(name), self.axis(x, samples_per_step), self.steps()
+        chosen = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), list(self._nulls.get(name, ()))))
+        kept = thinned(values[chosen])
+        made = {"x": across[chosen][kept].tolist(), "y": values[chosen][kept].tolist()}
+        return {**made, "thinned": True} if len(kept) < chosen.sum() else made
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The metrics by topic: those of the console's table first, then by the first part of their names."""
+        left = dict.fromkeys(sorted(self._columns))
+        groups: dict[str, list[str]] = {topic: [] for topic, _ in ROWS} | {"validation": []}
+        for topic, entries in ROWS:
+            shown = [name for name, _ in entries if name in left]
+            groups[topic] += shown
+            for name in shown:
+                del left[name]
+        for name in left:
+            topic = "validation" if name.startswith(VALIDATION) else name.partition("/")[0]
+            groups.setdefault(topic, []).append(name)
+        return [{"name": topic, "metrics": names} for topic, names in groups.items() if names]
+
+
+def thinned(values: np.ndarray) -> np.ndarray:
+    """Places (K,) of at most `MOST_POINTS` values: the smallest and the largest of each bucket, so that peaks stay."""
+    if len(values) <= MOST_POINTS:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), MOST_POINTS // 2 + 1).astype(int)
+    kept: set[int] = set()
+    for begin, end in pairwise(edges.tolist()):
+        bucket = values[begin:end]
+        if np.isfinite(bucket).any():
+            kept |= {begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))}
+    return np.array(sorted(kept), dtype=np.int64)

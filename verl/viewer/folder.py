@@ -1,0 +1,147 @@
+"""Where a run's files are, which of them may be read, and whether the run still goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.errors import DataError
+from verl.journal.places import LOCK, is_locked, newest_file
+from verl.json_text import object_of
+from verl.observability.backends.file import metrics_path
+
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+SAMPLES = "rollout_data_dir"
+STEP_FILE = re.compile(r"(\d+)\.(parquet|jsonl)")
+
+
+@dataclass
+class RunFolder:
+    """The folder of a run (``trainer.default_local_dir``), maybe a copy of it, maybe from an earlier release.
+
+    Args:
+        path: of the folder.
+        metrics, samples: its metrics file and its folder of samples, where these are outside of it.
+
+    Attributes:
+        notices: what could not be read, by place.
+    """
+
+    path: Path
+    metrics: Path | None = None
+    samples: Path | None = None
+    notices: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.path = self.path.resolve()
+        if not self.path.is_dir():
+            raise DataError(
+                "there is no such folder of a run", got=str(self.path), fix="Name trainer.default_local_dir."
+            )
+        self.roots = [self.path, *(place.resolve() for place in (self.metrics, self.samples) if place is not None)]
+
+    def allowed(self, place: Path) -> Path | None:
+        """The file or folder behind a name; None, with a notice, where a link leads out of the run."""
+        real = place.resolve()
+        if any(real.is_relative_to(root) for root in self.roots):
+            return real
+        self.notices[str(place)] = f"{place} leads out of the run's folder to {real}: it is not read"
+        return None
+
+    def metrics_file(self) -> Path | None:
+        """The metrics of the run that began last; None: there are none yet."""
+        if self.metrics is not None:
+            return self.metrics.resolve()
+        for place in (self.path / METRICS, self.path / f"{self.setting('experiment_name')}.jsonl"):
+            newest = newest_file(place)
+            if newest is not None and (real := self.allowed(newest)) is not None:
+                return real
+        outside = metrics_path(str(self.setting("project_name")), str(self.setting("experiment_name")))
+        hint = f"; --metrics {outside} names one outside of it" if outside.is_file() else ""
+        self.notices[METRICS] = f"no {METRICS} in {self.path}{hint}"
+        return None
+
+    def samples_folder(self) -> Path | None:
+        """The folder with a file of samples per step; None: there is none."""
+        if self.samples is not None:
+            return self.samples.resolve()
+        named = self.setting(SAMPLES)
+        places = [Path(named), self.path / Path(named).name] if isinstance(named, str) and named else []
+        for place in (*places, self.path / "samples"):
+            newest = newest_file(place) if place.name else None
+            if newest is not None and newest.is_dir() and newest.resolve().is_relative_to(self.path):
+                return newest.resolve()
+        if places:
+            hint = f" --samples {places[0]} names them." if places[0].is_dir() else ""
+            self.notices[SAMPLES] = f"trainer.{SAMPLES}={named} is not in the run's folder.{hint}"
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """Dotted name -> value of each setting; empty where the run wrote none."""
+        place = self.path / CONFIG
+        real = self.allowed(place) if place.is_file() else None
+        if real is None:
+            return {}
+        try:
+            return flat(yaml.safe_load(real.read_text(encoding="utf-8")))
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            self.notices[CONFIG] = f"{place} cannot be read: {error}"
+            return {}
+
+    def setting(self, name: str) -> Any:
+        """A setting under ``trainer``; None where it is not known."""
+        return self.config().get(f"trainer.{name}")
+
+    def state(self, last_step: int | None, total_steps: int | None) -> tuple[str, str | None]:
+        """(``running``, ``complete``, ``stopped``, ``failed`` or ``unknown``; why).
+
+        Args:
+            total_steps: at which the run is complete; None: not known.
+        """
+        lock = self.path / LOCK
+        holder = self._holder(lock)
+        locked = is_locked(lock) if lock.is_file() and not lock.is_symlink() else False
+        if locked:
+            return "running", None
+        if holder:
+            where = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+            if locked is None:
+                return "unknown", f"this system cannot say whether its lock is held ({where})"
+            if holder.get("host") == socket.gethostname():
+                return "failed", f"its process ended without a word ({where})"
+            return "unknown", f"it was started on another machine, or copied while it ran ({where})"
+        if total_steps is None:
+            return "unknown", "how many steps it was to take is not recorded"
+        if last_step is not None and last_step >= total_steps:
+            return "complete", None
+        return "stopped", f"it ended after step {last_step or 0} of {total_steps}"
+
+    def _holder(self, lock: Path) -> Mapping[str, Any]:
+        try:
+            text = "" if lock.is_symlink() else lock.read_text(encoding="utf-8", errors="replace")[:1000]
+        except OSError:  # no lock: a copy, or an earlier release
+            return {}
+        holder = object_of(text) if text else {}
+        return holder if isinstance(holder, dict) else {"pid": "?", "host": "?", "since": text}
+
+
+def flat(value: object, above: str = "") -> dict[str, Any]:
+    """Nested settings as one level of dotted names; a list is a value."""
+    if not isinstance(value, dict) or not value:
+        return {above: value} if above else {}
+    made: dict[str, Any] = {}
+    for name, item in value.items():
+        made |= flat(item, f"{above}.{name}" if above else str(name))
+    return made
+
+
+def shown(value: object) -> str:
+    """A setting's value as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
