@@ -147,6 +147,13 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     return columns
 
 
+def ends_of(batch: DataProto) -> dict[str, list[Any]]:
+    """Columns for a dump: tokens of each response, and why it ended where the sampler says so."""
+    lengths = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].sum(-1).tolist()
+    reasons = batch.non_tensor_batch.get("finish_reason")
+    return {"length": lengths} | ({} if reasons is None else {"finish_reason": list(reasons)})
+
+
 def turns_of(record: list[dict[str, Any]] | None) -> list[tuple[str, str]]:
     """(role, text) of the pieces of one row's conversation after its prompt; empty where only the policy speaks."""
     first = next((i for i, entry in enumerate(record or ()) if entry["role"] == "assistant"), 0)

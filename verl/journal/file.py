@@ -322,6 +322,79 @@ def entries_in(path: Path, until: int | None = None, replaced: bool = False) -> 
         yield entry
 
 
+class Follower:
+    """Reads a journal that grows: every entry that holds once, and all of them again after a resumed run replaced some.
+
+    Args:
+        path: of the journal.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._number, self._segment, self._offset = 0, 0, 0
+
+    def fresh(self) -> tuple[bool, Iterator[Entry]]:
+        """(whether the entries begin anew, those that are new); the iterator has to be exhausted.
+
+        Raises:
+            DamagedJournal: an entry that holds is damaged; raised by the iterator, too.
+            DataError: a later release wrote the file.
+        """
+        lines = self._new_lines() if self._segment else None
+        if lines is not None:
+            return False, self._parsed(lines)
+        return True, self._all()
+
+    def _all(self) -> Iterator[Entry]:
+        self._segment, last = 0, 0
+        for last, line in _lines(self.path, _history(self.path, None)):
+            entry = parse_entry(line)
+            if entry is None:
+                if line.endswith(b"\n"):
+                    raise _damaged(self.path, last)
+                last -= 1
+                break
+            yield entry
+        places = segments_of(self.path)
+        heads = {segment: _head_of(place)["after"] if segment > 1 else 0 for segment, place in places.items()}
+        segment = max(segment for segment, after in heads.items() if segment == 1 or after < last)
+        with _opened(places[segment]) as file:
+            for _ in range(last - heads[segment]):
+                file.readline()
+            self._number, self._segment, self._offset = last, segment, file.tell()
+
+    def _new_lines(self) -> list[bytes] | None:
+        """Complete lines behind the last one; None where they continue from an earlier entry, or segments are gone."""
+        lines: list[bytes] = []
+        number, segment, offset = self._number, self._segment, self._offset
+        places = segments_of(self.path)
+        while segment in places:
+            with _opened(places[segment]) as file:
+                if os.fstat(file.fileno()).st_size < offset:
+                    return None
+                file.seek(offset)
+                for line in file:
+                    if not line.endswith(b"\n") or line.startswith(NEXT_LINE):
+                        break
+                    number += 1
+                    if line.startswith(RUN_LINE) and _after(line, number, self.path) != number - 1:
+                        return None
+                    lines.append(line)
+                    offset += len(line)
+            if segment + 1 not in places:
+                self._number, self._segment, self._offset = number, segment, offset
+                return lines
+            segment, offset = segment + 1, 0
+        return None
+
+    def _parsed(self, lines: Iterable[bytes]) -> Iterator[Entry]:
+        for line in lines:
+            entry = parse_entry(line)
+            if entry is None:
+                raise DamagedJournal("a new line of the journal is not an entry", got=str(self.path))
+            yield entry
+
+
 def segments_of(path: Path) -> dict[int, Path]:
     """The files of a journal by the number of the segment; 1 is the journal's own path."""
     pattern = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}")

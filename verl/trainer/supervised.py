@@ -32,6 +32,7 @@ from verl.data import StatefulLoader
 from verl.data.progress import timed
 from verl.distributed import Ranks
 from verl.errors import ConfigError
+from verl.journal.ending import recorded_end
 from verl.metrics import notice
 from verl.observability.profiler import ProfiledSteps, RoleProfiler
 from verl.observability.tracking import Tracking
@@ -179,7 +180,8 @@ class SupervisedTrainer:
             self.load_checkpoint()
             ctx.only_main(lambda: runtime.write_config(self.config))
             config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
-            with Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
+            noted = recorded_end(Path(trainer.default_local_dir), self.total_steps) if ctx.is_main else nullcontext()
+            with noted, Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
                 self.places |= tracking.start(self.total_steps, self.step, self.places)
                 if trainer.val_before_train and self.val_loader is not None and self.step == 0:
                     with timed("validating"):

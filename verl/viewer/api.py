@@ -7,9 +7,12 @@ import mimetypes
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from verl.errors import VerlError
 from verl.serving import ApiError, BrowserAccess, Handle, HttpRequest, HttpResponse, Server, secret
+from verl.viewer.export import FORMATS, as_file
+from verl.viewer.groups import groups_of, steps_of
 from verl.viewer.questions import NoSuchThing, Question, answer, refusal
 from verl.viewer.run import ViewedRun, differences
 
@@ -30,6 +33,9 @@ class Api:
         self.runs = runs
         self.questions: Mapping[str, Answering] = {
             "runs": self.list_runs, "metrics": self.metrics, "curves": self.curves, "config": self.config,
+            "events": self.events, "steps": self.steps, "groups": self.groups, "samples": self.samples,
+            "sample": self.sample, "prompt": self.prompt, "gantt": self.gantt, "system": self.system,
+            "export": self.export,
         }  # fmt: skip
 
     def _run(self, text: str) -> ViewedRun:
@@ -42,7 +48,7 @@ class Api:
         question.end()
         rows = []
         for number, run in enumerate(self.runs):
-            with run.opened():
+            with run.opened(samples=True):
                 rows.append({"run": number, **run.about()})
         return answer({"runs": rows})
 
@@ -88,6 +94,93 @@ class Api:
         """Each run once; all requests open several in the same order, so that none waits for another in a circle."""
         named = {id(run): run for run in map(self._run, numbers)}
         return [run for run in self.runs if id(run) in named]
+
+    def events(self, question: Question) -> HttpResponse:
+        """Checkpoints, validations, restarts, notices."""
+        return self._of_run(question, lambda run: {"events": run.events()})
+
+    def steps(self, question: Question) -> HttpResponse:
+        """A row per step."""
+        return self._of_run(question, lambda run: {"steps": steps_of(run.columns), "indexed": run.indexed()})
+
+    def groups(self, question: Question) -> HttpResponse:
+        """A page of the groups of a step."""
+        return self._of_run(question, lambda run: groups_of(question, run.index, run.columns), ends=False)
+
+    def samples(self, question: Question) -> HttpResponse:
+        """A page of the samples that pass filters."""
+
+        def page(run: ViewedRun) -> dict[str, Any]:
+            first, size = question.page()
+            matches = run.index.matches(question, run.columns)
+            question.end()
+            return run.page(matches, first, size)
+
+        return self._of_run(question, page, ends=False)
+
+    def sample(self, question: Question) -> HttpResponse:
+        """One sample with its tokens."""
+        identity, shows_all = question.text("id"), question.flag("all")
+        return self._of_run(question, lambda run: run.sample(identity, shows_all))
+
+    def prompt(self, question: Question) -> HttpResponse:
+        """The samples of the same prompt over training."""
+        identity, (first, size) = question.text("id"), question.page()
+        return self._of_run(question, lambda run: run.same_prompt(identity, first, size))
+
+    def gantt(self, question: Question) -> HttpResponse:
+        """Who worked when."""
+        return self._of_run(question, lambda run: run.gantt(question), ends=False)
+
+    def system(self, question: Question) -> HttpResponse:
+        """Busy and idle seconds."""
+        return self._of_run(question, lambda run: run.system())
+
+    def export(self, question: Question) -> HttpResponse:
+        """A table as a file."""
+        what = question.text("what", "", ("curves", "groups", "samples"))
+        kind = question.text("format", "csv", tuple(FORMATS))
+        if what == "curves":
+            rows = self._curve_rows(question)
+        else:
+            run = self._run(question.text("run", "0"))
+            with run.opened(samples=True):
+                if what == "groups":
+                    rows = groups_of(question, run.index, run.columns, all_rows=True)["rows"]
+                else:
+                    rows = run.exported(question)
+        return as_file(rows, what, kind)
+
+    def _curve_rows(self, question: Question) -> list[dict[str, Any]]:
+        x = question.text("x", "step", ("step", "time", "samples"))
+        names, numbers, since = question.all("metric"), question.all("run") or ["0"], question.number("since", -1.0)
+        question.end()
+        rows: list[dict[str, Any]] = []
+        for number in numbers:
+            run = self._run(number)
+            with run.opened():
+                for name in names:
+                    curve = run.log.curve(name, x, since or 0.0, run.samples_per_step, all_points=True)
+                    points = zip(curve["x"], curve["y"])
+                    rows += [{"run": run.name, "metric": name, x: place, "value": value} for place, value in points]
+        return rows
+
+    def _of_run(
+        self, question: Question, make: Callable[[ViewedRun], dict[str, Any]], ends: bool = True
+    ) -> HttpResponse:
+        """The answer about one run; 204 where nothing changed since the answer that the question names.
+
+        Args:
+            ends: all parameters are read; else ``make`` reads more.
+        """
+        run, last = self._run(question.text("run", "0")), question.text("changed")
+        if ends:
+            question.end()
+        with run.opened(samples=True):
+            if last and last == run.changed() and not run.index.pending:
+                return HttpResponse(content=b"", status=204)
+            made = make(run)
+            return answer({**made, "changed": run.changed()})
 
 
 def page_files(folder: Path = PAGE) -> dict[str, Path]:

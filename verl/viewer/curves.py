@@ -101,11 +101,16 @@ class MetricsLog:
         made[: len(column)] = column
         return made
 
-    def last(self, name: str) -> float | None:
-        """The last value of a metric; None where it has none."""
-        values = self.values(name) if name in self._columns else np.empty(0)
-        finite = values[np.isfinite(values)]
-        return float(finite[-1]) if len(finite) else None
+    def at(self, step: int, prefixes: tuple[str, ...]) -> dict[str, float]:
+        """The finite values that a step logged under names that begin like this."""
+        rows = [row for row, logged in enumerate(self._steps) if logged == step]
+        named = ((name, column) for name, column in self._columns.items() if name.startswith(prefixes))
+        return {
+            name: column[row]
+            for name, column in named
+            for row in rows
+            if row < len(column) and math.isfinite(column[row])
+        }
 
     def steps(self) -> np.ndarray:
         """(rows,) int64."""
@@ -131,7 +136,9 @@ class MetricsLog:
             raise DataError("the run has not logged the seconds of its steps", key="x", got=x, fix="Choose x=step.")
         return np.cumsum(np.nan_to_num(self.values(name)))
 
-    def curve(self, name: str, x: str, since: float, samples_per_step: int | None) -> dict[str, Any]:
+    def curve(
+        self, name: str, x: str, since: float, samples_per_step: int | None, all_points: bool = False
+    ) -> dict[str, Any]:
         """``x`` and ``y`` of a metric after step ``since``, at most `MOST_POINTS` of them.
 
         Raises:
@@ -139,7 +146,7 @@ class MetricsLog:
         """
         values, across, steps = self.values(name), self.axis(x, samples_per_step), self.steps()
         chosen = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), list(self._nulls.get(name, ()))))
-        kept = thinned(values[chosen])
+        kept = np.arange(int(chosen.sum())) if all_points else thinned(values[chosen])
         made = {"x": across[chosen][kept].tolist(), "y": values[chosen][kept].tolist()}
         return {**made, "thinned": True} if len(kept) < chosen.sum() else made
 

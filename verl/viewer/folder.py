@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from verl.errors import DataError
+from verl.journal.ending import NAME as END
+from verl.journal.ending import is_alive, read_end
 from verl.journal.places import LOCK, is_locked, newest_file
 from verl.json_text import object_of
 from verl.observability.backends.file import metrics_path
@@ -45,6 +47,9 @@ class RunFolder:
             raise DataError(
                 "there is no such folder of a run", got=str(self.path), fix="Name trainer.default_local_dir."
             )
+        self.config: dict[str, Any] = {}
+        self._config_read: tuple[int, int] | None = None
+        self.end: Mapping[str, Any] = {}
         self.roots = [self.path, *(place.resolve() for place in (self.metrics, self.samples) if place is not None)]
 
     def allowed(self, place: Path) -> Path | None:
@@ -83,49 +88,70 @@ class RunFolder:
             self.notices[SAMPLES] = f"trainer.{SAMPLES}={named} is not in the run's folder.{hint}"
         return None
 
-    def config(self) -> dict[str, Any]:
-        """Dotted name -> value of each setting; empty where the run wrote none."""
+    def refresh(self) -> None:
+        """Read the settings and the noted state again, where they changed."""
+        kept = self.notices.pop(CONFIG, None)
+        self.notices.clear()
+        self.end = read_end(self.path) if self.allowed(self.path / END) else {}
         place = self.path / CONFIG
         real = self.allowed(place) if place.is_file() else None
         if real is None:
-            return {}
+            self.config, self._config_read = {}, None
+            return
         try:
-            return flat(yaml.safe_load(real.read_text(encoding="utf-8")))
+            status = real.stat()
+            seen = status.st_size, status.st_mtime_ns
+            if seen != self._config_read:
+                self._config_read, self.config = seen, {}
+                self.config = flat(yaml.safe_load(real.read_text(encoding="utf-8")))
+            elif kept is not None:
+                self.notices[CONFIG] = kept
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             self.notices[CONFIG] = f"{place} cannot be read: {error}"
-            return {}
 
     def setting(self, name: str) -> Any:
         """A setting under ``trainer``; None where it is not known."""
-        return self.config().get(f"trainer.{name}")
+        return self.config.get(f"trainer.{name}")
 
-    def state(self, last_step: int | None, total_steps: int | None) -> tuple[str, str | None]:
+    @property
+    def total_steps(self) -> int | None:
+        """At which the run is complete; None: not known."""
+        noted = self.end.get("total_steps", self.setting("total_training_steps"))
+        return noted if isinstance(noted, int) else None
+
+    def state(self, last_step: int | None) -> tuple[str, str | None]:
         """(``running``, ``complete``, ``stopped``, ``failed`` or ``unknown``; why).
 
         Args:
-            total_steps: at which the run is complete; None: not known.
+            last_step: that is logged; None: none.
         """
         lock = self.path / LOCK
-        holder = self._holder(lock)
-        locked = is_locked(lock) if lock.is_file() and not lock.is_symlink() else False
-        if locked:
+        is_file = lock.is_file() and not lock.is_symlink()
+        if is_file and is_locked(lock):
             return "running", None
+        noted = str(self.end.get("state"))
+        if noted in ("complete", "stopped", "failed"):
+            return noted, str(self.end.get("why") or "") or None
+        if noted == "running":
+            where = f"process {self.end.get('pid')} on {self.end.get('host')}"
+            return self._of_process(is_alive(self.end), where)
+        holder = self._holder(lock) if is_file else {}
         if holder:
-            where = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-            if locked is None:
-                return "unknown", f"this system cannot say whether its lock is held ({where})"
-            if holder.get("host") == socket.gethostname():
-                return "failed", f"its process ended without a word ({where})"
+            is_here = holder.get("host") == socket.gethostname()
+            return self._of_process(False if is_here else None, f"process {holder.get('pid')} on {holder.get('host')}")
+        total = self.total_steps
+        if total is None or last_step is None:
+            return "unknown", "a run of an earlier release, which does not say how it ended"
+        return ("complete", None) if last_step >= total else ("stopped", f"it ended after step {last_step} of {total}")
+
+    def _of_process(self, alive: bool | None, where: str) -> tuple[str, str | None]:
+        if alive is None:
             return "unknown", f"it was started on another machine, or copied while it ran ({where})"
-        if total_steps is None:
-            return "unknown", "how many steps it was to take is not recorded"
-        if last_step is not None and last_step >= total_steps:
-            return "complete", None
-        return "stopped", f"it ended after step {last_step or 0} of {total_steps}"
+        return ("running", None) if alive else ("failed", f"its process ended without a word ({where})")
 
     def _holder(self, lock: Path) -> Mapping[str, Any]:
         try:
-            text = "" if lock.is_symlink() else lock.read_text(encoding="utf-8", errors="replace")[:1000]
+            text = lock.read_text(encoding="utf-8", errors="replace")[:1000]
         except OSError:  # no lock: a copy, or an earlier release
             return {}
         holder = object_of(text) if text else {}

@@ -8,8 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.viewer.curves import MetricsLog
+import numpy as np
+
+from verl.errors import DataError
+from verl.journal.account import REASONS
+from verl.journal.columns import Lineage
+from verl.journal.gantt import busy_seconds, by_role, of_steps, role_of
+from verl.journal.spans import Span
+from verl.viewer.curves import VALIDATION, MetricsLog
+from verl.viewer.detail import detail_of
 from verl.viewer.folder import RunFolder, shown
+from verl.viewer.questions import Question
+from verl.viewer.samples import EXCERPT, Matches, SampleIndex
+
+EVENTS = {"save_checkpoint": "checkpoint", "testing": "validation"}
+"""Stages that are events of a run."""
+MOST_EXPORTED, EXPORTED_CHARACTERS = 20_000, 10_000
+"""Samples of an exported file, and characters of each of their texts."""
+MOST_SPANS = 20_000
+"""Of an answer; fewer steps are to be chosen beyond."""
 
 
 class ViewedRun:
@@ -21,7 +38,8 @@ class ViewedRun:
 
     def __init__(self, folder: Path, metrics: Path | None = None, samples: Path | None = None):
         self.folder = RunFolder(folder, metrics, samples)
-        self.log = MetricsLog()
+        self.log, self.index = MetricsLog(), SampleIndex()
+        self.lineage = Lineage(self.index.uids, self.index.finishes, self.index.reasons)
         # Requests are answered by several threads; each sees the columns between two refreshes.
         self._lock = threading.Lock()
 
@@ -30,45 +48,171 @@ class ViewedRun:
         return self.folder.path.name
 
     @contextmanager
-    def opened(self) -> Iterator[ViewedRun]:
-        """The run with what is on the disk now; one request at a time."""
+    def opened(self, samples: bool = False) -> Iterator[ViewedRun]:
+        """The run with what is on the disk now; one request at a time.
+
+        Args:
+            samples: also its samples and its journal.
+        """
         with self._lock:
-            self.folder.notices.clear()
+            self.folder.refresh()
             self.log.refresh(self.folder.metrics_file())
+            if samples:
+                self.lineage.refresh(self.folder.path)
+                self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
             yield self
 
     def changed(self) -> str:
         """A text that is another one when there is something new."""
-        return f"{self.log.position}"
+        return f"{self.log.position}.{self.index.version}.{self.lineage.version}"
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Of all samples."""
+        return self.index.build(self.lineage)
 
     def about(self) -> dict[str, Any]:
         """The row of the list of runs."""
         last = self.log.last_step
-        state, why = self.folder.state(last, self.total_steps)
-        notices = [*self.folder.notices.values(), *filter(None, [self.log.notice])]
+        state, why = self.folder.state(last)
+        notices = [*self.folder.notices.values(), *self.index.notices.values()]
         return {
             "name": self.name, "folder": str(self.folder.path), "state": state, "why": why, "last_step": last,
-            "total_steps": self.total_steps, "metrics": len(self.log.names), "samples": "none",
-            "notices": notices,
+            "total_steps": self.folder.total_steps, "metrics": len(self.log.names), "samples": self.index.kind,
+            "notices": [*notices, *filter(None, [self.log.notice, self.lineage.notice])],
+            "indexed": self.indexed(), "changed": self.changed(),
         }  # fmt: skip
 
-    @property
-    def total_steps(self) -> int | None:
-        """At which the run is complete; None: not known."""
-        total = self.folder.setting("total_training_steps")
-        return total if isinstance(total, int) else None
+    def indexed(self) -> dict[str, int]:
+        """How many files of samples are in the index, of all; the rest follows with the next requests."""
+        return {"files": self.index.files, "of": self.index.files + self.index.pending}
 
     @property
     def samples_per_step(self) -> int | None:
         """Answers that a step samples by the configuration; None: not known."""
-        config = self.folder.config()
+        config = self.folder.config
         prompts, each = config.get("data.train_batch_size"), config.get("actor_rollout_ref.rollout.n", 1)
         return prompts * each if isinstance(prompts, int) and isinstance(each, int) else None
+
+    # ---- samples -----------------------------------------------------------------------------------------------
+
+    def page(self, matches: Matches, first: int, size: int) -> dict[str, Any]:
+        """Rows of a table of samples."""
+        rows = matches.rows[first : first + size]
+        described = self.index.described(self.columns, rows)
+        for row, text in zip(described, self.index.texts(self.columns, rows, "output", EXCERPT)):
+            row["excerpt"] = text
+        made = {"total": len(matches.rows), "rows": described, "indexed": self.indexed()}
+        return {**made, "searched": {"files": matches.searched, "of": matches.files}} if matches.files else made
+
+    def exported(self, question: Question) -> list[dict[str, Any]]:
+        """All samples that pass the filters, with the beginning of their texts.
+
+        Raises:
+            DataError: they are too many for a file, or a parameter has no such value.
+        """
+        rows = self.index.matches(question, self.columns).rows
+        question.end()
+        if len(rows) > MOST_EXPORTED:
+            raise DataError("too many samples for a file", key="what", got=len(rows), allowed=f"up to {MOST_EXPORTED}",
+                            fix="Filter more.")  # fmt: skip
+        described = self.index.described(self.columns, rows)
+        for name, of in (("prompt", "input"), ("response", "output")):
+            for row, text in zip(described, self.index.texts(self.columns, rows, of, EXPORTED_CHARACTERS)):
+                row[name] = text
+        return described
+
+    def sample(self, identity: str, shows_all: bool) -> dict[str, Any]:
+        """One sample with its tokens, and what the ledger has of it.
+
+        Raises:
+            NoSuchThing: there is none.
+        """
+        columns = self.columns
+        row = self.index.row_of(identity, columns)
+        (described,) = self.index.described(columns, np.array([row]))
+        number = int(columns["ledger"][row])
+        ledger = self.lineage.facts(number) if number >= 0 else None
+        meaning = REASONS.get(described["reason"] or "")
+        record = self.index.record(columns, row)
+        return {**described, "meaning": meaning, **detail_of(record, shows_all), "ledger": ledger}
+
+    def same_prompt(self, identity: str, first: int, size: int) -> dict[str, Any]:
+        """The samples of the same row of the data over all steps; of the same group where the row is not known.
+
+        Raises:
+            NoSuchThing: there is no such sample.
+        """
+        columns = self.columns
+        row = self.index.row_of(identity, columns)
+        name = "row" if columns["row"][row] >= 0 else "uid"
+        rows = np.flatnonzero(columns[name] == columns[name][row])
+        return self.page(Matches(rows[np.argsort(columns["step"][rows], kind="stable")]), first, size)
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    def gantt(self, question: Question) -> dict[str, Any]:
+        """The stages of some steps by role; times in seconds since the first of them.
+
+        Raises:
+            DataError: none of these steps is in the journal.
+        """
+        last = question.count("last", self.lineage.last_step)
+        first = question.count("first", max(1, last - 4))
+        question.end()
+        if not self.lineage.spans:
+            return {"spans": [], "seconds": 0.0}
+        spans = of_steps(self.lineage.spans, first, last)
+        begin = min(span.begin for span in spans)
+        rows = [
+            {"role": role, "name": span.stage, "step": span.step, "thread": span.thread,
+             "begin": span.begin - begin, "end": span.end - begin}
+            for role, work in by_role(spans).items() for span in work
+        ]  # fmt: skip
+        made = {"spans": rows[:MOST_SPANS], "seconds": max(span.end for span in spans) - begin}
+        return {**made, "left_out": len(rows) - MOST_SPANS} if len(rows) > MOST_SPANS else made
+
+    def system(self) -> dict[str, Any]:
+        """Busy and idle seconds of each role, and its last stage."""
+        spans = self.lineage.spans
+        if not spans:
+            return {"roles": [], "progress": []}
+        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+        roles, progress = [], []
+        for role, work in by_role(spans).items():
+            busy, last = busy_seconds(work), max(work, key=lambda span: span.end)
+            roles.append({"role": role, "busy": busy, "idle": end - begin - busy})
+            progress.append({"role": role, "step": last.step, "time": last.end - begin, "name": last.stage})
+        return {"roles": roles, "progress": progress}
+
+    def events(self) -> list[dict[str, Any]]:
+        """Checkpoints, validations, restarts and notices, in the order of time; null: not known."""
+        spans = self.lineage.spans
+        begin = min((span.begin for span in spans), default=0.0)
+        made = [self._event(span, begin) for span in spans if span.stage in EVENTS]
+        made += [
+            {"step": step, "time": None, "kind": "restart", "text": f"the run went on after step {step}"}
+            for step in self.lineage.restarts
+        ]
+        state, why = self.folder.state(self.log.last_step)
+        if state in ("failed", "stopped"):
+            made.append({"step": self.log.last_step, "time": None, "kind": "notice", "text": f"{state}: {why}"})
+        made.sort(key=lambda event: (event["step"] or 0, event["time"] or 0.0))
+        notices = [{"step": None, "time": None, "kind": "notice", "text": text} for text in self.about()["notices"]]
+        return made + notices
+
+    def _event(self, span: Span, begin: float) -> dict[str, Any]:
+        kind = EVENTS[span.stage]
+        text = f"{role_of(span.stage)}, {span.end - span.begin:.1f} s"
+        if kind == "validation":
+            values = self.log.at(span.step, VALIDATION)
+            text += "".join(f"; {name} {value:.4g}" for name, value in list(values.items())[:3])
+        return {"step": span.step, "time": span.begin - begin, "kind": kind, "text": text}
 
 
 def differences(runs: list[ViewedRun]) -> list[dict[str, Any]]:
     """Settings with the value of each run; of several runs those that differ. None: the run has no such setting."""
-    configs = [run.folder.config() for run in runs]
+    configs = [run.folder.config for run in runs]
     names = sorted({name for config in configs for name in config})
     rows = [{"key": name, "values": [shown(c[name]) if name in c else None for c in configs]} for name in names]
     return [row for row in rows if len(runs) == 1 or len(set(row["values"])) > 1]

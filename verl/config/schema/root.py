@@ -12,7 +12,7 @@ from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.role import GlobalProfilerConfig, RunConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.tree import AHEAD, AMOUNT, COUNT, EVERY, GPUS, POSITIVE, STEPS
+from verl.config.schema.tree import AHEAD, AMOUNT, COUNT, EVERY, GPUS, POSITIVE, SHARE, STEPS
 from verl.registry import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -130,6 +130,19 @@ class TrainerConfig(RunConfig):
     )
     validation_data_dir: str | None = setting(
         None, "folder for the samples of every validation as JSON lines; null: none", path=True
+    )
+    rollout_data_tokens: float = setting(
+        1.0,
+        "share of the prompts whose samples are in rollout_data_dir with their tokens, log-probs, advantages and weight "
+        "versions (<step>.parquet, for verl view); 0: no such files",
+        upstream=ABSENT,
+        within=SHARE,
+    )
+    rollout_data_max_bytes: int | None = setting(
+        1 << 33,
+        "bytes of these files beyond which the oldest are deleted; null: no bound",
+        upstream=ABSENT,
+        within=POSITIVE,
     )
     nnodes: int = setting(1, "number of machines", within=COUNT)
     n_gpus_per_node: int | None = setting(None, "processes per machine, one per GPU; null: 1", upstream=8, within=GPUS)

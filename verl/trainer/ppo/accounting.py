@@ -5,7 +5,7 @@ A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,11 @@ def keys_of(batch: DataProto) -> list[Key]:
     """Which sample each row is."""
     columns = batch.non_tensor_batch
     return list(zip(map(str, columns["uid"]), map(int, columns[SAMPLE]), strict=True))
+
+
+def was_updated(roles: Container[str], ctx: StepContext) -> bool:
+    """Whether the step updates a model: before ``trainer.critic_warmup`` only a critic learns."""
+    return "critic" in roles or ctx.step >= ctx.config.trainer.critic_warmup
 
 
 def names_of(batch: DataProto) -> dict[str, list[Any]]:
@@ -99,12 +104,12 @@ def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
     if ctx.run.ledger is None:
         return
     by_reason = dict[str, list[Key]]({"": []})
-    for key, reason in zip(keys_of(batch), _why_not(batch, ctx, updated)):
+    for key, reason in zip(keys_of(batch), reasons_of(batch, ctx, updated)):
         by_reason.setdefault(reason, []).append(key)
     ctx.run.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
 
 
-def _why_not(batch: DataProto, ctx: StepContext, updated: bool) -> Iterator[str]:
+def reasons_of(batch: DataProto, ctx: StepContext, updated: bool) -> Iterator[str]:
     """Why each row was not trained on; empty for those that were."""
     columns, tensors, rows = batch.non_tensor_batch, batch.tensors, range(len(batch))
     masked = columns.get("unscorable", np.zeros(len(batch))).astype(bool).tolist()

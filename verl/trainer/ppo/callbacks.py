@@ -19,15 +19,18 @@ from verl.errors import CheckpointError, ConfigError
 from verl.metrics import log, notice
 from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
+from verl.observability.token_dump import TokenDump
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank
 from verl.trainer import expiry
 from verl.trainer.copies import CopyCheck
+from verl.trainer.ppo import accounting
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.signs import signs_of
+from verl.trainer.ppo.token_rows import TokenRows
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.signals import StepDropped
 from verl.trainer.watch import Watch
@@ -103,15 +106,32 @@ class UpdateCurriculum(Callback):
 
 
 class DumpRollouts(Callback):
-    """``trainer.rollout_data_dir``: one JSONL file of samples per step."""
+    """``trainer.rollout_data_dir``: files of samples per step, as JSON lines and, with their tokens, as parquet."""
+
+    def __init__(self) -> None:
+        self._tokens: TokenDump | None = None
+        self._rows: TokenRows | None = None
 
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
-        folder = trainer.sample_folder("rollout_data_dir")
+        folder, settings = trainer.sample_folder("rollout_data_dir"), trainer.config.trainer
         if folder is None:
             return
         with trainer.ctx.timed("dump_rollout_generations"):
             rows = trainer.describe_samples(batch)
             dump_generations(folder, trainer.ctx.step, **rows)
+        if settings.rollout_data_tokens <= 0:
+            return
+        with trainer.ctx.timed("dump_rollout_tokens"):
+            if self._tokens is None or self._rows is None:
+                self._tokens = TokenDump(folder, settings.rollout_data_max_bytes)
+                self._rows = TokenRows(trainer.config, trainer.texts)
+            updated = accounting.was_updated(trainer.roles, trainer.ctx)
+            self._tokens.put(trainer.ctx.step, self._rows.of(batch, rows, trainer.ctx, updated))
+
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
+            self._tokens = None
 
 
 class ShowSamples(Callback):

@@ -120,6 +120,11 @@ class RunState:
         }
 
     @property
+    def keeps_entropy(self) -> bool:
+        """The files of samples have it of every token."""
+        return bool(self.config.trainer.rollout_data_dir) and self.config.trainer.rollout_data_tokens > 0
+
+    @property
     def needs_ref_log_prob(self) -> bool:
         """The reference's log-probs of the sampled tokens are read; the exact KL does without."""
         return reads_ref_log_prob(self.config) or names_parameter(self.estimator, "ref_log_prob")

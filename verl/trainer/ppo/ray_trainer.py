@@ -26,8 +26,9 @@ from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps, PromptSource
 from verl.data.progress import timed
-from verl.data.sample_texts import SampleTexts, conversation_columns
+from verl.data.sample_texts import SampleTexts, conversation_columns, ends_of
 from verl.errors import DataError, RolloutError
+from verl.journal.ending import recorded_end
 from verl.journal.places import folder_of_run
 from verl.metrics import notice
 from verl.observability.tracker import Sample
@@ -244,6 +245,10 @@ class RayPPOTrainer:
         self.load_checkpoint()
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
+        with recorded_end(Path(self.config.trainer.default_local_dir), self.total_training_steps):
+            self._run_from_here()
+
+    def _run_from_here(self) -> None:
         self._open_trackers()
         self._notify("on_load")
         if self.replicas is not None:
@@ -389,6 +394,7 @@ class RayPPOTrainer:
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
             "reward_extra_infos": {
+                **ends_of(batch),
                 **extra,
                 **conversation_columns(batch),
                 **self.texts.columns(batch),

@@ -97,7 +97,7 @@ class KeepJournal(Callback):
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         ctx = trainer.ctx
         note_step(batch, ctx)
-        accounting.trained(batch, ctx, "critic" in trainer.roles or ctx.step >= ctx.config.trainer.critic_warmup)
+        accounting.trained(batch, ctx, accounting.was_updated(trainer.roles, ctx))
 
 
 def note_moved(state: RunState, moved: Sequence[Moved]) -> None:

@@ -1,0 +1,47 @@
+"""Tables as files for other programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.json_text import without_nan
+from verl.serving import HttpResponse
+
+FORMATS = {"csv": "text/csv; charset=utf-8", "parquet": "application/vnd.apache.parquet"}
+"""Format -> its media type."""
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet computes: a model or a data set may have written one."""
+
+
+def as_file(rows: Sequence[dict[str, Any]], name: str, kind: str) -> HttpResponse:
+    """The rows as a file that the browser stores; NaN is null, or an empty cell."""
+    plain = without_nan(list(rows))
+    content = _csv(plain) if kind == "csv" else _parquet(plain)
+    return HttpResponse(
+        content=content, media=FORMATS[kind], headers={"content-disposition": f'attachment; filename="{name}.{kind}"'}
+    )
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if rows:
+        writer.writerow(rows[0])
+    writer.writerows([_cell(value) for value in row.values()] for row in rows)
+    return text.getvalue().encode(errors="backslashreplace")
+
+
+def _cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
+def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows)), file, compression="zstd")
+    return file.getvalue()

@@ -1,0 +1,350 @@
+"""All samples of a run as columns in memory, in which every filter and page is computed; texts stay on the disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from verl.errors import DataError, suggest
+from verl.journal.columns import DROPPED, TRAINED, Lineage, Names
+from verl.observability.stored_samples import INDEX, StepSamples, read_lines, read_parquet
+from verl.viewer.folder import STEP_FILE
+from verl.viewer.questions import NoSuchThing, Question
+
+READ_SECONDS, SEARCH_SECONDS = 0.7, 0.6
+"""For which one request reads files into the index, and searches in texts; the next request continues."""
+STATES = ("trained", "waiting", "dropped")
+EXCERPT = 200
+"""Characters of a text in a table."""
+SORTS = ("step", "uid", "row", "score", "length", "finish", "staleness", "clipped", "state", "reason")
+LEDGER = "L"
+"""How the id of a sample begins that only the journal knows."""
+SEARCHES = 16
+"""Texts whose matches are kept."""
+
+
+@dataclass
+class Matches:
+    """The rows of the index that a question is about, in its order.
+
+    Args:
+        searched: files in which a text was looked for, of ``files`` that are to be searched.
+    """
+
+    rows: np.ndarray
+    searched: int = 0
+    files: int = 0
+
+
+@dataclass
+class SampleIndex:
+    """The samples of a run's files, and those that only its journal knows.
+
+    Attributes:
+        version: another number after each change.
+        notices: by file, what was left out.
+        pending: files that are not in the index yet.
+    """
+
+    uids: Names = field(default_factory=Names)
+    finishes: Names = field(default_factory=Names)
+    reasons: Names = field(default_factory=lambda: Names([""]))
+    version: int = 0
+    notices: dict[Path, str] = field(default_factory=dict)
+    pending: int = 0
+    _blocks: dict[int, StepSamples] = field(default_factory=dict)
+    _read: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    _columns: dict[str, np.ndarray] = field(default_factory=dict)
+    _order: list[StepSamples] = field(default_factory=list)
+    _built: tuple[int, int] | None = None
+    _searches: dict[str, dict[int, tuple[StepSamples, np.ndarray]]] = field(default_factory=dict)
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def refresh(self, folder: Path | None, allowed: Callable[[Path], Path | None]) -> None:
+        """Take in files that are new or were replaced, the newest steps first, for at most `READ_SECONDS`.
+
+        Args:
+            allowed: the file behind a link; None: the link leads out of the run.
+        """
+        files = {} if folder is None else _files(folder, allowed)
+        for step in self._blocks.keys() - files.keys():
+            del self._blocks[step], self._read[step]
+            self.version += 1
+        until = time.monotonic() + READ_SECONDS
+        waiting = [step for step, signature in files.items() if self._read.get(step) != signature]
+        self.pending = len(waiting)
+        for step in sorted(waiting, reverse=True):
+            self._take(step, files[step])
+            self.pending -= 1
+            if time.monotonic() > until:
+                break
+
+    def _take(self, step: int, signature: tuple[Any, ...]) -> None:
+        self._read[step], self.version = signature, self.version + 1
+        self._blocks.pop(step, None)
+        for path, *_ in signature:
+            self.notices.pop(path, None)
+            try:
+                if path.suffix == ".parquet":
+                    block = read_parquet(path, step, self.uids, self.finishes, self.reasons)
+                else:
+                    block = read_lines(path, step, self.uids, self.finishes)
+            except (pa.ArrowException, OSError, DataError, ValueError, KeyError) as error:
+                self.notices[path] = f"{path} cannot be read, its samples are left out: {error}"
+                continue
+            if block.notice:
+                self.notices[path] = block.notice
+            self._blocks[step] = block
+            return
+
+    @property
+    def kind(self) -> str:
+        """``tokens``, ``texts`` or ``none``."""
+        if not self._blocks:
+            return "none"
+        return "tokens" if any(block.has_tokens for block in self._blocks.values()) else "texts"
+
+    @property
+    def files(self) -> int:
+        """In the index."""
+        return len(self._blocks)
+
+    def build(self, lineage: Lineage) -> dict[str, np.ndarray]:
+        """The columns of all samples: those of `INDEX`, and where each sample is and what became of it.
+
+        ``block`` is the number of the file, ``place`` the row in it; a sample that only the journal knows has -1 and
+        its number there. ``ledger`` is the number in the journal, ``state`` a place in `STATES`.
+        """
+        if self._built == (self.version, lineage.version):
+            return self._columns
+        self._order = [self._blocks[step] for step in sorted(self._blocks)]
+        sizes = [len(block) for block in self._order]
+        columns = {name: _joined([block.columns[name] for block in self._order], kind) for name, kind in INDEX.items()}
+        columns["step"] = np.repeat(np.array([block.step for block in self._order], dtype=np.int32), sizes)
+        columns["block"] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        columns["place"] = _joined([np.arange(size, dtype=np.int32) for size in sizes], np.int32)
+        columns["ledger"] = lineage.find(columns["uid"], columns["sample"])
+        self._columns = _with_states(_with_lineage(columns, lineage))
+        self._built = self.version, lineage.version
+        return self._columns
+
+    # ---- questions ---------------------------------------------------------------------------------------------
+
+    def matches(self, question: Question, columns: Mapping[str, np.ndarray]) -> Matches:
+        """The samples that pass the filters of a question, in its order.
+
+        Raises:
+            DataError: a filter has no such value.
+        """
+        chosen = np.ones(len(columns["step"]), dtype=bool)
+        for name in ("step", "row"):
+            if question.text(name):
+                chosen &= columns[name] == question.count(name, 0)
+        for name, names in (("uid", self.uids), ("finish", self.finishes), ("reason", self.reasons)):
+            if text := question.text(name):
+                chosen &= columns[name] == _known(names, name, text)
+        if state := question.text("state", "", ("", *STATES)):
+            chosen &= columns["state"] == STATES.index(state)
+        for name, least, most in (
+            ("score", "min_score", "max_score"), ("length", "min_length", "max_length"),
+            ("staleness", "min_staleness", ""), ("clipped", "min_clipped", ""),
+        ):  # fmt: skip
+            low = question.number(least)
+            high = question.number(most) if most else None
+            if low is not None:
+                chosen &= columns[name] >= low
+            if high is not None:
+                chosen &= (columns[name] <= high) & (columns[name] != -1 if name == "length" else True)
+        text, order = question.text("text"), self._sorting(question)
+        searched = files = 0
+        if text:
+            searched, files = self._search(text, chosen, columns)
+        rows = np.flatnonzero(chosen)
+        return Matches(rows[order(columns, rows)], searched, files)
+
+    def _sorting(self, question: Question) -> Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray]:
+        name = question.text("sort", "", ("", *SORTS))
+        descending = question.flag("descending") if name else True
+        name = name or "step"
+
+        def order(columns: Mapping[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
+            values = columns[name][rows].astype(float)
+            names = {"uid": self.uids, "finish": self.finishes, "reason": self.reasons}.get(name)
+            if names is not None:
+                ranks = np.empty(len(names.texts))
+                ranks[np.argsort(np.array(names.texts, dtype=object), kind="stable")] = np.arange(len(names.texts))
+                is_named = values >= 0
+                values[is_named] = ranks[values[is_named].astype(int)]
+            if name not in ("score", "clipped"):
+                values[values < 0] = np.nan  # not known: at the end in both directions
+            return np.argsort(-values if descending else values, kind="stable")
+
+        return order
+
+    def _search(self, text: str, chosen: np.ndarray, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        """Leave those chosen whose prompt or response has the text; newest files first, for at most `SEARCH_SECONDS`.
+
+        Returns:
+            Files that are searched, and those that are to be.
+        """
+        done = self._searches.pop(text, {})
+        self._searches[text] = done
+        while len(self._searches) > SEARCHES:
+            del self._searches[next(iter(self._searches))]
+        chosen &= columns["block"] >= 0  # the journal has no texts
+        blocks = np.unique(columns["block"][chosen])[::-1].tolist()
+        until, searched = time.monotonic() + SEARCH_SECONDS, 0
+        for number in blocks:
+            block = self._order[number]
+            before = done.get(block.step)
+            if before is None or before[0] is not block:
+                if time.monotonic() > until:
+                    continue
+                done[block.step] = block, block.contains(text)
+            searched += 1
+        starts = np.searchsorted(columns["block"][: int((columns["block"] >= 0).sum())], np.arange(len(self._order)))
+        for number in blocks:
+            block, part = self._order[number], slice(starts[number], starts[number] + len(self._order[number]))
+            entry = done.get(block.step)
+            chosen[part] &= entry[1] if entry is not None and entry[0] is block else False
+        return searched, len(blocks)
+
+    def ids(self, columns: Mapping[str, np.ndarray], rows: np.ndarray) -> list[str]:
+        """The id of each row."""
+        values = zip(columns["block"][rows].tolist(), columns["step"][rows].tolist(), columns["place"][rows].tolist())
+        return [f"{LEDGER}{place}" if block < 0 else f"{step}-{place}" for block, step, place in values]
+
+    def row_of(self, identity: str, columns: Mapping[str, np.ndarray]) -> int:
+        """The row of an id.
+
+        Raises:
+            NoSuchThing: there is none, or its file was deleted since.
+        """
+        head, dash, tail = identity.partition("-")
+        if identity.startswith(LEDGER) and identity[1:].isdecimal() and len(identity) <= 10:
+            is_row = (columns["block"] < 0) & (columns["place"] == int(identity[1:]))
+        elif dash and head.isdecimal() and tail.isdecimal() and len(identity) < 32:
+            is_row = (columns["block"] >= 0) & (columns["step"] == int(head)) & (columns["place"] == int(tail))
+        else:
+            is_row = np.zeros(1, dtype=bool)
+        if not is_row.any():
+            raise NoSuchThing(
+                "no such sample", key="id", got=identity[:50], fix="Its file may be deleted; search again."
+            )
+        return int(np.argmax(is_row))
+
+    def texts(self, columns: Mapping[str, np.ndarray], rows: np.ndarray, name: str, characters: int) -> list[str]:
+        """The beginning of ``input`` or ``output`` of each row; empty for those without a file."""
+        made = [""] * len(rows)
+        blocks, places = columns["block"][rows], columns["place"][rows]
+        for number in np.unique(blocks[blocks >= 0]).tolist():
+            at = np.flatnonzero(blocks == number)
+            for place, text in zip(at.tolist(), self._order[number].texts(places[at].tolist(), name, characters)):
+                made[place] = text
+        return made
+
+    def described(self, columns: Mapping[str, np.ndarray], rows: np.ndarray) -> list[dict[str, Any]]:
+        """The short values of each row, for a table."""
+        texts = {"uid": self.uids.texts, "finish": self.finishes.texts, "reason": self.reasons.texts, "state": STATES}
+        made: dict[str, list[Any]] = {"id": self.ids(columns, rows)}
+        for name in SORTS:
+            values = columns[name][rows].tolist()
+            if name in texts:
+                made[name] = [(texts[name][value] or None) if value >= 0 else None for value in values]
+            elif name in ("score", "clipped", "step"):
+                made[name] = values
+            else:
+                made[name] = [None if value < 0 else value for value in values]
+        return [dict(zip(made, row)) for row in zip(*made.values())]
+
+    def record(self, columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
+        """What the file has of a row; empty for one without a file.
+
+        Raises:
+            NoSuchThing: the file is gone.
+        """
+        number = int(columns["block"][row])
+        if number < 0:
+            return {}
+        try:
+            return self._order[number].record(int(columns["place"][row]))
+        except (OSError, pa.ArrowException, ValueError) as error:
+            raise NoSuchThing(f"the file of this sample cannot be read: {error}", key="id") from error
+
+
+def _files(folder: Path, allowed: Callable[[Path], Path | None]) -> dict[int, tuple[Any, ...]]:
+    """Step -> (path, size, time) of its files, parquet first."""
+    made: dict[int, list[tuple[Path, int, int]]] = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            match = STEP_FILE.fullmatch(entry.name)
+            if match is None:
+                continue
+            place = Path(entry.path)
+            if entry.is_symlink() and allowed(place) is None:
+                continue
+            if not entry.is_file():
+                continue
+            status = entry.stat()
+            made.setdefault(int(match[1][:9]), []).append((place, status.st_size, status.st_mtime_ns))
+    return {step: tuple(sorted(files, key=lambda one: one[0].suffix != ".parquet")) for step, files in made.items()}
+
+
+def _joined(parts: list[np.ndarray], kind: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=kind)
+
+
+def _with_lineage(columns: dict[str, np.ndarray], lineage: Lineage) -> dict[str, np.ndarray]:
+    """Fill in what the files do not say, and append the samples that are in no file."""
+    known, count = lineage.columns, len(columns["step"])
+    at = np.flatnonzero(columns["ledger"] >= 0)
+    numbers = columns["ledger"][at]
+    for name, of in (("length", "tokens"), ("finish", "finish"), ("oldest_version", "oldest_version"), ("row", "row")):
+        missing = columns[name][at] < 0
+        columns[name][at[missing]] = known[of][numbers[missing]]
+    is_left = known["uid"] >= 0
+    is_left[numbers] = False
+    rest = np.flatnonzero(is_left)
+    more = {
+        "uid": known["uid"], "sample": known["sample"], "row": known["row"], "score": known["score"],
+        "length": known["tokens"], "finish": known["finish"], "oldest_version": known["oldest_version"],
+        "reason": known["reason"], "step": np.where(known["settled"] >= 0, known["settled"], known["step"]),
+    }  # fmt: skip
+    made = {name: np.append(columns[name], values[rest].astype(columns[name].dtype)) for name, values in more.items()}
+    made["clipped"] = np.append(columns["clipped"], np.full(len(rest), np.nan, dtype=np.float32))
+    made["block"] = np.append(columns["block"], np.full(len(rest), -1, dtype=np.int32))
+    made["place"] = np.append(columns["place"], rest.astype(np.int32))
+    made["ledger"] = np.append(columns["ledger"], rest)
+    made["stage"] = np.full(count + len(rest), -1, dtype=np.int8)
+    of_all = np.flatnonzero(made["ledger"] >= 0)
+    made["stage"][of_all] = known["stage"][made["ledger"][of_all]]
+    from_ledger = of_all[made["reason"][of_all] < 0]
+    made["reason"][from_ledger] = known["reason"][made["ledger"][from_ledger]]
+    return made
+
+
+def _with_states(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add ``state`` as a place in `STATES`, and ``staleness`` in versions; -1: not known."""
+    stage, reason = columns.pop("stage"), columns["reason"]
+    state = np.select(
+        [reason > 0, (reason == 0) | (stage == TRAINED), stage == DROPPED, stage >= 0], [2, 0, 2, 1], default=-1
+    )
+    oldest = columns["oldest_version"]
+    staleness = np.where(oldest >= 0, columns["step"] - 1 - oldest, -1)
+    return {**columns, "state": state.astype(np.int8), "staleness": staleness.astype(np.int32)}
+
+
+def _known(names: Names, name: str, text: str) -> int:
+    number = names.known(text)
+    if number < 0:
+        choices = names.texts if len(names.texts) <= 1000 else []
+        raise DataError("no sample has this value", key=name, got=text, fix=suggest(text, choices))
+    return number
