@@ -148,7 +148,7 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
 
 
 def ends_of(batch: DataProto) -> dict[str, list[Any]]:
-    """Columns for a dump: tokens of each response, and why it ended where the sampler says so."""
+    """Columns for a dump: tokens of each response, and why it ended where the sampler says why."""
     lengths = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].sum(-1).tolist()
     reasons = batch.non_tensor_batch.get("finish_reason")
     return {"length": lengths} | ({} if reasons is None else {"finish_reason": list(reasons)})

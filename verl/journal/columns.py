@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ KINDS = {
 """Columns by the number of a sample in the ledger -> type; -1, or NaN, where nothing is known."""
 STAGES = ("asked", "moved", "sampled", "scored", "batch", "trained", "dropped")
 TRAINED, DROPPED = STAGES.index("trained"), STAGES.index("dropped")
+ENTRIES = 200
+"""Entries of the journal between two looks at the clock."""
 NOTED = ("tokens", "turns", "finish", "score", "oldest_version", "newest_version")
 
 
@@ -65,6 +70,7 @@ class Lineage:
         self.uids, self.finishes, self.reasons = uids, finishes, reasons
         self.version, self.notice = 0, ""
         self._follower: Follower | None = None
+        self._rest: Iterator[Entry] | None = None
         self._seen: tuple[Any, ...] = ()
         self._start_over()
 
@@ -80,26 +86,46 @@ class Lineage:
     def columns(self) -> dict[str, np.ndarray]:
         return {name: values[: self.count] for name, values in self._data.items()}
 
-    def refresh(self, folder: Path) -> None:
-        """Take in what was written since; a file that cannot be read is a notice."""
+    def refresh(self, folder: Path, seconds: float = math.inf) -> None:
+        """Take in what was written since, for about that many seconds; a file that cannot be read is a notice."""
         try:
-            path = journal_in(folder, "samples")
-            seen = () if path is None else tuple((p, p.stat().st_size) for p in segments_of(path).values())
-            if seen == self._seen:
+            if self._rest is None:
+                self._look(folder)
+            self._take(time.monotonic() + seconds)
+        except (DataError, OSError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            self.notice, self._follower, self._rest = f"the journal is read up to a fault: {error}", None, None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was written at the last look is taken in."""
+        return self._rest is None
+
+    def _look(self, folder: Path) -> None:
+        path = journal_in(folder, "samples")
+        seen = () if path is None else tuple((p, p.stat().st_size) for p in segments_of(path).values())
+        if seen == self._seen:
+            return
+        self._seen, self.version, self.notice = seen, self.version + 1, ""
+        if path is None:
+            self._start_over()
+            return
+        if self._follower is None or self._follower.path != path:
+            self._follower = Follower(path)
+        begins, self._rest = self._follower.fresh()
+        if begins:
+            self._start_over()
+
+    def _take(self, until: float) -> None:
+        while self._rest is not None:
+            entries = list(islice(self._rest, ENTRIES))
+            if not entries:
+                self._rest = None
                 return
-            self._seen, self.version, self.notice = seen, self.version + 1, ""
-            if path is None:
-                self._start_over()
-                return
-            if self._follower is None or self._follower.path != path:
-                self._follower = Follower(path)
-            begins, entries = self._follower.fresh()
-            if begins:
-                self._start_over()
+            self.version += 1
             for entry in entries:
                 self._apply(entry)
-        except (DataError, OSError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            self.notice, self._follower = f"the journal is read up to a fault: {error}", None
+            if time.monotonic() > until:
+                return
 
     def find(self, uids: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """(N,) number in the ledger of the last attempt at each sample; -1: none."""
@@ -149,8 +175,8 @@ class Lineage:
             return
         self._reserve(int(state["sampled"]))
         self.last_step = int(state["last_step"])
-        for number, uid, sample, asked, _, row, stage in state["open"]:
-            values = {"uid": self.uids.number(str(uid)), "sample": sample, "step": asked,
+        for number, uid, sample, begun, _, row, stage in state["open"]:
+            values = {"uid": self.uids.number(str(uid)), "sample": sample, "step": begun,
                       "row": row if isinstance(row, int) else -1, "stage": STAGES.index(stage)}  # fmt: skip
             for name, value in values.items():
                 self._data[name][number] = value

@@ -28,7 +28,7 @@ LONGEST = 2000
 
 @contextmanager
 def recorded_end(folder: Path, total_steps: int) -> Iterator[None]:
-    """Note that the run goes on, and at the end of the block how it ended: complete, stopped or failed.
+    """Note that the run continues, and at the end of the block how it ended: complete, stopped or failed.
 
     Args:
         folder: the run's.

@@ -334,7 +334,7 @@ class Follower:
         self._number, self._segment, self._offset = 0, 0, 0
 
     def fresh(self) -> tuple[bool, Iterator[Entry]]:
-        """(whether the entries begin anew, those that are new); the iterator has to be exhausted.
+        """(whether the entries begin again, those that are new); the iterator has to be exhausted.
 
         Raises:
             DamagedJournal: an entry that holds is damaged; raised by the iterator, too.

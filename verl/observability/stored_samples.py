@@ -23,7 +23,7 @@ INDEX = {
 }  # fmt: skip
 """Columns of the index -> type; -1, or NaN, where a file does not say. A reason of -1 is not known, "" is trained."""
 FILE_NAMES = {"finish": "finish_reason"}
-OWN = ("input", "output", "gts", "score", "step", "uid", "sample", "row", "length", "finish_reason")
+FIXED = ("input", "output", "gts", "score", "step", "uid", "sample", "row", "length", "finish_reason")
 """Keys of a JSON line that are no further values."""
 
 
@@ -67,7 +67,7 @@ class StepSamples:
         """All of one row: ``input``, ``output``, ``gts``, ``extra``, ``picture``, and the lists of its tokens."""
         if self.offsets is not None:
             line = self._line(row)
-            extra = {name: value for name, value in line.items() if name not in OWN}
+            extra = {name: value for name, value in line.items() if name not in FIXED}
             return {"input": line.get("input"), "output": line.get("output"), "gts": line.get("gts"), "extra": extra}
         with pq.ParquetFile(self.path) as file:
             ((group, places),) = self._by_group(file, [row]).items()

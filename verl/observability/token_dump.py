@@ -1,7 +1,7 @@
 """Samples with their tokens as a parquet file per step, for `verl.viewer`; a thread writes them.
 
-``<step>.parquet`` has a row per sample. Its short columns come first in every row group, so that a reader gets an
-index without the texts. The columns of `TOKENS` have a list per sample, one value per token of the response (what tools
+``<step>.parquet`` has a row per sample. Its short columns come first in every row group, and give a reader an index
+without the texts. The columns of `TOKENS` have a list per sample, one value per token of the response (what tools
 and users said is masked); the list is null where the sample was not drawn. The file appears complete or not at all.
 """
 
@@ -156,7 +156,7 @@ class TokenDump:
 
     def __init__(self, folder: Path, most_bytes: int | None = None):
         self._folder, self._most = folder, most_bytes
-        # Python waits for the thread of a pool before it ends, so that the last steps of a run are written.
+        # Python waits for the thread of a pool before it ends: the last steps of a run are written.
         self._thread = ThreadPoolExecutor(1, "verl-token-dump")
         self._waiting: list[Future[None]] = []
 

@@ -1,7 +1,7 @@
 """How a page in a browser is let in: by a link with the token, which becomes a cookie, and from no other site.
 
 A browser sends cookies wherever a page of any site makes it ask, and cookies of one port to every other port of the
-same host. Hence besides the cookie the request must come from the page itself: its Origin and the browser's own
+same host. Hence besides the cookie the request must come from the page itself: its Origin and the browser's
 Sec-Fetch-Site say where it comes from. The Host header, which the server checks, stops names of other sites that lead
 to this machine.
 """

@@ -91,7 +91,7 @@ class Api:
             return answer({"rows": differences([self._run(number) for number in numbers])})
 
     def _in_order(self, numbers: Iterable[str]) -> list[ViewedRun]:
-        """Each run once; all requests open several in the same order, so that none waits for another in a circle."""
+        """Each run once; all requests open several in the same order: none waits for another in a circle."""
         named = {id(run): run for run in map(self._run, numbers)}
         return [run for run in self.runs if id(run) in named]
 
@@ -144,7 +144,7 @@ class Api:
             rows = self._curve_rows(question)
         else:
             run = self._run(question.text("run", "0"))
-            with run.opened(samples=True):
+            with run.opened(samples=True, complete=True):
                 if what == "groups":
                     rows = groups_of(question, run.index, run.columns, all_rows=True)["rows"]
                 else:
@@ -177,7 +177,7 @@ class Api:
         if ends:
             question.end()
         with run.opened(samples=True):
-            if last and last == run.changed() and not run.index.pending:
+            if last and last == run.changed() and run.is_complete:
                 return HttpResponse(content=b"", status=204)
             made = make(run)
             return answer({**made, "changed": run.changed()})

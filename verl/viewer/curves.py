@@ -117,7 +117,7 @@ class MetricsLog:
         return np.array(self._steps, dtype=np.int64)
 
     def axis(self, x: str, samples_per_step: int | None = None) -> np.ndarray:
-        """(rows,) float64: the place of each row: its step, seconds of all steps so far, or samples.
+        """(rows,) float64: the place of each row: its step, seconds of all steps up to it, or samples.
 
         Raises:
             DataError: the run has not logged what it needs.
@@ -166,7 +166,7 @@ class MetricsLog:
 
 
 def thinned(values: np.ndarray) -> np.ndarray:
-    """Places (K,) of at most `MOST_POINTS` values: the smallest and the largest of each bucket, so that peaks stay."""
+    """Places (K,) of at most `MOST_POINTS` values: the smallest and the largest of each bucket: peaks stay."""
     if len(values) <= MOST_POINTS:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), MOST_POINTS // 2 + 1).astype(int)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 MOST_CHARACTERS, MOST_TOKENS = 1 << 20, 1 << 16
-"""Of a text, and of a response, that are shown unless all is wanted."""
+"""Of a text, and of a response, that are shown unless the request says all."""
 TRAJECTORY = "trajectory"
 
 
@@ -59,12 +59,12 @@ def tokens_of(record: Mapping[str, Any], most: int | None) -> dict[str, Any] | N
     return {
         "text": record["token_text"][:most], "ids": ids[:most],
         **{name: None if column is None else column.tolist() for name, column in columns.items()},
-        "mask": _whole(record.get("mask"), most), "version": _whole(record.get("version"), most),
+        "mask": _cut(record.get("mask"), most), "version": _cut(record.get("version"), most),
         "total": len(ids),
     }  # fmt: skip
 
 
-def _whole(column: Sequence[int] | None, most: int | None) -> Sequence[int] | None:
+def _cut(column: Sequence[int] | None, most: int | None) -> Sequence[int] | None:
     return None if column is None else column[:most]
 
 

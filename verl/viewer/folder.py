@@ -1,4 +1,4 @@
-"""Where a run's files are, which of them may be read, and whether the run still goes on."""
+"""Where a run's files are, which of them may be read, and whether the run is still running."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from verl.viewer.curves import VALIDATION, MetricsLog
 from verl.viewer.detail import detail_of
 from verl.viewer.folder import RunFolder, shown
 from verl.viewer.questions import Question
-from verl.viewer.samples import EXCERPT, Matches, SampleIndex
+from verl.viewer.samples import EXCERPT, READ_SECONDS, Matches, SampleIndex
 
 EVENTS = {"save_checkpoint": "checkpoint", "testing": "validation"}
 """Stages that are events of a run."""
@@ -48,19 +49,28 @@ class ViewedRun:
         return self.folder.path.name
 
     @contextmanager
-    def opened(self, samples: bool = False) -> Iterator[ViewedRun]:
+    def opened(self, samples: bool = False, complete: bool = False) -> Iterator[ViewedRun]:
         """The run with what is on the disk now; one request at a time.
 
         Args:
-            samples: also its samples and its journal.
+            samples: also its samples and its journal, as far as they can be read in a second.
+            complete: all of them, however long it takes.
         """
         with self._lock:
             self.folder.refresh()
             self.log.refresh(self.folder.metrics_file())
             if samples:
-                self.lineage.refresh(self.folder.path)
+                self.lineage.refresh(self.folder.path, READ_SECONDS)
                 self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
+                while complete and not self.is_complete:
+                    self.lineage.refresh(self.folder.path)
+                    self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
             yield self
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are in the index."""
+        return self.lineage.is_complete and not self.index.pending
 
     def changed(self) -> str:
         """A text that is another one when there is something new."""
@@ -85,7 +95,8 @@ class ViewedRun:
 
     def indexed(self) -> dict[str, int]:
         """How many files of samples are in the index, of all; the rest follows with the next requests."""
-        return {"files": self.index.files, "of": self.index.files + self.index.pending}
+        of = self.index.files + self.index.pending + (not self.lineage.is_complete)
+        return {"files": self.index.files, "of": of}
 
     @property
     def samples_per_step(self) -> int | None:
@@ -111,7 +122,7 @@ class ViewedRun:
         Raises:
             DataError: they are too many for a file, or a parameter has no such value.
         """
-        rows = self.index.matches(question, self.columns).rows
+        rows = self.index.matches(question, self.columns, math.inf).rows
         question.end()
         if len(rows) > MOST_EXPORTED:
             raise DataError("too many samples for a file", key="what", got=len(rows), allowed=f"up to {MOST_EXPORTED}",

@@ -18,7 +18,7 @@ from verl.observability.stored_samples import INDEX, StepSamples, read_lines, re
 from verl.viewer.folder import STEP_FILE
 from verl.viewer.questions import NoSuchThing, Question
 
-READ_SECONDS, SEARCH_SECONDS = 0.7, 0.6
+READ_SECONDS, SEARCH_SECONDS = 0.5, 0.6
 """For which one request reads files into the index, and searches in texts; the next request continues."""
 STATES = ("trained", "waiting", "dropped")
 EXCERPT = 200
@@ -138,8 +138,13 @@ class SampleIndex:
 
     # ---- questions ---------------------------------------------------------------------------------------------
 
-    def matches(self, question: Question, columns: Mapping[str, np.ndarray]) -> Matches:
+    def matches(
+        self, question: Question, columns: Mapping[str, np.ndarray], seconds: float = SEARCH_SECONDS
+    ) -> Matches:
         """The samples that pass the filters of a question, in its order.
+
+        Args:
+            seconds: for which a text is searched; the next question continues.
 
         Raises:
             DataError: a filter has no such value.
@@ -166,7 +171,7 @@ class SampleIndex:
         text, order = question.text("text"), self._sorting(question)
         searched = files = 0
         if text:
-            searched, files = self._search(text, chosen, columns)
+            searched, files = self._search(text, chosen, columns, seconds)
         rows = np.flatnonzero(chosen)
         return Matches(rows[order(columns, rows)], searched, files)
 
@@ -189,8 +194,10 @@ class SampleIndex:
 
         return order
 
-    def _search(self, text: str, chosen: np.ndarray, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
-        """Leave those chosen whose prompt or response has the text; newest files first, for at most `SEARCH_SECONDS`.
+    def _search(
+        self, text: str, chosen: np.ndarray, columns: Mapping[str, np.ndarray], seconds: float
+    ) -> tuple[int, int]:
+        """Leave those chosen whose prompt or response has the text, newest files first.
 
         Returns:
             Files that are searched, and those that are to be.
@@ -201,7 +208,7 @@ class SampleIndex:
             del self._searches[next(iter(self._searches))]
         chosen &= columns["block"] >= 0  # the journal has no texts
         blocks = np.unique(columns["block"][chosen])[::-1].tolist()
-        until, searched = time.monotonic() + SEARCH_SECONDS, 0
+        until, searched = time.monotonic() + seconds, 0
         for number in blocks:
             block = self._order[number]
             before = done.get(block.step)
