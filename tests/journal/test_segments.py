@@ -13,7 +13,7 @@ import pytest
 from tests.harness.programs import python
 from verl.errors import DataError, ReplayError
 from verl.journal import file, gantt, ledger_reader
-from verl.journal.file import NAME, Journal, Position, entries_in, entry_line, segments_of
+from verl.journal.file import NAME, Follower, Journal, Position, entries_in, entry_line, segments_of
 from verl.journal.ledger import Ledger
 from verl.journal.schedule import ScheduleRecord, Script
 from verl.journal.spans import read_spans
@@ -466,3 +466,42 @@ def test_a_file_system_that_cannot_sync_a_folder_still_rotates(tmp_path, small, 
     run.journal.close()
     assert (tmp_path / SECOND).exists() and not notices()
     assert [entry["step"] for entry in entries_in(run.journal.path) if entry["event"] == "trained"] == [1, 2]
+
+
+def test_a_follower_reads_each_entry_of_a_growing_journal_once(tmp_path, small):
+    run, follower, taken = Steps(tmp_path), Follower(tmp_path / NAME), []
+    for step in range(1, 5):
+        run.write(step)
+        begins, entries = follower.fresh()
+        taken = [] if begins else taken
+        assert begins == (step == 1)
+        taken += entries
+        assert [*follower.fresh()[1]] == []
+        run.journal.rotate(step)
+    taken += follower.fresh()[1]
+    assert taken == list(entries_in(tmp_path / NAME))
+
+
+def test_a_follower_begins_again_where_a_resumed_run_replaced_entries(tmp_path, small):
+    positions, follower = many(tmp_path), Follower(tmp_path / NAME)
+    assert len(list(follower.fresh()[1])) == len(list(entries_in(tmp_path / NAME)))
+    again = Steps(tmp_path, 2, positions[1])
+    again.write(3)
+    begins, entries = follower.fresh()
+    assert begins and list(entries) == list(entries_in(tmp_path / NAME))
+    again.write(4)
+    begins, entries = follower.fresh()
+    assert not begins and 4 in {entry.get("step") for entry in entries}
+
+
+def test_a_follower_waits_for_the_end_of_a_line(tmp_path):
+    Steps(tmp_path).write(1)
+    follower = Follower(tmp_path / NAME)
+    list(follower.fresh()[1])
+    line = entry_line({"event": "end", "step": 1})
+    with (tmp_path / NAME).open("ab") as journal:
+        journal.write(line[:9])
+        journal.flush()
+        assert list(follower.fresh()[1]) == []
+        journal.write(line[9:])
+    assert [entry["event"] for entry in follower.fresh()[1]] == ["end"]

@@ -11,6 +11,7 @@ COMMANDS = {
     "generate": "answers of a model to a file of prompts",
     "eval": "scores of such answers: pass@k, majority, intervals",
     "plots RUN ...": "draw the curves of runs",
+    "view RUN ...": "look at runs in a browser: curves, groups, samples, tokens",
     "data FILE": "look at a data file: columns, lengths, first rows",
     "doctor": "versions, devices, and what is missing",
     "completion SHELL": "print a completion script for bash, zsh or fish",

@@ -116,6 +116,7 @@ def _program(command: str) -> Callable[[list[str]], int]:
         "generate": lambda rest: _other("generation", Words.of(rest)),
         "eval": lambda rest: _other("evaluation", Words.of(rest)),
         "plots": _plots,
+        "view": _view,
         "data": _data,
         "doctor": _doctor,
         "completion": _completion,
@@ -211,6 +212,12 @@ def _plots(rest: list[str]) -> int:
     from verl.observability.plots import main as plots
 
     return plots([str(newest_file(Path(word) / METRICS) or word) if Path(word).is_dir() else word for word in rest])
+
+
+def _view(rest: list[str]) -> int:
+    from verl.viewer.__main__ import main as view
+
+    return view(rest)
 
 
 def _data(rest: list[str]) -> int:

@@ -22,6 +22,7 @@ from verl.json_text import without_nan
 from verl.metrics import notice
 
 KEY, LIMIT = "trainer.rollout_data_tokens", "trainer.rollout_data_max_bytes"
+SLOW = f"{KEY}, speed"
 FORMAT = b"1"
 """In the metadata of each file, under ``verl.samples``."""
 SHORT = {
@@ -165,7 +166,7 @@ class TokenDump:
         run, the step has no file, with a notice."""
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= WAITING:
-            notice(KEY, f"tokens are written more slowly than steps come: those of step {step}, and maybe of later "
+            notice(SLOW, f"tokens are written more slowly than steps come: those of step {step}, and maybe of later "
                    "steps, are left out. Lower it")  # fmt: skip
             return
         self._waiting.append(self._thread.submit(self._write, step, make))

@@ -185,7 +185,11 @@ class Api:
 
 def page_files(folder: Path = PAGE) -> dict[str, Path]:
     """Name -> file of the page, from a look at its folder when the server starts."""
-    return {place.relative_to(folder).as_posix(): place for place in folder.rglob("*") if place.is_file()}
+    return {
+        place.relative_to(folder).as_posix(): place
+        for place in folder.rglob("*")
+        if place.is_file() and not place.is_symlink()
+    }
 
 
 def make_server(runs: list[ViewedRun], token: str) -> Server:

@@ -57,14 +57,14 @@ def tokens_of(record: Mapping[str, Any], most: int | None) -> dict[str, Any] | N
         "advantage": values("advantage"), "entropy": values("entropy"), "difference": difference,
     }  # fmt: skip
     return {
-        "text": record["token_text"][:most], "ids": ids[:most],
+        "text": _cut(record.get("token_text"), most) or [f"<{token}>" for token in ids[:most]], "ids": ids[:most],
         **{name: None if column is None else column.tolist() for name, column in columns.items()},
         "mask": _cut(record.get("mask"), most), "version": _cut(record.get("version"), most),
         "total": len(ids),
     }  # fmt: skip
 
 
-def _cut(column: Sequence[int] | None, most: int | None) -> Sequence[int] | None:
+def _cut(column: Sequence[Any] | None, most: int | None) -> Sequence[Any] | None:
     return None if column is None else column[:most]
 
 

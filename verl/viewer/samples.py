@@ -236,7 +236,9 @@ class SampleIndex:
             NoSuchThing: there is none, or its file was deleted since.
         """
         head, dash, tail = identity.partition("-")
-        if identity.startswith(LEDGER) and identity[1:].isdecimal() and len(identity) <= 10:
+        if not identity.isascii():
+            is_row = np.zeros(1, dtype=bool)
+        elif identity.startswith(LEDGER) and identity[1:].isdecimal() and len(identity) <= 10:
             is_row = (columns["block"] < 0) & (columns["place"] == int(identity[1:]))
         elif dash and head.isdecimal() and tail.isdecimal() and len(identity) < 32:
             is_row = (columns["block"] >= 0) & (columns["step"] == int(head)) & (columns["place"] == int(tail))
