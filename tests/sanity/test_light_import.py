@@ -25,8 +25,8 @@ def test_base_modules_load_nothing_heavy(module):
     assert not loaded_after(f"import {module}") & set(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["verl.config"])
-def test_the_configuration_loads_neither_torch_nor_ray(module):
+@pytest.mark.parametrize("module", ["verl.config", "verl.viewer.api"])
+def test_settings_and_the_page_over_runs_load_neither_torch_nor_ray(module):
     assert not loaded_after(f"import {module}") & {"torch", "ray", "transformers"}
 
 

@@ -16,9 +16,9 @@ from verl.errors import DataError
 from verl.journal.ending import recorded_end
 from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
+from verl.observability.metrics_log import MOST_POINTS
 from verl.observability.samples import dump_generations
 from verl.observability.token_dump import table_of, write_table
-from verl.viewer.curves import MOST_POINTS
 from verl.viewer.run import ViewedRun
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"

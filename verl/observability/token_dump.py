@@ -109,7 +109,8 @@ def table_of(
         lengths: (B,) tokens of each row.
         drawn: (B,) bool: rows that have their tokens.
     """
-    rows = [_json(dict(zip(extra, values))) for values in zip(*extra.values())] or [None] * len(drawn)
+    rows: list[str | None] = [_json(dict(zip(extra, values))) for values in zip(*extra.values())]
+    rows = rows or [None] * len(drawn)
     arrays: dict[str, pa.Array] = {}
     for name, kind in {**SHORT, **LONG}.items():
         values: Sequence[Any] = rows if name == "extra" else columns.get(name, [None] * len(drawn))

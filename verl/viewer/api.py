@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,23 @@ PAGE = Path(__file__).parent / "page"
 INDEX = "index.html"
 COOKIE = "verl_viewer"
 Answering = Callable[[Question], HttpResponse]
+
+
+@dataclass
+class Curves:
+    """Which curves a question is about; iterating gives the number of a run, the run, and a metric.
+
+    Of several runs one may lack a metric, as a critic's.
+    """
+
+    runs: dict[int, ViewedRun]
+    names: list[str]
+    x: str
+    since: float
+
+    def __iter__(self) -> Iterator[tuple[int, ViewedRun, str]]:
+        for number, run in self.runs.items():
+            yield from ((number, run, name) for name in self.names if len(self.runs) == 1 or name in run.log.names)
 
 
 class Api:
@@ -48,52 +66,41 @@ class Api:
         question.end()
         rows = []
         for number, run in enumerate(self.runs):
-            with run.opened(samples=True):
-                rows.append({"run": number, **run.about()})
+            rows.append({"run": number, **run.refresh(samples=True).about()})
         return answer({"runs": rows})
 
     def metrics(self, question: Question) -> HttpResponse:
         """Names of metrics by group."""
         run = self._run(question.text("run", "0"))
         question.end()
-        with run.opened():
-            return answer({"groups": run.log.groups()})
+        return answer({"groups": run.refresh().log.groups()})
 
     def curves(self, question: Question) -> HttpResponse:
         """Metrics over steps, seconds or samples."""
-        x = question.text("x", "step", ("step", "time", "samples"))
-        names, numbers = question.all("metric"), question.all("run") or ["0"]
-        since, last = question.number("since", -1.0), question.text("changed")
-        question.end()
-        series = []
-        with ExitStack() as stack:
-            for run in self._in_order(numbers):
-                stack.enter_context(run.opened())
-            runs = {number: self._run(number) for number in dict.fromkeys(numbers)}
-            changed = "-".join(run.changed() for run in runs.values())
-            if changed == last:
-                return HttpResponse(content=b"", status=204)
-            for number, run in runs.items():
-                for name in names:
-                    if len(runs) > 1 and name not in run.log.names:
-                        continue  # of two runs one may have a critic
-                    curve = run.log.curve(name, x, since or 0.0, run.samples_per_step)
-                    series.append({"run": int(number), "metric": name, **curve})
+        last, series = question.text("changed"), []
+        chosen = self._curves(question)
+        changed = "-".join(run.refresh().changed() for run in chosen.runs.values())
+        if changed == last:
+            return HttpResponse(content=b"", status=204)
+        for number, run, name in chosen:
+            curve = run.log.curve(name, chosen.x, chosen.since, run.samples_per_step)
+            series.append({"run": number, "metric": name, **curve})
         return answer({"series": series, "changed": changed})
+
+    def _curves(self, question: Question) -> Curves:
+        numbers = question.all("run") or ["0"]
+        chosen = Curves(
+            {int(number): self._run(number) for number in dict.fromkeys(numbers)}, question.all("metric"),
+            question.text("x", "step", ("step", "time", "samples")), question.number("since", -1.0) or 0.0,
+        )  # fmt: skip
+        question.end()
+        return chosen
 
     def config(self, question: Question) -> HttpResponse:
         """Settings of a run, or those in which two differ."""
-        numbers = [question.text("run", "0"), *question.all("against")]
+        runs = [self._run(number).refresh() for number in [question.text("run", "0"), *question.all("against")]]
         question.end()
-        with ExitStack() as stack:
-            for run in self._in_order(numbers):
-                stack.enter_context(run.opened())
-            return answer({"rows": differences([self._run(number) for number in numbers])})
-
-    def _in_order(self, numbers: Iterable[str]) -> list[ViewedRun]:
-        """Each run once; all requests open several in the same order: none waits for another in a circle."""
-        named = {id(run): run for run in map(self._run, numbers)}
-        return [run for run in self.runs if id(run) in named]
+        return answer({"rows": differences(runs)})
 
     def events(self, question: Question) -> HttpResponse:
         """Checkpoints, validations, restarts, notices."""
@@ -141,29 +148,17 @@ class Api:
         what = question.text("what", "", ("curves", "groups", "samples"))
         kind = question.text("format", "csv", tuple(FORMATS))
         if what == "curves":
-            rows = self._curve_rows(question)
+            chosen = self._curves(question)
+            rows = [
+                {"run": run.name, "metric": name, chosen.x: place, "value": value}
+                for _, run, name in chosen
+                for place, value in run.refresh().log.points(name, chosen.x, chosen.since, run.samples_per_step)
+            ]
         else:
-            run = self._run(question.text("run", "0"))
-            with run.opened(samples=True, complete=True):
-                if what == "groups":
-                    rows = groups_of(question, run.index, run.columns, all_rows=True)["rows"]
-                else:
-                    rows = run.exported(question)
+            run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
+            is_groups = what == "groups"
+            rows = groups_of(question, run.index, run.columns, True)["rows"] if is_groups else run.exported(question)
         return as_file(rows, what, kind)
-
-    def _curve_rows(self, question: Question) -> list[dict[str, Any]]:
-        x = question.text("x", "step", ("step", "time", "samples"))
-        names, numbers, since = question.all("metric"), question.all("run") or ["0"], question.number("since", -1.0)
-        question.end()
-        rows: list[dict[str, Any]] = []
-        for number in numbers:
-            run = self._run(number)
-            with run.opened():
-                for name in names:
-                    curve = run.log.curve(name, x, since or 0.0, run.samples_per_step, all_points=True)
-                    points = zip(curve["x"], curve["y"])
-                    rows += [{"run": run.name, "metric": name, x: place, "value": value} for place, value in points]
-        return rows
 
     def _of_run(
         self, question: Question, make: Callable[[ViewedRun], dict[str, Any]], ends: bool = True
@@ -176,11 +171,10 @@ class Api:
         run, last = self._run(question.text("run", "0")), question.text("changed")
         if ends:
             question.end()
-        with run.opened(samples=True):
-            if last and last == run.changed() and run.is_complete:
-                return HttpResponse(content=b"", status=204)
-            made = make(run)
-            return answer({**made, "changed": run.changed()})
+        run.refresh(samples=True)
+        if last and last == run.changed() and run.is_complete:
+            return HttpResponse(content=b"", status=204)
+        return answer({**make(run), "changed": run.changed()})
 
 
 def page_files(folder: Path = PAGE) -> dict[str, Path]:
@@ -195,12 +189,14 @@ def page_files(folder: Path = PAGE) -> dict[str, Path]:
 def make_server(runs: list[ViewedRun], token: str) -> Server:
     """The server of some runs, which lets in who knows the token."""
     api, files = Api(runs), page_files()
+    # One: requests see the columns of a run one after the other, and the memory of a large answer is held once.
+    worker = ThreadPoolExecutor(1, "viewer")
 
     async def ask(request: HttpRequest) -> HttpResponse:
         name = request.parameters["name"]
         if name not in api.questions:
             raise ApiError(404, f"There is no question {name[:50]!r} here.", "not_found")
-        return await asyncio.to_thread(_answered, api.questions[name], request)
+        return await asyncio.get_running_loop().run_in_executor(worker, _answered, api.questions[name], request)
 
     async def index(request: HttpRequest) -> HttpResponse:
         return _file(files, INDEX)

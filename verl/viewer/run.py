@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from verl.journal.account import REASONS
 from verl.journal.columns import Lineage
 from verl.journal.gantt import busy_seconds, by_role, of_steps, role_of
 from verl.journal.spans import Span
-from verl.viewer.curves import VALIDATION, MetricsLog
+from verl.observability.metrics_log import VALIDATION, MetricsLog
 from verl.viewer.detail import detail_of
 from verl.viewer.folder import RunFolder, shown
 from verl.viewer.questions import Question
@@ -41,31 +38,25 @@ class ViewedRun:
         self.folder = RunFolder(folder, metrics, samples)
         self.log, self.index = MetricsLog(), SampleIndex()
         self.lineage = Lineage(self.index.uids, self.index.finishes, self.index.reasons)
-        # Requests are answered by several threads; each sees the columns between two refreshes.
-        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
         return self.folder.path.name
 
-    @contextmanager
-    def opened(self, samples: bool = False, complete: bool = False) -> Iterator[ViewedRun]:
-        """The run with what is on the disk now; one request at a time.
+    def refresh(self, samples: bool = False, complete: bool = False) -> ViewedRun:
+        """Take in what is on the disk now.
 
         Args:
             samples: also its samples and its journal, as far as they can be read in a second.
             complete: all of them, however long it takes.
         """
-        with self._lock:
-            self.folder.refresh()
-            self.log.refresh(self.folder.metrics_file())
-            if samples:
-                self.lineage.refresh(self.folder.path, READ_SECONDS)
-                self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
-                while complete and not self.is_complete:
-                    self.lineage.refresh(self.folder.path)
-                    self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
-            yield self
+        self.folder.refresh()
+        self.log.refresh(self.folder.metrics_file())
+        while samples:
+            self.lineage.refresh(self.folder.path, READ_SECONDS)
+            self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
+            samples = complete and not self.is_complete
+        return self
 
     @property
     def is_complete(self) -> bool:

@@ -26,6 +26,8 @@ EXCERPT = 200
 SORTS = ("step", "uid", "row", "score", "length", "finish", "staleness", "clipped", "state", "reason")
 LEDGER = "L"
 """How the id of a sample begins that only the journal knows."""
+OF_LEDGER = {"length": "tokens"}
+"""Column of the index -> of the journal, where the names differ."""
 SEARCHES = 16
 """Texts whose matches are kept."""
 
@@ -125,16 +127,33 @@ class SampleIndex:
         """
         if self._built == (self.version, lineage.version):
             return self._columns
+        self._columns = {}  # the former ones make room for these
         self._order = [self._blocks[step] for step in sorted(self._blocks)]
+        count = sum(map(len, self._order))
+        numbers = lineage.find(self._joined("uid", np.empty(0)), self._joined("sample", np.empty(0)))
+        known = lineage.columns
+        is_left = known["uid"] >= 0
+        is_left[numbers[numbers >= 0]] = False
+        rest = np.flatnonzero(is_left)
+        settled = np.where(known["settled"][rest] >= 0, known["settled"][rest], known["step"][rest])
+        columns = {
+            name: self._joined(name, known[OF_LEDGER.get(name, name)][rest]) for name in INDEX if name != "clipped"
+        }
+        columns["clipped"] = self._joined("clipped", np.full(len(rest), np.nan))
         sizes = [len(block) for block in self._order]
-        columns = {name: _joined([block.columns[name] for block in self._order], kind) for name, kind in INDEX.items()}
-        columns["step"] = np.repeat(np.array([block.step for block in self._order], dtype=np.int32), sizes)
-        columns["block"] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        columns["place"] = _joined([np.arange(size, dtype=np.int32) for size in sizes], np.int32)
-        columns["ledger"] = lineage.find(columns["uid"], columns["sample"])
-        self._columns = _with_states(_with_lineage(columns, lineage))
-        self._built = self.version, lineage.version
+        columns["step"] = np.append(np.repeat([block.step for block in self._order], sizes), settled).astype(np.int32)
+        columns["block"] = np.append(np.repeat(np.arange(len(sizes)), sizes), np.full(len(rest), -1)).astype(np.int32)
+        places = [np.arange(size, dtype=np.int32) for size in sizes]
+        columns["place"] = np.concatenate([*places, rest.astype(np.int32)])
+        columns["ledger"] = np.append(numbers, rest).astype(np.int32)
+        _fill(columns, known, count)
+        self._columns, self._built = _with_states(columns, known), (self.version, lineage.version)
         return self._columns
+
+    def _joined(self, name: str, last: np.ndarray) -> np.ndarray:
+        """A column of all files, and these values behind it."""
+        kind = INDEX[name]
+        return np.concatenate([*(block.columns[name] for block in self._order), last.astype(kind)])
 
     # ---- questions ---------------------------------------------------------------------------------------------
 
@@ -307,42 +326,19 @@ def _files(folder: Path, allowed: Callable[[Path], Path | None]) -> dict[int, tu
     return {step: tuple(sorted(files, key=lambda one: one[0].suffix != ".parquet")) for step, files in made.items()}
 
 
-def _joined(parts: list[np.ndarray], kind: type) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=kind)
-
-
-def _with_lineage(columns: dict[str, np.ndarray], lineage: Lineage) -> dict[str, np.ndarray]:
-    """Fill in what the files do not say, and append the samples that are in no file."""
-    known, count = lineage.columns, len(columns["step"])
-    at = np.flatnonzero(columns["ledger"] >= 0)
+def _fill(columns: dict[str, np.ndarray], known: Mapping[str, np.ndarray], count: int) -> None:
+    """Take from the journal what the files do not say of their ``count`` samples."""
+    at = np.flatnonzero(columns["ledger"][:count] >= 0)
     numbers = columns["ledger"][at]
-    for name, of in (("length", "tokens"), ("finish", "finish"), ("oldest_version", "oldest_version"), ("row", "row")):
+    for name in ("length", "finish", "oldest_version", "row", "reason"):
         missing = columns[name][at] < 0
-        columns[name][at[missing]] = known[of][numbers[missing]]
-    is_left = known["uid"] >= 0
-    is_left[numbers] = False
-    rest = np.flatnonzero(is_left)
-    more = {
-        "uid": known["uid"], "sample": known["sample"], "row": known["row"], "score": known["score"],
-        "length": known["tokens"], "finish": known["finish"], "oldest_version": known["oldest_version"],
-        "reason": known["reason"], "step": np.where(known["settled"] >= 0, known["settled"], known["step"]),
-    }  # fmt: skip
-    made = {name: np.append(columns[name], values[rest].astype(columns[name].dtype)) for name, values in more.items()}
-    made["clipped"] = np.append(columns["clipped"], np.full(len(rest), np.nan, dtype=np.float32))
-    made["block"] = np.append(columns["block"], np.full(len(rest), -1, dtype=np.int32))
-    made["place"] = np.append(columns["place"], rest.astype(np.int32))
-    made["ledger"] = np.append(columns["ledger"], rest)
-    made["stage"] = np.full(count + len(rest), -1, dtype=np.int8)
-    of_all = np.flatnonzero(made["ledger"] >= 0)
-    made["stage"][of_all] = known["stage"][made["ledger"][of_all]]
-    from_ledger = of_all[made["reason"][of_all] < 0]
-    made["reason"][from_ledger] = known["reason"][made["ledger"][from_ledger]]
-    return made
+        columns[name][at[missing]] = known[OF_LEDGER.get(name, name)][numbers[missing]]
 
 
-def _with_states(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _with_states(columns: dict[str, np.ndarray], known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add ``state`` as a place in `STATES`, and ``staleness`` in versions; -1: not known."""
-    stage, reason = columns.pop("stage"), columns["reason"]
+    reason, ledger = columns["reason"], columns["ledger"]
+    stage = np.append(known["stage"], np.int8(-1))[ledger]  # a sample without a number takes the last one
     state = np.select(
         [reason > 0, (reason == 0) | (stage == TRAINED), stage == DROPPED, stage >= 0], [2, 0, 2, 1], default=-1
     )

@@ -136,24 +136,31 @@ class MetricsLog:
             raise DataError("the run has not logged the seconds of its steps", key="x", got=x, fix="Choose x=step.")
         return np.cumsum(np.nan_to_num(self.values(name)))
 
-    def curve(
-        self, name: str, x: str, since: float, samples_per_step: int | None, all_points: bool = False
-    ) -> dict[str, Any]:
-        """``x`` and ``y`` of a metric after step ``since``, at most `MOST_POINTS` of them.
+    def points(self, name: str, x: str, since: float, samples_per_step: int | None) -> list[tuple[float, float]]:
+        """(place, value) of a metric after step ``since``; a value that was NaN is NaN.
 
         Raises:
             DataError: no such metric, or no such axis.
         """
         values, across, steps = self.values(name), self.axis(x, samples_per_step), self.steps()
-        chosen = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), list(self._nulls.get(name, ()))))
-        kept = np.arange(int(chosen.sum())) if all_points else thinned(values[chosen])
-        made = {"x": across[chosen][kept].tolist(), "y": values[chosen][kept].tolist()}
-        return {**made, "thinned": True} if len(kept) < chosen.sum() else made
+        chosen = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), self._nulls.get(name, ())))
+        return list(zip(across[chosen].tolist(), values[chosen].tolist()))
+
+    def curve(self, name: str, x: str, since: float, samples_per_step: int | None) -> dict[str, Any]:
+        """``x`` and ``y`` of `points`, at most `MOST_POINTS` of them.
+
+        Raises:
+            DataError: no such metric, or no such axis.
+        """
+        points = self.points(name, x, since, samples_per_step)
+        kept = thinned(np.array([value for _, value in points]))
+        made = {"x": [points[place][0] for place in kept], "y": [points[place][1] for place in kept]}
+        return {**made, "thinned": True} if len(kept) < len(points) else made
 
     def groups(self) -> list[dict[str, Any]]:
         """The metrics by topic: those of the console's table first, then by the first part of their names."""
         left = dict.fromkeys(sorted(self._columns))
-        groups: dict[str, list[str]] = {topic: [] for topic, _ in ROWS} | {"validation": []}
+        groups: dict[str, list[str]] = {topic: [] for topic in [*(topic for topic, _ in ROWS), "validation"]}
         for topic, entries in ROWS:
             shown = [name for name, _ in entries if name in left]
             groups[topic] += shown
