@@ -14,7 +14,9 @@ import numpy as np
 from verl.errors import DataError
 from verl.journal.account import REASONS
 from verl.journal.file import RUN, Entry, Follower, journal_in, segments_of
+from verl.journal.ledger_reader import WAITING
 from verl.journal.spans import EVENT, Span
+from verl.json_text import JsonObject
 
 KINDS = {
     "uid": np.int32, "sample": np.int32, "row": np.int64, "step": np.int32, "stage": np.int8, "reason": np.int8,
@@ -22,7 +24,8 @@ KINDS = {
     "oldest_version": np.int32, "newest_version": np.int32, "score": np.float64,
 }  # fmt: skip
 """Columns by the number of a sample in the ledger -> type; -1, or NaN, where nothing is known."""
-STAGES = ("asked", "moved", "sampled", "scored", "batch", "trained", "dropped")
+STAGES = (*WAITING, "trained", "dropped")
+REQUESTED = WAITING[0]
 TRAINED, DROPPED = STAGES.index("trained"), STAGES.index("dropped")
 ENTRIES = 200
 """Entries of the journal between two looks at the clock."""
@@ -47,7 +50,7 @@ class Names:
         """Of a text; -1: it has not appeared."""
         return self._numbers.get(text, -1)
 
-    def numbers(self, texts: Sequence[Any], dtype: type = np.int32) -> np.ndarray:
+    def numbers(self, texts: Sequence[object], dtype: type = np.int32) -> np.ndarray:
         """(N,) of texts; -1 for None."""
         return np.array([-1 if text is None else self.number(str(text)) for text in texts], dtype=dtype)
 
@@ -140,9 +143,9 @@ class Lineage:
         is_there = (places >= 0) & (self._keys[np.maximum(places, 0)] == sought)
         return np.where(is_there, self._order[np.maximum(places, 0)], -1)
 
-    def facts(self, number: int) -> dict[str, Any]:
+    def facts(self, number: int) -> JsonObject:
         """All that the ledger has of a sample."""
-        made = {name: values[number].item() for name, values in self.columns.items()}
+        made: dict[str, Any] = {name: values[number].item() for name, values in self.columns.items()}
         stage, reason = made.pop("stage"), made.pop("reason")
         texts = {"uid": self.uids.texts, "finish": self.finishes.texts}
         for name, value in made.items():
@@ -162,7 +165,7 @@ class Lineage:
             self._begin(entry, step)
         elif kind == "end":
             self.last_step = step
-        elif kind == "asked":
+        elif kind == REQUESTED:
             self._ask(entry, step)
         elif "ids" in entry and kind in STAGES and "t" not in entry:
             self._note(kind, entry, step)
@@ -215,7 +218,7 @@ class Lineage:
             if name in entry:
                 self._data[name][numbers] = self._values(name, entry[name])
 
-    def _values(self, name: str, value: Any) -> Any:
+    def _values(self, name: str, value: object) -> np.ndarray:
         values = value if isinstance(value, list) else [value]
         if name == "finish":
             return self.finishes.numbers(values, np.int16)

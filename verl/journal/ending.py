@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from verl.errors import hide_in_text
-from verl.json_text import object_of
+from verl.json_text import JsonObject, object_of
 from verl.metrics import notice
 from verl.outcomes import on_error
 
@@ -40,7 +39,7 @@ def recorded_end(folder: Path, total_steps: int) -> Iterator[None]:
     _write(folder, total_steps, "complete", "")
 
 
-def read_end(folder: Path) -> Mapping[str, Any]:
+def read_end(folder: Path) -> JsonObject:
     """``state``, ``why``, ``total_steps``, ``pid``, ``host`` and ``began`` as the run noted them; empty: it did not."""
     with suppress(OSError):  # a run of an earlier release
         noted = object_of((folder / NAME).read_text(encoding="utf-8", errors="replace")[: 4 * LONGEST])
@@ -48,7 +47,7 @@ def read_end(folder: Path) -> Mapping[str, Any]:
     return {}
 
 
-def is_alive(noted: Mapping[str, Any]) -> bool | None:
+def is_alive(noted: JsonObject) -> bool | None:
     """Whether the process that noted something runs now; None: it was on another machine."""
     if noted.get("host") != socket.gethostname():
         return None

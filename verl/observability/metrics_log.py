@@ -6,12 +6,11 @@ import math
 from array import array
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verl.errors import DataError, suggest
-from verl.json_text import read_json
+from verl.json_text import JsonObject, read_json
 from verl.observability.backends.console import ROWS
 from verl.observability.plots import X
 
@@ -143,21 +142,21 @@ class MetricsLog:
             DataError: no such metric, or no such axis.
         """
         values, across, steps = self.values(name), self.axis(x, samples_per_step), self.steps()
-        chosen = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), self._nulls.get(name, ())))
-        return list(zip(across[chosen].tolist(), values[chosen].tolist()))
+        is_shown = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), self._nulls.get(name, ())))
+        return list(zip(across[is_shown].tolist(), values[is_shown].tolist()))
 
-    def curve(self, name: str, x: str, since: float, samples_per_step: int | None) -> dict[str, Any]:
+    def curve(self, name: str, x: str, since: float, samples_per_step: int | None) -> JsonObject:
         """``x`` and ``y`` of `points`, at most `MOST_POINTS` of them.
 
         Raises:
             DataError: no such metric, or no such axis.
         """
         points = self.points(name, x, since, samples_per_step)
-        kept = thinned(np.array([value for _, value in points]))
-        made = {"x": [points[place][0] for place in kept], "y": [points[place][1] for place in kept]}
-        return {**made, "thinned": True} if len(kept) < len(points) else made
+        places = thinned(np.array([value for _, value in points]))
+        made = {"x": [points[place][0] for place in places], "y": [points[place][1] for place in places]}
+        return {**made, "thinned": True} if len(places) < len(points) else made
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[JsonObject]:
         """The metrics by topic: those of the console's table first, then by the first part of their names."""
         left = dict.fromkeys(sorted(self._columns))
         groups: dict[str, list[str]] = {topic: [] for topic in [*(topic for topic, _ in ROWS), "validation"]}
@@ -177,9 +176,9 @@ def thinned(values: np.ndarray) -> np.ndarray:
     if len(values) <= MOST_POINTS:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), MOST_POINTS // 2 + 1).astype(int)
-    kept: set[int] = set()
+    places: set[int] = set()
     for begin, end in pairwise(edges.tolist()):
         bucket = values[begin:end]
         if np.isfinite(bucket).any():
-            kept |= {begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))}
-    return np.array(sorted(kept), dtype=np.int64)
+            places |= {begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))}
+    return np.array(sorted(places), dtype=np.int64)

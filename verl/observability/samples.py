@@ -79,15 +79,16 @@ def dump_generations(
         # Half a letter of a model's call cannot be written in UTF-8; as JSON's own escape it can.
         with fresh.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row in zip(*columns.values()):
-                file.write(_line(dict(zip(columns, row))) + "\n")
+                file.write(json_line(dict(zip(columns, row))) + "\n")
         fresh.replace(path)
     except OSError as error:
         raise DataError(f"the samples cannot be written: {error}", key=key, got=str(folder)) from error
     return path
 
 
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(without_nan(row), ensure_ascii=False, default=_plain, allow_nan=False)
+def json_line(value: object) -> str:
+    """A value of Python, numpy or torch as JSON in one line; NaN and infinities are null."""
+    return json.dumps(without_nan(value), ensure_ascii=False, default=_plain, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from verl.errors import DataError
 from verl.journal.columns import Names
-from verl.json_text import read_json
+from verl.json_text import JsonObject, read_json
 
 INDEX = {
     "uid": np.int32, "sample": np.int32, "row": np.int64, "score": np.float64, "length": np.int32,
@@ -23,6 +23,8 @@ INDEX = {
 }  # fmt: skip
 """Columns of the index -> type; -1, or NaN, where a file does not say. A reason of -1 is not known, "" is trained."""
 FILE_NAMES = {"finish": "finish_reason"}
+Record = dict[str, Any]
+"""All of a sample by column."""
 FIXED = ("input", "output", "gts", "score", "step", "uid", "sample", "row", "length", "finish_reason")
 """Keys of a JSON line that are no further values."""
 
@@ -58,12 +60,12 @@ class StepSamples:
         with pq.ParquetFile(self.path) as file:
             for group, places in self._by_group(file, rows).items():
                 column = file.read_row_group(group, columns=[name])[name].combine_chunks()
-                chosen = column.take(pa.array([place for _, place in places]))
-                for (row, _), text in zip(places, pc.utf8_slice_codeunits(chosen, 0, characters).to_pylist()):
+                texts = column.take(pa.array([place for _, place in places]))
+                for (row, _), text in zip(places, pc.utf8_slice_codeunits(texts, 0, characters).to_pylist()):
                     made[row] = text or ""
         return [made[row] for row in rows]
 
-    def record(self, row: int) -> dict[str, Any]:
+    def record(self, row: int) -> Record:
         """All of one row: ``input``, ``output``, ``gts``, ``extra``, ``picture``, and the lists of its tokens."""
         if self.offsets is not None:
             line = self._line(row)
@@ -71,7 +73,7 @@ class StepSamples:
             return {"input": line.get("input"), "output": line.get("output"), "gts": line.get("gts"), "extra": extra}
         with pq.ParquetFile(self.path) as file:
             ((group, places),) = self._by_group(file, [row]).items()
-            made: dict[str, Any] = file.read_row_group(group).slice(places[0][1], 1).to_pylist()[0]
+            made: Record = file.read_row_group(group).slice(places[0][1], 1).to_pylist()[0]
         made["extra"] = read_json(made["extra"]) if made.get("extra") else {}
         made["gts"] = read_json(made["gts"]) if made.get("gts") else None
         return made
@@ -98,11 +100,11 @@ class StepSamples:
             made.setdefault(group, []).append((row, row - int(self._groups[group])))
         return made
 
-    def _line(self, row: int) -> Mapping[str, Any]:
+    def _line(self, row: int) -> JsonObject:
         assert self.offsets is not None
         with self.path.open("rb") as file:
             file.seek(int(self.offsets[row]))
-            line: Mapping[str, Any] = read_json(file.readline())
+            line: JsonObject = read_json(file.readline())
             return line
 
 
@@ -174,11 +176,11 @@ def _missing(kind: type) -> float | int:
     return np.nan if kind in (np.float64, np.float32) else -1
 
 
-def _code(names: Names, text: Any) -> int:
+def _code(names: Names, text: object) -> int:
     return -1 if text is None else names.number(str(text))
 
 
-def _integer(value: Any) -> int:
+def _integer(value: object) -> int:
     return value if type(value) is int and -1 <= value < 1 << 31 else -1
 
 

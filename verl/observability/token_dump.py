@@ -7,19 +7,18 @@ and users said is masked); the list is null where the sample was not drawn. The 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.json_text import without_nan
 from verl.metrics import notice
+from verl.observability.samples import json_line
 
 KEY, LIMIT = "trainer.rollout_data_tokens", "trainer.rollout_data_max_bytes"
 SLOW = f"{KEY}, speed"
@@ -94,9 +93,9 @@ class Pieces:
 
 
 def table_of(
-    columns: Mapping[str, Sequence[Any]],
-    extra: Mapping[str, Sequence[Any]],
-    tokens: Mapping[str, Any],
+    columns: Mapping[str, Sequence[object]],
+    extra: Mapping[str, Sequence[object]],
+    tokens: Mapping[str, np.ndarray | pa.Array],
     lengths: np.ndarray,
     drawn: np.ndarray,
 ) -> pa.Table:
@@ -109,13 +108,13 @@ def table_of(
         lengths: (B,) tokens of each row.
         drawn: (B,) bool: rows that have their tokens.
     """
-    rows: list[str | None] = [_json(dict(zip(extra, values))) for values in zip(*extra.values())]
+    rows: list[str | None] = [json_line(dict(zip(extra, values))) for values in zip(*extra.values())]
     rows = rows or [None] * len(drawn)
     arrays: dict[str, pa.Array] = {}
     for name, kind in {**SHORT, **LONG}.items():
-        values: Sequence[Any] = rows if name == "extra" else columns.get(name, [None] * len(drawn))
+        values: Sequence[object] = rows if name == "extra" else columns.get(name, [None] * len(drawn))
         if name == "gts":
-            values = [None if value is None else _json(value) for value in values]
+            values = [None if value is None else json_line(value) for value in values]
         arrays[name] = pa.array([_typed(value, kind) for value in values], kind)
     ends = np.cumsum(np.where(drawn, lengths, 0))
     offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32), mask=np.append(~drawn, False))
@@ -126,26 +125,19 @@ def table_of(
     return pa.Table.from_arrays(list(arrays.values()), schema=schema)
 
 
-def _typed(value: Any, kind: pa.DataType) -> Any:
+def _typed(value: object, kind: pa.DataType) -> object:
     """A value of a column; None where it is no such value, as a data set may have anything for a row's number."""
-    value = value.item() if hasattr(value, "item") else value
+    item = getattr(value, "item", None)
+    value = value if item is None else item()
     if value is None:
         return None
     if pa.types.is_integer(kind):
         return value if type(value) is int else None
     if pa.types.is_floating(kind):
-        return float(value)
+        return float(value)  # type: ignore[arg-type]  # else it is an error, which is reported
     if isinstance(value, bytes):
         return value
     return str(value).encode(errors="backslashreplace").decode()  # a model may have written a part of a character
-
-
-def _json(value: Any) -> str:
-    return json.dumps(without_nan(value), ensure_ascii=False, allow_nan=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    return without_nan(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 class TokenDump:
@@ -170,18 +162,17 @@ class TokenDump:
             notice(SLOW, f"tokens are written more slowly than steps come: those of step {step}, and maybe of later "
                    "steps, are left out. Lower it")  # fmt: skip
             return
-        self._waiting.append(self._thread.submit(self._write, step, make))
+        future = self._thread.submit(self._write, step, make)
+        future.add_done_callback(partial(_report, step))
+        self._waiting.append(future)
 
     def close(self) -> None:
         """Return once all is written."""
         self._thread.shutdown()
 
     def _write(self, step: int, make: Callable[[], pa.Table]) -> None:
-        try:
-            write_table(make(), self._folder / f"{step}.parquet")
-            self._bound()
-        except Exception as error:  # boundary: a picture of the run must not end it
-            notice(KEY, f"the tokens of step {step} are not written: {type(error).__name__}: {error}")
+        write_table(make(), self._folder / f"{step}.parquet")
+        self._bound()
 
     def _bound(self) -> None:
         if self._most is None:
@@ -197,6 +188,13 @@ class TokenDump:
             total -= sizes[place]
             notice(LIMIT, f"{self._folder} reached the bound: the tokens of step {step} are deleted, as will be those "
                    "of the next oldest steps; the JSON lines stay")  # fmt: skip
+
+
+def _report(step: int, future: Future[None]) -> None:
+    """A file that cannot be written is a notice: it must not end the run."""
+    error = future.exception()
+    if error is not None:
+        notice(KEY, f"the tokens of step {step} are not written: {type(error).__name__}: {error}")
 
 
 def write_table(table: pa.Table, path: Path) -> None:

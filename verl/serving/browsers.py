@@ -8,12 +8,12 @@ to this machine.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
+from starlette.types import Message, Send
 
 from verl.serving import secret
 from verl.serving.answers import ApiError
@@ -31,7 +31,6 @@ HEADERS = {
 LOGIN, TOKEN = "/", "token"
 SESSIONS = 64
 """Browsers that are logged in at once; a further one ends the session of the first."""
-Send = Callable[[Any], Awaitable[None]]
 
 
 @dataclass
@@ -45,13 +44,13 @@ class BrowserAccess:
 
     name: str
     headers: Mapping[str, str] = field(default_factory=lambda: HEADERS)
-    _sessions: dict[str, Any] = field(default_factory=dict)
+    _sessions: dict[str, object] = field(default_factory=dict)
 
     def is_login(self, request: Request) -> bool:
         """Whether it is the link that a person opens."""
         return request.method == "GET" and request.url.path == LOGIN and TOKEN in request.query_params
 
-    def login(self, request: Request, authorize: Callable[[str], Any], port: int) -> Response:
+    def login(self, request: Request, authorize: Callable[[str], object], port: int) -> Response:
         """The answer to the link: the cookie, and the address without the token.
 
         Raises:
@@ -68,7 +67,7 @@ class BrowserAccess:
         answer.set_cookie(self._cookie(port), session, path="/", httponly=True, samesite="strict")
         return answer
 
-    def owner_of(self, request: Request, port: int) -> Any:
+    def owner_of(self, request: Request, port: int) -> object:
         """Whom the cookie belongs to.
 
         Raises:
@@ -96,7 +95,7 @@ class BrowserAccess:
     def with_headers(self, send: Send) -> Send:
         """Put the headers on every answer."""
 
-        async def sent(message: Any) -> None:
+        async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
                 more = [(name.encode(), value.encode()) for name, value in self.headers.items()]

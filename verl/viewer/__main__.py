@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for flag, values in (("--samples", args.samples), ("--metrics", args.metrics)):
             if len(values) > len(args.runs):
-                raise ConfigError("more of them than runs", key=flag, got=len(values), allowed=len(args.runs))
+                raise ConfigError(
+                    "more of them than runs", key=flag, got=len(values), allowed=f"at most {len(args.runs)}"
+                )
         runs = [ViewedRun(*places) for places in zip_longest(args.runs, args.metrics, args.samples)]
         asyncio.run(serve(runs, args.port))
     except VerlError as error:

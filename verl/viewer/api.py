@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.errors import VerlError
 from verl.serving import ApiError, BrowserAccess, Handle, HttpRequest, HttpResponse, Server, secret
 from verl.viewer.export import FORMATS, as_file
 from verl.viewer.groups import groups_of, steps_of
-from verl.viewer.questions import NoSuchThing, Question, answer, refusal
-from verl.viewer.run import ViewedRun, differences
+from verl.viewer.questions import NoSuchThing, Question, Row, error_answer, json_answer
+from verl.viewer.run import ViewedRun, setting_rows
 
 PAGE = Path(__file__).parent / "page"
 INDEX = "index.html"
@@ -67,40 +66,40 @@ class Api:
         rows = []
         for number, run in enumerate(self.runs):
             rows.append({"run": number, **run.refresh(samples=True).about()})
-        return answer({"runs": rows})
+        return json_answer({"runs": rows})
 
     def metrics(self, question: Question) -> HttpResponse:
         """Names of metrics by group."""
         run = self._run(question.text("run", "0"))
         question.end()
-        return answer({"groups": run.refresh().log.groups()})
+        return json_answer({"groups": run.refresh().log.groups()})
 
     def curves(self, question: Question) -> HttpResponse:
         """Metrics over steps, seconds or samples."""
         last, series = question.text("changed"), []
-        chosen = self._curves(question)
-        changed = "-".join(run.refresh().changed() for run in chosen.runs.values())
+        selection = self._curves(question)
+        changed = "-".join(run.refresh().changed() for run in selection.runs.values())
         if changed == last:
             return HttpResponse(content=b"", status=204)
-        for number, run, name in chosen:
-            curve = run.log.curve(name, chosen.x, chosen.since, run.samples_per_step)
+        for number, run, name in selection:
+            curve = run.log.curve(name, selection.x, selection.since, run.samples_per_step)
             series.append({"run": number, "metric": name, **curve})
-        return answer({"series": series, "changed": changed})
+        return json_answer({"series": series, "changed": changed})
 
     def _curves(self, question: Question) -> Curves:
         numbers = question.all("run") or ["0"]
-        chosen = Curves(
+        selection = Curves(
             {int(number): self._run(number) for number in dict.fromkeys(numbers)}, question.all("metric"),
             question.text("x", "step", ("step", "time", "samples")), question.number("since", -1.0) or 0.0,
         )  # fmt: skip
         question.end()
-        return chosen
+        return selection
 
     def config(self, question: Question) -> HttpResponse:
         """Settings of a run, or those in which two differ."""
         runs = [self._run(number).refresh() for number in [question.text("run", "0"), *question.all("against")]]
         question.end()
-        return answer({"rows": differences(runs)})
+        return json_answer({"rows": setting_rows(runs)})
 
     def events(self, question: Question) -> HttpResponse:
         """Checkpoints, validations, restarts, notices."""
@@ -117,7 +116,7 @@ class Api:
     def samples(self, question: Question) -> HttpResponse:
         """A page of the samples that pass filters."""
 
-        def page(run: ViewedRun) -> dict[str, Any]:
+        def page(run: ViewedRun) -> Row:
             first, size = question.page()
             matches = run.index.matches(question, run.columns)
             question.end()
@@ -148,11 +147,11 @@ class Api:
         what = question.text("what", "", ("curves", "groups", "samples"))
         kind = question.text("format", "csv", tuple(FORMATS))
         if what == "curves":
-            chosen = self._curves(question)
+            selection = self._curves(question)
             rows = [
-                {"run": run.name, "metric": name, chosen.x: place, "value": value}
-                for _, run, name in chosen
-                for place, value in run.refresh().log.points(name, chosen.x, chosen.since, run.samples_per_step)
+                {"run": run.name, "metric": name, selection.x: place, "value": value}
+                for _, run, name in selection
+                for place, value in run.refresh().log.points(name, selection.x, selection.since, run.samples_per_step)
             ]
         else:
             run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
@@ -160,9 +159,7 @@ class Api:
             rows = groups_of(question, run.index, run.columns, True)["rows"] if is_groups else run.exported(question)
         return as_file(rows, what, kind)
 
-    def _of_run(
-        self, question: Question, make: Callable[[ViewedRun], dict[str, Any]], ends: bool = True
-    ) -> HttpResponse:
+    def _of_run(self, question: Question, make: Callable[[ViewedRun], Row], ends: bool = True) -> HttpResponse:
         """The answer about one run; 204 where nothing changed since the answer that the question names.
 
         Args:
@@ -174,7 +171,7 @@ class Api:
         run.refresh(samples=True)
         if last and last == run.changed() and run.is_complete:
             return HttpResponse(content=b"", status=204)
-        return answer({**make(run), "changed": run.changed()})
+        return json_answer({**make(run), "changed": run.changed()})
 
 
 def page_files(folder: Path = PAGE) -> dict[str, Path]:
@@ -226,4 +223,4 @@ def _answered(function: Answering, request: HttpRequest) -> HttpResponse:
     try:
         return function(Question(request.query))
     except VerlError as error:
-        return refusal(error)
+        return error_answer(error)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+
+from verl.json_text import JsonObject
+from verl.viewer.questions import Row
 
 MOST_CHARACTERS, MOST_TOKENS = 1 << 20, 1 << 16
 """Of a text, and of a response, that are shown unless the request says all."""
 TRAJECTORY = "trajectory"
 
 
-def detail_of(record: Mapping[str, Any], shows_all: bool) -> dict[str, Any]:
+def detail_of(record: JsonObject, shows_all: bool) -> Row:
     """Texts and tokens of a sample.
 
     Args:
@@ -25,7 +27,7 @@ def detail_of(record: Mapping[str, Any], shows_all: bool) -> dict[str, Any]:
     texts = {"prompt": str(record.get("input") or ""), "response": str(record.get("output") or "")}
     turns = _turns(extra.pop(TRAJECTORY, None))
     is_cut = not shows_all and any(len(text) > MOST_CHARACTERS for text in [*texts.values(), *(t for _, t in turns)])
-    tokens = tokens_of(record, None if shows_all else MOST_TOKENS)
+    tokens = token_columns(record, None if shows_all else MOST_TOKENS)
     return {
         **{name: text[:most] for name, text in texts.items()},
         "turns": [{"role": role, "text": text[:most]} for role, text in turns],
@@ -35,7 +37,7 @@ def detail_of(record: Mapping[str, Any], shows_all: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tokens_of(record: Mapping[str, Any], most: int | None) -> dict[str, Any] | None:
+def token_columns(record: JsonObject, most: int | None) -> Row | None:
     """A list per quantity with a value per token, or null where the run has not computed it; None: no token data.
 
     ``ratio`` is exp(trainer's log-prob - sampler's), ``difference`` the sampler's log-prob minus the trainer's.
@@ -64,11 +66,11 @@ def tokens_of(record: Mapping[str, Any], most: int | None) -> dict[str, Any] | N
     }  # fmt: skip
 
 
-def _cut(column: Sequence[Any] | None, most: int | None) -> Sequence[Any] | None:
+def _cut(column: Sequence[object] | None, most: int | None) -> Sequence[object] | None:
     return None if column is None else column[:most]
 
 
-def _turns(trajectory: Any) -> list[tuple[str, str]]:
+def _turns(trajectory: object) -> list[tuple[str, str]]:
     """(role, text) of the pieces of a conversation; empty where only the policy speaks."""
     pieces = [piece for piece in trajectory or () if isinstance(piece, dict)] if isinstance(trajectory, list) else []
     turns = []
@@ -79,7 +81,7 @@ def _turns(trajectory: Any) -> list[tuple[str, str]]:
     return turns if len(turns) > 1 else []
 
 
-def _images(picture: Any) -> list[str]:
+def _images(picture: object) -> list[str]:
     if not isinstance(picture, bytes):
         return []
     return [f"data:image/png;base64,{base64.b64encode(picture).decode()}"]

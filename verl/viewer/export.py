@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.json_text import without_nan
 from verl.serving import HttpResponse
+from verl.viewer.questions import Row
 
 FORMATS = {"csv": "text/csv; charset=utf-8", "parquet": "application/vnd.apache.parquet"}
 """Format -> its media type."""
@@ -19,7 +19,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """How a cell begins that a spreadsheet computes: a model or a data set may have written one."""
 
 
-def as_file(rows: Sequence[dict[str, Any]], name: str, kind: str) -> HttpResponse:
+def as_file(rows: Sequence[Row], name: str, kind: str) -> HttpResponse:
     """The rows as a file that the browser stores; NaN is null, or an empty cell."""
     plain = without_nan(list(rows))
     content = _csv(plain) if kind == "csv" else _parquet(plain)
@@ -28,7 +28,7 @@ def as_file(rows: Sequence[dict[str, Any]], name: str, kind: str) -> HttpRespons
     )
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> bytes:
+def _csv(rows: Sequence[Row]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     if rows:
@@ -37,11 +37,11 @@ def _csv(rows: Sequence[dict[str, Any]]) -> bytes:
     return text.getvalue().encode(errors="backslashreplace")
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+def _parquet(rows: Sequence[Row]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(list(rows)), file, compression="zstd")
     return file.getvalue()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -16,7 +14,7 @@ from verl.errors import DataError
 from verl.journal.ending import NAME as END
 from verl.journal.ending import is_alive, read_end
 from verl.journal.places import LOCK, is_locked, newest_file
-from verl.json_text import object_of
+from verl.json_text import JsonObject, object_of
 from verl.observability.backends.file import metrics_path
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
@@ -47,9 +45,9 @@ class RunFolder:
             raise DataError(
                 "there is no such folder of a run", got=str(self.path), fix="Name trainer.default_local_dir."
             )
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, object] = {}
         self._config_read: tuple[int, int] | None = None
-        self.end: Mapping[str, Any] = {}
+        self.end: JsonObject = {}
         self.roots = [self.path, *(place.resolve() for place in (self.metrics, self.samples) if place is not None)]
 
     def allowed(self, place: Path) -> Path | None:
@@ -90,7 +88,7 @@ class RunFolder:
 
     def refresh(self) -> None:
         """Read the settings and the noted state again, where they changed."""
-        kept = self.notices.pop(CONFIG, None)
+        fault = self.notices.pop(CONFIG, None)
         self.notices.clear()
         self.end = read_end(self.path) if self.allowed(self.path / END) else {}
         place = self.path / CONFIG
@@ -104,12 +102,12 @@ class RunFolder:
             if seen != self._config_read:
                 self._config_read, self.config = seen, {}
                 self.config = flat(yaml.safe_load(real.read_text(encoding="utf-8")))
-            elif kept is not None:
-                self.notices[CONFIG] = kept
+            elif fault is not None:
+                self.notices[CONFIG] = fault
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             self.notices[CONFIG] = f"{place} cannot be read: {error}"
 
-    def setting(self, name: str) -> Any:
+    def setting(self, name: str) -> object:
         """A setting under ``trainer``; None where it is not known."""
         return self.config.get(f"trainer.{name}")
 
@@ -149,7 +147,7 @@ class RunFolder:
             return "unknown", f"it was started on another machine, or copied while it ran ({where})"
         return ("running", None) if alive else ("failed", f"its process ended without a word ({where})")
 
-    def _holder(self, lock: Path) -> Mapping[str, Any]:
+    def _holder(self, lock: Path) -> JsonObject:
         try:
             text = lock.read_text(encoding="utf-8", errors="replace")[:1000]
         except OSError:  # no lock: a copy, or an earlier release
@@ -158,16 +156,16 @@ class RunFolder:
         return holder if isinstance(holder, dict) else {"pid": "?", "host": "?", "since": text}
 
 
-def flat(value: object, above: str = "") -> dict[str, Any]:
+def flat(value: object, above: str = "") -> dict[str, object]:
     """Nested settings as one level of dotted names; a list is a value."""
     if not isinstance(value, dict) or not value:
         return {above: value} if above else {}
-    made: dict[str, Any] = {}
+    made: dict[str, object] = {}
     for name, item in value.items():
         made |= flat(item, f"{above}.{name}" if above else str(name))
     return made
 
 
-def shown(value: object) -> str:
+def setting_text(value: object) -> str:
     """A setting's value as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

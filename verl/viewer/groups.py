@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from verl.viewer.questions import Question
+from verl.viewer.questions import Question, Row
 from verl.viewer.samples import EXCERPT, STATES, SampleIndex
 
 SORTS = ("uid", "samples", "score_mean", "score_min", "score_max", "score_spread", "length_mean", "state", "reason")
 Columns = Mapping[str, np.ndarray]
 
 
-def steps_of(columns: Columns) -> list[dict[str, Any]]:
+def steps_of(columns: Columns) -> list[Row]:
     """A row per step: samples of its batch, their groups, mean score and length, and how many were dropped in it."""
     steps, inverse = np.unique(columns["step"], return_inverse=True)
     in_batch, size = columns["block"] >= 0, len(steps)
@@ -30,7 +29,7 @@ def steps_of(columns: Columns) -> list[dict[str, Any]]:
     return [dict(zip(names, row)) for row in rows]
 
 
-def groups_of(question: Question, index: SampleIndex, columns: Columns, all_rows: bool = False) -> dict[str, Any]:
+def groups_of(question: Question, index: SampleIndex, columns: Columns, all_rows: bool = False) -> Row:
     """The groups of a step: the samples of one prompt each, a page of them, or all, in the order of the question.
 
     Raises:
@@ -67,18 +66,18 @@ def groups_of(question: Question, index: SampleIndex, columns: Columns, all_rows
     }
 
 
-def _group(made: Columns, names: np.ndarray, group: int, prompt: str, index: SampleIndex) -> dict[str, Any]:
-    row: dict[str, Any] = {"uid": names[group], "prompt": prompt, **{name: made[name][group].item() for name in made}}
+def _group(made: Columns, names: np.ndarray, group: int, prompt: str, index: SampleIndex) -> Row:
+    row: Row = {"uid": names[group], "prompt": prompt, **{name: made[name][group].item() for name in made}}
     row["state"] = STATES[row["state"]] if row["state"] >= 0 else None
     row["reason"] = index.reasons.texts[row["reason"]] if row["reason"] > 0 else None
     return row
 
 
-def _means(values: np.ndarray, inverse: np.ndarray, chosen: np.ndarray, size: int) -> np.ndarray:
+def _means(values: np.ndarray, inverse: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
     """(size,) mean of the known values of each group; NaN where it has none."""
-    is_known = chosen & (np.isfinite(values) if values.dtype.kind == "f" else values >= 0)
-    counts = np.bincount(inverse[is_known], minlength=size)
-    sums = np.bincount(inverse[is_known], weights=values[is_known], minlength=size)
+    is_present = rows & (np.isfinite(values) if values.dtype.kind == "f" else values >= 0)
+    counts = np.bincount(inverse[is_present], minlength=size)
+    sums = np.bincount(inverse[is_present], weights=values[is_present], minlength=size)
     return np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0)
 
 

@@ -17,6 +17,10 @@ LONGEST = 10_000
 """Characters of a parameter."""
 
 
+Row = dict[str, Any]
+"""A row of a table, or an object of an answer, as JSON has it."""
+
+
 class NoSuchThing(DataError):
     """What a request names does not exist: 404."""
 
@@ -32,7 +36,9 @@ class Question:
         self._values: dict[str, list[str]] = {}
         for name, value in pairs:
             if len(value) > LONGEST:
-                raise DataError("the parameter is too long", key=name, got=f"{len(value)} characters", allowed=LONGEST)
+                raise DataError(
+                    "the parameter is too long", key=name, got=f"{len(value)} characters", allowed=f"up to {LONGEST}"
+                )
             self._values.setdefault(name, []).append(value)
         self._read: set[str] = set()
 
@@ -99,15 +105,15 @@ class Question:
             raise DataError("no such parameter", key=name, fix=suggest(name, sorted(self._read)))
 
 
-def answer(payload: object) -> HttpResponse:
+def json_answer(payload: object) -> HttpResponse:
     """JSON; NaN and infinities are null."""
     body = json.dumps(without_nan(payload), ensure_ascii=False, allow_nan=False, default=str)
     return HttpResponse(content=body.encode(errors="backslashreplace"))
 
 
-def refusal(error: VerlError) -> HttpResponse:
+def error_answer(error: VerlError) -> HttpResponse:
     """The error as the page shows it."""
     status = 404 if isinstance(error, NoSuchThing) else 400
     message = str(error).removesuffix(error.fix).strip()
-    about: dict[str, Any] = {"message": message, "key": error.key, "fix": error.fix or None}
+    about: Row = {"message": message, "key": error.key, "fix": error.fix or None}
     return HttpResponse(content=json.dumps({"error": about}, default=str).encode(), status=status)

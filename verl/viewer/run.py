@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from verl.journal.gantt import busy_seconds, by_role, of_steps, role_of
 from verl.journal.spans import Span
 from verl.observability.metrics_log import VALIDATION, MetricsLog
 from verl.viewer.detail import detail_of
-from verl.viewer.folder import RunFolder, shown
-from verl.viewer.questions import Question
+from verl.viewer.folder import RunFolder, setting_text
+from verl.viewer.questions import Question, Row
 from verl.viewer.samples import EXCERPT, READ_SECONDS, Matches, SampleIndex
 
 EVENTS = {"save_checkpoint": "checkpoint", "testing": "validation"}
@@ -72,7 +71,7 @@ class ViewedRun:
         """Of all samples."""
         return self.index.build(self.lineage)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Row:
         """The row of the list of runs."""
         last = self.log.last_step
         state, why = self.folder.state(last)
@@ -98,7 +97,7 @@ class ViewedRun:
 
     # ---- samples -----------------------------------------------------------------------------------------------
 
-    def page(self, matches: Matches, first: int, size: int) -> dict[str, Any]:
+    def page(self, matches: Matches, first: int, size: int) -> Row:
         """Rows of a table of samples."""
         rows = matches.rows[first : first + size]
         described = self.index.described(self.columns, rows)
@@ -107,7 +106,7 @@ class ViewedRun:
         made = {"total": len(matches.rows), "rows": described, "indexed": self.indexed()}
         return {**made, "searched": {"files": matches.searched, "of": matches.files}} if matches.files else made
 
-    def exported(self, question: Question) -> list[dict[str, Any]]:
+    def exported(self, question: Question) -> list[Row]:
         """All samples that pass the filters, with the beginning of their texts.
 
         Raises:
@@ -124,7 +123,7 @@ class ViewedRun:
                 row[name] = text
         return described
 
-    def sample(self, identity: str, shows_all: bool) -> dict[str, Any]:
+    def sample(self, identity: str, shows_all: bool) -> Row:
         """One sample with its tokens, and what the ledger has of it.
 
         Raises:
@@ -139,7 +138,7 @@ class ViewedRun:
         record = self.index.record(columns, row)
         return {**described, "meaning": meaning, **detail_of(record, shows_all), "ledger": ledger}
 
-    def same_prompt(self, identity: str, first: int, size: int) -> dict[str, Any]:
+    def same_prompt(self, identity: str, first: int, size: int) -> Row:
         """The samples of the same row of the data over all steps; of the same group where the row is not known.
 
         Raises:
@@ -153,7 +152,7 @@ class ViewedRun:
 
     # ---- time --------------------------------------------------------------------------------------------------
 
-    def gantt(self, question: Question) -> dict[str, Any]:
+    def gantt(self, question: Question) -> Row:
         """The stages of some steps by role; times in seconds since the first of them.
 
         Raises:
@@ -174,7 +173,7 @@ class ViewedRun:
         made = {"spans": rows[:MOST_SPANS], "seconds": max(span.end for span in spans) - begin}
         return {**made, "left_out": len(rows) - MOST_SPANS} if len(rows) > MOST_SPANS else made
 
-    def system(self) -> dict[str, Any]:
+    def system(self) -> Row:
         """Busy and idle seconds of each role, and its last stage."""
         spans = self.lineage.spans
         if not spans:
@@ -187,7 +186,7 @@ class ViewedRun:
             progress.append({"role": role, "step": last.step, "time": last.end - begin, "name": last.stage})
         return {"roles": roles, "progress": progress}
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Row]:
         """Checkpoints, validations, restarts and notices, in the order of time; null: not known."""
         spans = self.lineage.spans
         begin = min((span.begin for span in spans), default=0.0)
@@ -203,7 +202,7 @@ class ViewedRun:
         notices = [{"step": None, "time": None, "kind": "notice", "text": text} for text in self.about()["notices"]]
         return made + notices
 
-    def _event(self, span: Span, begin: float) -> dict[str, Any]:
+    def _event(self, span: Span, begin: float) -> Row:
         kind = EVENTS[span.stage]
         text = f"{role_of(span.stage)}, {span.end - span.begin:.1f} s"
         if kind == "validation":
@@ -212,9 +211,9 @@ class ViewedRun:
         return {"step": span.step, "time": span.begin - begin, "kind": kind, "text": text}
 
 
-def differences(runs: list[ViewedRun]) -> list[dict[str, Any]]:
+def setting_rows(runs: list[ViewedRun]) -> list[Row]:
     """Settings with the value of each run; of several runs those that differ. None: the run has no such setting."""
     configs = [run.folder.config for run in runs]
     names = sorted({name for config in configs for name in config})
-    rows = [{"key": name, "values": [shown(c[name]) if name in c else None for c in configs]} for name in names]
+    rows = [{"key": name, "values": [setting_text(c[name]) if name in c else None for c in configs]} for name in names]
     return [row for row in rows if len(runs) == 1 or len(set(row["values"])) > 1]

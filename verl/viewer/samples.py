@@ -16,7 +16,7 @@ from verl.errors import DataError, suggest
 from verl.journal.columns import DROPPED, TRAINED, Lineage, Names
 from verl.observability.stored_samples import INDEX, StepSamples, read_lines, read_parquet
 from verl.viewer.folder import STEP_FILE
-from verl.viewer.questions import NoSuchThing, Question
+from verl.viewer.questions import NoSuchThing, Question, Row
 
 READ_SECONDS, SEARCH_SECONDS = 0.5, 0.6
 """For which one request reads files into the index, and searches in texts; the next request continues."""
@@ -28,6 +28,8 @@ LEDGER = "L"
 """How the id of a sample begins that only the journal knows."""
 OF_LEDGER = {"length": "tokens"}
 """Column of the index -> of the journal, where the names differ."""
+Signature = tuple[tuple[Path, int, int], ...]
+"""Of a step: (path, size, time) of its files."""
 SEARCHES = 16
 """Texts whose matches are kept."""
 
@@ -62,7 +64,7 @@ class SampleIndex:
     notices: dict[Path, str] = field(default_factory=dict)
     pending: int = 0
     _blocks: dict[int, StepSamples] = field(default_factory=dict)
-    _read: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    _read: dict[int, Signature] = field(default_factory=dict)
     _columns: dict[str, np.ndarray] = field(default_factory=dict)
     _order: list[StepSamples] = field(default_factory=list)
     _built: tuple[int, int] | None = None
@@ -89,7 +91,7 @@ class SampleIndex:
             if time.monotonic() > until:
                 break
 
-    def _take(self, step: int, signature: tuple[Any, ...]) -> None:
+    def _take(self, step: int, signature: Signature) -> None:
         self._read[step], self.version = signature, self.version + 1
         self._blocks.pop(step, None)
         for path, *_ in signature:
@@ -131,13 +133,13 @@ class SampleIndex:
         self._order = [self._blocks[step] for step in sorted(self._blocks)]
         count = sum(map(len, self._order))
         numbers = lineage.find(self._joined("uid", np.empty(0)), self._joined("sample", np.empty(0)))
-        known = lineage.columns
-        is_left = known["uid"] >= 0
+        ledger = lineage.columns
+        is_left = ledger["uid"] >= 0
         is_left[numbers[numbers >= 0]] = False
         rest = np.flatnonzero(is_left)
-        settled = np.where(known["settled"][rest] >= 0, known["settled"][rest], known["step"][rest])
+        settled = np.where(ledger["settled"][rest] >= 0, ledger["settled"][rest], ledger["step"][rest])
         columns = {
-            name: self._joined(name, known[OF_LEDGER.get(name, name)][rest]) for name in INDEX if name != "clipped"
+            name: self._joined(name, ledger[OF_LEDGER.get(name, name)][rest]) for name in INDEX if name != "clipped"
         }
         columns["clipped"] = self._joined("clipped", np.full(len(rest), np.nan))
         sizes = [len(block) for block in self._order]
@@ -146,8 +148,8 @@ class SampleIndex:
         places = [np.arange(size, dtype=np.int32) for size in sizes]
         columns["place"] = np.concatenate([*places, rest.astype(np.int32)])
         columns["ledger"] = np.append(numbers, rest).astype(np.int32)
-        _fill(columns, known, count)
-        self._columns, self._built = _with_states(columns, known), (self.version, lineage.version)
+        _fill(columns, ledger, count)
+        self._columns, self._built = _with_states(columns, ledger), (self.version, lineage.version)
         return self._columns
 
     def _joined(self, name: str, last: np.ndarray) -> np.ndarray:
@@ -168,15 +170,15 @@ class SampleIndex:
         Raises:
             DataError: a filter has no such value.
         """
-        chosen = np.ones(len(columns["step"]), dtype=bool)
+        passes = np.ones(len(columns["step"]), dtype=bool)
         for name in ("step", "row"):
             if question.text(name):
-                chosen &= columns[name] == question.count(name, 0)
+                passes &= columns[name] == question.count(name, 0)
         for name, names in (("uid", self.uids), ("finish", self.finishes), ("reason", self.reasons)):
             if text := question.text(name):
-                chosen &= columns[name] == _known(names, name, text)
+                passes &= columns[name] == _number_of(names, name, text)
         if state := question.text("state", "", ("", *STATES)):
-            chosen &= columns["state"] == STATES.index(state)
+            passes &= columns["state"] == STATES.index(state)
         for name, least, most in (
             ("score", "min_score", "max_score"), ("length", "min_length", "max_length"),
             ("staleness", "min_staleness", ""), ("clipped", "min_clipped", ""),
@@ -184,14 +186,14 @@ class SampleIndex:
             low = question.number(least)
             high = question.number(most) if most else None
             if low is not None:
-                chosen &= columns[name] >= low
+                passes &= columns[name] >= low
             if high is not None:
-                chosen &= (columns[name] <= high) & (columns[name] != -1 if name == "length" else True)
+                passes &= (columns[name] <= high) & (columns[name] != -1 if name == "length" else True)
         text, order = question.text("text"), self._sorting(question)
         searched = files = 0
         if text:
-            searched, files = self._search(text, chosen, columns, seconds)
-        rows = np.flatnonzero(chosen)
+            searched, files = self._search(text, passes, columns, seconds)
+        rows = np.flatnonzero(passes)
         return Matches(rows[order(columns, rows)], searched, files)
 
     def _sorting(self, question: Question) -> Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray]:
@@ -214,9 +216,9 @@ class SampleIndex:
         return order
 
     def _search(
-        self, text: str, chosen: np.ndarray, columns: Mapping[str, np.ndarray], seconds: float
+        self, text: str, passes: np.ndarray, columns: Mapping[str, np.ndarray], seconds: float
     ) -> tuple[int, int]:
-        """Leave those chosen whose prompt or response has the text, newest files first.
+        """Leave those passes whose prompt or response has the text, newest files first.
 
         Returns:
             Files that are searched, and those that are to be.
@@ -225,8 +227,8 @@ class SampleIndex:
         self._searches[text] = done
         while len(self._searches) > SEARCHES:
             del self._searches[next(iter(self._searches))]
-        chosen &= columns["block"] >= 0  # the journal has no texts
-        blocks = np.unique(columns["block"][chosen])[::-1].tolist()
+        passes &= columns["block"] >= 0  # the journal has no texts
+        blocks = np.unique(columns["block"][passes])[::-1].tolist()
         until, searched = time.monotonic() + seconds, 0
         for number in blocks:
             block = self._order[number]
@@ -240,7 +242,7 @@ class SampleIndex:
         for number in blocks:
             block, part = self._order[number], slice(starts[number], starts[number] + len(self._order[number]))
             entry = done.get(block.step)
-            chosen[part] &= entry[1] if entry is not None and entry[0] is block else False
+            passes[part] &= entry[1] if entry is not None and entry[0] is block else False
         return searched, len(blocks)
 
     def ids(self, columns: Mapping[str, np.ndarray], rows: np.ndarray) -> list[str]:
@@ -279,7 +281,7 @@ class SampleIndex:
                 made[place] = text
         return made
 
-    def described(self, columns: Mapping[str, np.ndarray], rows: np.ndarray) -> list[dict[str, Any]]:
+    def described(self, columns: Mapping[str, np.ndarray], rows: np.ndarray) -> list[Row]:
         """The short values of each row, for a table."""
         texts = {"uid": self.uids.texts, "finish": self.finishes.texts, "reason": self.reasons.texts, "state": STATES}
         made: dict[str, list[Any]] = {"id": self.ids(columns, rows)}
@@ -293,7 +295,7 @@ class SampleIndex:
                 made[name] = [None if value < 0 else value for value in values]
         return [dict(zip(made, row)) for row in zip(*made.values())]
 
-    def record(self, columns: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
+    def record(self, columns: Mapping[str, np.ndarray], row: int) -> Row:
         """What the file has of a row; empty for one without a file.
 
         Raises:
@@ -308,7 +310,7 @@ class SampleIndex:
             raise NoSuchThing(f"the file of this sample cannot be read: {error}", key="id") from error
 
 
-def _files(folder: Path, allowed: Callable[[Path], Path | None]) -> dict[int, tuple[Any, ...]]:
+def _files(folder: Path, allowed: Callable[[Path], Path | None]) -> dict[int, Signature]:
     """Step -> (path, size, time) of its files, parquet first."""
     made: dict[int, list[tuple[Path, int, int]]] = {}
     with os.scandir(folder) as entries:
@@ -347,7 +349,7 @@ def _with_states(columns: dict[str, np.ndarray], known: Mapping[str, np.ndarray]
     return {**columns, "state": state.astype(np.int8), "staleness": staleness.astype(np.int32)}
 
 
-def _known(names: Names, name: str, text: str) -> int:
+def _number_of(names: Names, name: str, text: str) -> int:
     number = names.known(text)
     if number < 0:
         choices = names.texts if len(names.texts) <= 1000 else []

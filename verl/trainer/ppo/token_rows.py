@@ -6,7 +6,7 @@ Only copies are made here; the table, its texts of tokens and the file are the t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.config import PPOTrainerConfig
 from verl.data.sample_texts import SampleTexts, ends_of
+from verl.json_text import JsonObject
 from verl.observability.token_dump import Pieces, table_of
 from verl.protocol import DataProto
 from verl.protocol.lazy import fetched, row_bounds
@@ -30,6 +31,8 @@ COLUMNS = {
     "entropy": "entropys",
 }  # fmt: skip
 """Column of a file -> of a batch, (B, T); those that a batch lacks are left out."""
+Values = dict[str, list[Any]]
+"""Column -> a value per row."""
 TEXTS = {"inputs": "input", "outputs": "output", "gts": "gts", "scores": "score"}
 
 
@@ -54,9 +57,7 @@ class TokenRows:
         self._has_own_log_probs = not config.algorithm.rollout_correction.bypass_mode
         self._pieces = Pieces(texts.tokenizer.decode)
 
-    def of(
-        self, batch: DataProto, described: Mapping[str, Any], ctx: StepContext, updated: bool
-    ) -> Callable[[], pa.Table]:
+    def of(self, batch: DataProto, described: JsonObject, ctx: StepContext, updated: bool) -> Callable[[], pa.Table]:
         """A function that makes the table; what it needs is copied now.
 
         Args:
@@ -67,13 +68,13 @@ class TokenRows:
         there = fetched(tensors["attention_mask"])[:, -tensors["responses"].shape[1] :].bool()
         uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)).astype(str))
         drawn = is_drawn(uids, self._share)
-        kept = there & torch.from_numpy(drawn)[:, None]
+        is_written = there & torch.from_numpy(drawn)[:, None]
         lengths = there.sum(-1).numpy()
         tokens: dict[str, Any] = {}
         for name, column in COLUMNS.items():
             is_own = name != "trainer_log_prob" or self._has_own_log_probs
             if column in tensors.keys() and is_own:
-                tokens[name] = fetched(tensors[column])[kept].numpy()
+                tokens[name] = fetched(tensors[column])[is_written].numpy()
         # On this thread: another one must not use the tokenizer while this one sets its padding.
         tokens["token_text"] = self._pieces.of(tokens["token_id"], np.cumsum(np.where(drawn, lengths, 0)))
         facts = self._facts(batch, there, ctx, updated)
@@ -84,11 +85,11 @@ class TokenRows:
         extra = {name: list(column) for name, column in described["reward_extra_infos"].items() if name not in named}
         return partial(table_of, {**columns, **short}, extra, tokens, lengths, drawn)
 
-    def _facts(self, batch: DataProto, there: Tensor, ctx: StepContext, updated: bool) -> dict[str, list[Any]]:
+    def _facts(self, batch: DataProto, there: Tensor, ctx: StepContext, updated: bool) -> Values:
         """Columns of `SHORT` besides step and length."""
         tensors, names = batch.tensors, batch.non_tensor_batch
         width = tensors["prompts"].shape[1]
-        made: dict[str, list[Any]] = accounting.names_of(batch)
+        made: Values = accounting.names_of(batch)
         made["prompt_length"] = fetched(tensors["attention_mask"])[:, :width].sum(-1).tolist()
         made["reason"] = list(accounting.reasons_of(batch, ctx, updated))
         if "finish_reason" in names:
