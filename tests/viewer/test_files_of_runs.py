@@ -150,6 +150,29 @@ def test_lines_of_an_earlier_release_make_samples_without_tokens(tmp_path):
         assert site.get("runs")["runs"][0]["samples"] == "texts"
 
 
+def test_a_conversation_is_shown_as_turns(tmp_path):
+    pieces = [
+        {"role": "user", "text": "2*3?"}, {"role": "assistant", "text": "times(2, 3)"},
+        {"role": "tool", "calls": [{"name": "times", "answer": "6"}]}, {"role": "assistant", "text": "6"},
+    ]  # fmt: skip
+    dump_generations(tmp_path / "samples", 1, ["q"], ["a"], ["6"], [1.0], {"trajectory": [pieces], "acc": [True]})
+    with served(tmp_path) as site:
+        site.indexed("samples")
+        shown = site.get("sample", id="1-0")
+    assert [(turn["role"], turn["text"]) for turn in shown["turns"]] == [
+        ("user", "2*3?"), ("assistant", "times(2, 3)"), ("tool", "times: 6"), ("assistant", "6"),
+    ]  # fmt: skip
+    assert shown["extra"] == {"acc": True}
+
+
+def test_settings_that_unfold_without_end_are_refused(tmp_path):
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30))]
+    (tmp_path / "config.yaml").write_text("\n".join(lines) + "\n")
+    with served(tmp_path) as site:
+        assert site.get("config")["rows"] == []
+        assert "more than" in " ".join(site.get("runs")["runs"][0]["notices"])
+
+
 def test_an_empty_folder_is_a_run_without_anything(tmp_path):
     with served(tmp_path) as site:
         (row,) = site.get("runs")["runs"]

@@ -19,6 +19,8 @@ from verl.observability.backends.file import metrics_path
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SAMPLES = "rollout_data_dir"
+MOST_VALUES = 100_000
+"""Of a file of settings."""
 STEP_FILE = re.compile(r"(\d+)\.(parquet|jsonl)")
 
 
@@ -101,7 +103,9 @@ class RunFolder:
             seen = status.st_size, status.st_mtime_ns
             if seen != self._config_read:
                 self._config_read, self.config = seen, {}
-                self.config = flat(yaml.safe_load(real.read_text(encoding="utf-8")))
+                values = yaml.safe_load(real.read_text(encoding="utf-8"))
+                _check_size(values)
+                self.config = flat(values)
             elif fault is not None:
                 self.notices[CONFIG] = fault
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -154,6 +158,21 @@ class RunFolder:
             return {}
         holder = object_of(text) if text else {}
         return holder if isinstance(holder, dict) else {"pid": "?", "host": "?", "since": text}
+
+
+def _check_size(value: object) -> None:
+    """Refuse values whose references to each other unfold to more than a person could read.
+
+    Raises:
+        ValueError: they do.
+    """
+    left, count = [value], 0
+    while left:
+        item = left.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values")
+        left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
 
 
 def flat(value: object, above: str = "") -> dict[str, object]:
