@@ -1,4 +1,4 @@
-"""What the page is told about a real run, held against the batches that it trained on and the files that it wrote."""
+"""What the page shows of a real run, held against the batches that it trained on and the files that it wrote."""
 
 from __future__ import annotations
 
