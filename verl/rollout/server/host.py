@@ -221,7 +221,8 @@ def _key(folder: str) -> str:
 
 
 def _end_with_stdin() -> None:
-    while sys.stdin.buffer.read(1024):
+    # Past Python's buffer: its lock, held by this thread, would abort the process at its end.
+    while os.read(sys.stdin.fileno(), 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
