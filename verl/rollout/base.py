@@ -15,7 +15,8 @@ from torch import Tensor
 
 from verl.config.schema.node import key_of
 from verl.config.schema.rollout import RolloutConfig
-from verl.errors import RolloutError
+from verl.errors import NotBuiltError, RolloutError
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.weight_sync.chunks import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -199,6 +200,15 @@ class Sampler(ABC):
         Raises:
             RolloutError: the request is invalid (see `check_request`), the sampler sleeps, or its weights are unusable.
         """
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Log-probs of given tokens; nothing is sampled.
+
+        Raises:
+            NotBuiltError: this engine gives none.
+            RolloutError: the request is invalid (see `check_score`), or as `generate` raises it.
+        """
+        raise NotBuiltError(f"{type(self).__name__} gives no log-probs of given tokens", fix="Take the hf engine.")
 
     @abstractmethod
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:

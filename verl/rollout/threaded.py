@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from verl.rollout.base import Completion, Request, Sampler
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.weight_sync import WeightChunk
 
 T = TypeVar("T")
@@ -51,11 +52,18 @@ class ThreadedSampler(Sampler):
         return self.sampler.version
 
     async def generate(self, request: Request) -> Completion:
+        return await self._gather(lambda: self.sampler.generate(request))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        return await self._gather(lambda: self.sampler.score(request))
+
+    async def _gather(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of a call that begins together with the others of this turn."""
         loop = asyncio.get_running_loop()
         if loop not in self._gathered:
             self._gathered[loop] = []
             loop.call_soon(loop.call_soon, self._send, loop)  # two turns, as the engine waits for its first requests
-        call = _Call(lambda: self.sampler.generate(request), loop.create_future())
+        call = _Call(begin, loop.create_future())
         self._gathered[loop].append(call)
         return await self._answer(call)
 

@@ -8,8 +8,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from verl.errors import RolloutError
 from verl.models.router_replay import ExpertRecorder
 from verl.rollout.hf.rows import Chunk, Prompt, Row
 from verl.rollout.hf.seen import Features
@@ -101,6 +102,32 @@ def vocab_size(model: PreTrainedModel) -> int:
     words = cast(nn.Embedding, model.get_input_embeddings())
     # On several ranks the weight is a shard, but the module still has the full size.
     return getattr(words, "num_embeddings", words.weight.shape[0])
+
+
+def context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """The model's context, or ``max_model_len`` if that is shorter; a longer one is an error."""
+    limit = vars(model.config.get_text_config(decoder=True)).get("max_position_embeddings")
+    if max_model_len is None:
+        return limit or 1 << 30
+    if max_model_len < 1 or (limit and max_model_len > limit):
+        raise RolloutError(
+            "longer than the model's context" if max_model_len > 0 else "not a length",
+            key="max_model_len",
+            got=max_model_len,
+            allowed=f"1 to {limit}",
+        )
+    return max_model_len
+
+
+def default_stops(model: PreTrainedModel) -> Sequence[int]:
+    """End-of-sequence ids of the generation config, else of the model's configuration."""
+    generation: GenerationConfig | None = model.generation_config
+    stops = None if generation is None else generation.eos_token_id
+    if stops is None:
+        stops = model.config.get_text_config(decoder=True).eos_token_id
+    if stops is None:
+        return ()
+    return [int(x) for x in stops] if isinstance(stops, Sequence) else [int(stops)]
 
 
 class BorrowedModel:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl import stacks
 from verl.config.rules.sampling import records_experts
@@ -44,12 +44,14 @@ from verl.rollout.hf.pool_runner import PoolPolicy
 from verl.rollout.hf.probe import padded_runner, pool_runner
 from verl.rollout.hf.quantized import held_bytes
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
-from verl.rollout.hf.runner import ModelRunner, vocab_size
+from verl.rollout.hf.runner import ModelRunner, context_length, default_stops, vocab_size
 from verl.rollout.hf.scheduler import Admission, Scheduler
+from verl.rollout.hf.scoring import TokenScorer
 from verl.rollout.hf.seen import Views, check_sight
 from verl.rollout.hf.weights import SamplerWeights
 from verl.rollout.readiness import Readiness, check_level
 from verl.rollout.resume import continued
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.rollout.uniforms import stream_key, uniforms
 from verl.weight_sync import WeightChunk
 
@@ -138,8 +140,8 @@ class HFSampler(Sampler):
         self.model, self.seed = model, seed
         self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.vocab_size = vocab_size(model)
-        self.max_model_len = _context_length(model, max_model_len)
-        self.stop_token_ids = frozenset(_default_stops(model) if stop_token_ids is None else stop_token_ids)
+        self.max_model_len = context_length(model, max_model_len)
+        self.stop_token_ids = frozenset(default_stops(model) if stop_token_ids is None else stop_token_ids)
         on_cuda = model.device.type == "cuda"
         if record is None:
             record = on_cuda and not enforce_eager and not full_determinism
@@ -168,8 +170,9 @@ class HFSampler(Sampler):
             share=share_prompts,
             reserve=self._runner.reserve,
         )
+        self._scorer = TokenScorer(model, self.vocab_size, self.max_model_len, max_num_batched_tokens)
         self._views = None if self._runner.features is None else Views(self._runner.features.family)
-        self._state = Readiness()
+        self._state, self._adjust = Readiness(), Adjustment()
         self._task: asyncio.Task[None] | None = None
         self.at_update = at_update
         self._is_held = self._interrupts = False
@@ -178,7 +181,6 @@ class HFSampler(Sampler):
         self._columns: tuple[list[Row], DrawColumns] | None = None
         features = self._runner.features
         self._never = None if features is None else torch.tensor(features.family.never_drawn, device=model.device)
-        self._adjust = Adjustment()
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
 
     @classmethod
@@ -254,6 +256,10 @@ class HFSampler(Sampler):
             return await row.future
         finally:
             self._withdraw(self._in_flight.pop(request.id, row))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        self._state.check()
+        return await self._scorer.score(request)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         async with _Hold(self, interrupts=self.at_update != "wait"):
@@ -569,29 +575,3 @@ def _make_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy,
             f"sampled through transformers' own cache, which is slower: {error.message}",
         )
         return padded_runner(model, max_model_len)
-
-
-def _context_length(model: PreTrainedModel, max_model_len: int | None) -> int:
-    """The model's context, or ``max_model_len`` if that is shorter; a longer one is an error."""
-    limit = vars(model.config.get_text_config(decoder=True)).get("max_position_embeddings")
-    if max_model_len is None:
-        return limit or 1 << 30
-    if max_model_len < 1 or (limit and max_model_len > limit):
-        raise RolloutError(
-            "longer than the model's context" if max_model_len > 0 else "not a length",
-            key="max_model_len",
-            got=max_model_len,
-            allowed=f"1 to {limit}",
-        )
-    return max_model_len
-
-
-def _default_stops(model: PreTrainedModel) -> Sequence[int]:
-    """End-of-sequence ids of the generation config, else of the model's configuration."""
-    generation: GenerationConfig | None = model.generation_config
-    stops = None if generation is None else generation.eos_token_id
-    if stops is None:
-        stops = model.config.get_text_config(decoder=True).eos_token_id
-    if stops is None:
-        return ()
-    return [int(x) for x in stops] if isinstance(stops, Sequence) else [int(stops)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,25 @@ CALLS = {
 """Path of a method, and the names of its arguments."""
 
 
+def host_process(
+    rollout: RolloutConfig,
+    model: HFModelConfig,
+    device: str,
+    name: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> HostProcess:
+    """A host with these sections of the configuration, as many threads as this process, and a new key.
+
+    Args:
+        arguments: of its command line.
+        environment: added to this process's.
+    """
+    sections = {"actor_rollout_ref": {"rollout": to_dict(rollout), "model": to_dict(model)}}
+    variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), **(environment or {})}
+    return HostProcess(arguments, device, name, (FILE, json.dumps(sections)), environment=variables)
+
+
 class ChildHandle(Handle):
     """The handle on a sampler and its `WeightIntake` in a child process.
 
@@ -57,10 +77,7 @@ class ChildHandle(Handle):
         super().__init__("the sampler's process")
         # Its own sampler is an ordinary one in its process: the transport is between that process and this one.
         plain = dataclasses.replace(rollout, checkpoint_engine=type(rollout.checkpoint_engine)())
-        sections = {"actor_rollout_ref": {"rollout": to_dict(plain), "model": to_dict(model)}}
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        file = (FILE, json.dumps(sections))
-        self.process = HostProcess([TRANSPORT, transport], device, self.name, file, environment=threads)
+        self.process = host_process(plain, model, device, self.name, [TRANSPORT, transport])
         with on_error(lambda _: self.process.close()):
             run_now(self.process.wait_until_up(rollout.server.max_start_wait_time))
         self._client = HttpClient(self.process.url, key=self.process.key)

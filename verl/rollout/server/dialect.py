@@ -15,6 +15,7 @@ from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Request
 from verl.rollout.gated import NEVER, Sampled
 from verl.rollout.reload_check import FIX
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.rollout.server.pictures import ByIdentity, Post, png_url
 
 
@@ -45,6 +46,8 @@ class Dialect(ABC):
     """Whether a prompt may show images, or videos: only where the tokens that the server makes of it are known."""
     updates_from_folder = False
     """Whether it takes new weights from a folder that it can read."""
+    scores_tokens = scores_at_temperature = False
+    """Whether it gives log-probs of tokens that are sent to it, and whether also at a temperature other than 1."""
 
     image_token_id: int | None = None
     """Stands for a part of an image in prompts; None: the model reads only text."""
@@ -66,6 +69,24 @@ class Dialect(ABC):
     @abstractmethod
     def answer(self, request: Request, content: JsonObject) -> Sampled:
         """The completion in an answer; a KeyError, IndexError, TypeError or ValueError means that it is nonsense."""
+
+    def score_question(self, request: ScoreRequest) -> tuple[str, JsonObject]:
+        """Path and payload of a request for the log-probs of given tokens.
+
+        Raises:
+            NotBuiltError: this kind of server gives none.
+        """
+        raise NotBuiltError(
+            f"a server of kind {self.name!r} gives no log-probs of tokens that are sent to it",
+            key="actor_rollout_ref.rollout.server.api",
+            got=self.name,
+            fix="Serve the model with vLLM, SGLang or a host of this library, and name its kind there if it was not "
+            "recognised.",
+        )
+
+    def scores(self, request: ScoreRequest, content: JsonObject) -> Scores:
+        """The log-probs in an answer; errors as in `answer`."""
+        raise AssertionError(f"{self.name} is queried for no scores")
 
     async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         """The content of the answer to a question, which ``post`` sends to its path.

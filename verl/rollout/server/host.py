@@ -76,6 +76,7 @@ class Host:
         """
         calls: dict[str, Callable[[Any], Awaitable[Any]]] = {
             own.GENERATE: self._generate,
+            own.SCORE: self._score,
             own.SHOW: self._show,
             own.ABORT: self._abort,
             own.UPDATE: self._update,
@@ -105,6 +106,9 @@ class Host:
         if pictures is None:
             return {LACKS: self._fields}
         return own.completion_json(await self.sampler.generate(own.from_json(payload, pictures)))
+
+    async def _score(self, payload: JsonObject) -> JsonObject:
+        return own.scores_json(await self.sampler.score(own.score_from_json(payload)))
 
     async def _show(self, payload: Any) -> Any:
         await self._pictures.add(payload)

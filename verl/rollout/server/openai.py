@@ -14,6 +14,7 @@ from verl.json_text import JsonObject
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled, collapsed
 from verl.rollout.lost import EngineLostError
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.rollout.server.dialect import (
     Dialect,
     budget_of,
@@ -40,7 +41,7 @@ class VLLMDialect(Dialect):
 
     name = "vllm"
     takes_images = True
-    updates_from_folder = True
+    updates_from_folder = scores_tokens = True
     fix_of_reload = f"Start it with --worker-extension-cls {EXTENSION}, or set actor_rollout_ref.rollout.name=hf."
     _has_extension: bool | None = None
 
@@ -76,6 +77,31 @@ class VLLMDialect(Dialect):
             "return_tokens_as_token_ids": True,  # says the same in older versions
             "add_special_tokens": False,
         }
+
+    def score_question(self, request: ScoreRequest) -> tuple[str, JsonObject]:
+        # vLLM samples at least one token. A fixed request keeps the default parameters of the model's folder away.
+        return PATH, {"model": self.model, "prompt": list(request.token_ids), "add_special_tokens": False,
+                      "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": request.top_k}  # fmt: skip
+
+    def scores(self, request: ScoreRequest, content: JsonObject) -> Scores:
+        (choice,) = content["choices"]
+        entries = choice.get("prompt_logprobs")
+        if not entries:
+            raise ValueError("it has no prompt_logprobs")
+        if len(entries) != len(request.token_ids):
+            raise ValueError(f"prompt_logprobs of {len(entries)} tokens, where {len(request.token_ids)} were sent")
+        positions = [_position(entry) for entry in entries[request.start :]]
+        for place, (token, listed) in enumerate(zip(request.scored, positions)):
+            if token not in listed:
+                raise ValueError(f"response token {place} is {token}, of which it gives no log-prob")
+        log_probs = [listed[token][0] for token, listed in zip(request.scored, positions)]
+        if not request.top_k:
+            return Scores.of(request.scored, log_probs, None)
+        # A token that is not among the most likely ones is listed besides, with its rank.
+        top = [
+            [(token, value) for token, (value, rank) in listed.items() if rank <= request.top_k] for listed in positions
+        ]
+        return Scores.of(request.scored, log_probs, top)
 
     async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         if request.sees:
@@ -140,13 +166,11 @@ class VLLMDialect(Dialect):
             raise RolloutError("this vLLM server keeps features of images under old weights", fix=IMAGES)
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
-        payload: JsonObject = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0,
-                   "prompt_logprobs": 0}  # fmt: skip
-        (choice,) = (await self.ask("POST", PATH, payload))["choices"]
-        entries = choice.get("prompt_logprobs")
-        if not entries:
-            return None
-        return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], token_ids[1:])]
+        request = ScoreRequest("probe", tuple(token_ids), 1)
+        path, payload = self.score_question(request)
+        content = await self.ask("POST", path, payload)
+        has_any = content["choices"][0].get("prompt_logprobs")
+        return [float(value) for value in self.scores(request, content).log_probs] if has_any else None
 
     async def sleep(self, level: int) -> bool:
         return await self._dev(f"/sleep?level={level}", {})
@@ -163,6 +187,11 @@ class VLLMDialect(Dialect):
                 return False
             raise
         return True
+
+
+def _position(entry: JsonObject) -> dict[int, tuple[object, int]]:
+    """Token -> its log-prob and rank, at one position."""
+    return {int(token): (value["logprob"], int(value["rank"])) for token, value in entry.items()}
 
 
 class OpenAIDialect(Dialect):

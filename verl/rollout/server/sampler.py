@@ -35,6 +35,7 @@ from verl.rollout.base import LOGPROBS_MODES, Request, Sampler, SamplingParams, 
 from verl.rollout.gated import UNLIMITED, GatedSampler, Sampled, invalid_reason, request_seed
 from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, checked_json
 from verl.rollout.server.dialect import Dialect
 from verl.rollout.server.openai import OpenAIDialect, VLLMDialect
@@ -204,6 +205,28 @@ class ServerSampler(GatedSampler):
                     f"{self.url} takes text: prompts pass a tokenizer, and a policy cannot be trained with it",
                 )
         return self._dialect
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As the base class, in one attempt: the caller has other servers.
+
+        Raises:
+            EngineLostError: no answer, or none in time.
+            RolloutError: the server refuses the request, or answers another one.
+        """
+        dialect = await self.connect()
+        if request.temperature != 1 and not dialect.scores_at_temperature:
+            message = f"a server of kind {dialect.name!r} gives log-probs of a prompt at temperature 1 alone"
+            raise RolloutError(
+                message, key=f"{_R}.temperature", got=request.temperature, allowed=[1.0],
+                fix="Set it to 1, or serve the model with a host of this library.",
+            )  # fmt: skip
+        path, payload = dialect.score_question(request)
+        content = checked_json(await self._client.ask("POST", path, payload, self.timeout), f"{self.url}{path}")
+        try:
+            return dialect.scores(request, content)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            wrong = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise RolloutError(f"the answer of {self.url}{path} cannot be used: {wrong}") from error
 
     async def _abort(self, request_ids: Collection[str]) -> int:
         in_flight = {name: entry for name, entry in self._tasks.items() if name in request_ids}

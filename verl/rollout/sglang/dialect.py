@@ -14,6 +14,7 @@ from verl.errors import RolloutError
 from verl.json_text import Json, JsonObject
 from verl.rollout.base import Request
 from verl.rollout.gated import Sampled, collapsed
+from verl.rollout.scores import ScoreRequest, Scores
 from verl.rollout.server.dialect import Dialect, budget_of, check_prompt, log_probs, shortest_of, token_ids
 from verl.rollout.server.pictures import Post
 
@@ -29,7 +30,7 @@ class SGLangDialect(Dialect):
 
     name = "sglang"
     takes_images = True
-    updates_from_folder = True
+    updates_from_folder = scores_tokens = True
     raw_is_adjusted = True
 
     def question(self, request: Request, stops: Sequence[int], seed: int) -> tuple[str, dict[str, Any]]:
@@ -54,6 +55,27 @@ class SGLangDialect(Dialect):
                 **self.bias,
             },
         }
+
+    def score_question(self, request: ScoreRequest) -> tuple[str, JsonObject]:
+        return "/generate", {
+            "input_ids": list(request.token_ids),
+            "return_logprob": True,
+            "logprob_start_len": request.start - 1,  # SGLang says null for the first token that it is queried for
+            "top_logprobs_num": request.top_k,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
+        }
+
+    def scores(self, request: ScoreRequest, content: JsonObject) -> Scores:
+        meta, count = (content[0] if isinstance(content, list) else content)["meta_info"], len(request.scored)
+        triples = meta["input_token_logprobs"]  # (log-prob, token id, text or null)
+        if len(triples) != count + 1:
+            raise ValueError(f"input_token_logprobs of {len(triples)} tokens, where {count + 1} were queried")
+        listed = None
+        if request.top_k:
+            listed = [[(t[1], t[0]) for t in position] for position in meta["input_top_logprobs"][1:]]
+            if len(listed) != count:
+                raise ValueError(f"input_top_logprobs of {len(listed)} tokens, where {count} were queried")
+        return Scores.of(token_ids(t[1] for t in triples[1:]), [t[0] for t in triples[1:]], listed)
 
     async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
         if request.sees:

@@ -1,0 +1,207 @@
+"""Log-probs of prompts from servers of each kind, and answers that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.harness.models import tiny_model_dir
+from tests.harness.prompt_log_probs import sglang_answer, table_of, vllm_answer
+from tests.harness.servers import Hangup, serving
+from verl.errors import NotBuiltError, RolloutError
+from verl.models import load_causal_lm
+from verl.rollout.hf.sampler import HFSampler
+from verl.rollout.lost import EngineLostError
+from verl.rollout.scores import ScoreRequest
+from verl.rollout.server.host import Host
+from verl.rollout.server.sampler import ServerSampler
+from verl.rollout.server.scoring import ScoringPool, ScoringReplica
+from verl.rollout.threaded import threaded
+from verl.serving import loopback
+
+VOCABULARY = 259
+ROW = ScoreRequest("row 3 of the batch of step 7", (40, 41, 42, 43, 44), 2, top_k=VOCABULARY)
+SAMPLED = ScoreRequest("row 3 of the batch of step 7", (40, 41, 42, 43, 44), 2)
+PATHS = {"vllm": "/v1/completions", "sglang": "/generate"}
+ANSWERS = {"vllm": vllm_answer, "sglang": sglang_answer}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), initializer_range=0.3))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_causal_lm(folder, torch.float32).eval()
+
+
+def pool(folder, *urls, **settings):
+    options = {"max_attempts": 1, "retry_delay": 0.0, **settings}
+    replicas = [ScoringReplica(url, ServerSampler(url, model=folder, api_key=options.pop("key", None))) for url in urls]
+    return ScoringPool(replicas, options.pop("vocabulary", VOCABULARY), 4, **options)
+
+
+def ask(folder, paths, request, **settings):
+    """The answer of a server with these paths."""
+    with serving(paths) as server:
+        return asyncio.run(pool(folder, server.url, **settings).score_all([request]))[0]
+
+
+def assert_exact(scores, model, request=ROW):
+    table = table_of(model, list(request.token_ids))[request.start - 1 :]
+    tokens = torch.tensor(request.scored)
+    torch.testing.assert_close(torch.tensor(scores.log_probs), table.gather(-1, tokens[:, None])[:, 0])
+    listed = table.gather(-1, torch.tensor(scores.top_ids))
+    torch.testing.assert_close(torch.tensor(scores.top_log_probs), listed)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_each_kind_of_server_gives_the_log_probs_of_the_model(folder, model, kind):
+    marks = {"/get_model_info": (200, {}), "/version": (404, {})} if kind == "sglang" else {}
+    with serving({PATHS[kind]: lambda payload: ANSWERS[kind](model, payload), **marks}) as server:
+        scores = asyncio.run(pool(folder, server.url).score_all([ROW] * 8))
+        [payload, *_] = server.payloads(PATHS[kind])
+    for one in scores:
+        assert_exact(one, model)
+    assert payload.get("prompt", payload.get("input_ids")) == list(ROW.token_ids)
+
+
+def test_a_host_of_this_library_gives_them_at_any_temperature(folder, model):
+    warm = ScoreRequest("row", ROW.token_ids, 2, top_k=4, temperature=0.5)
+
+    async def run():
+        address = asyncio.get_running_loop().create_future()
+        host = Host(threaded(HFSampler(folder)), "key")
+        task = asyncio.ensure_future(host.serve(loopback(), address.set_result))
+        try:
+            replicas = [ScoringReplica("here", ServerSampler(await address, model=folder, api="verl", api_key="key"))]
+            return await ScoringPool(replicas, VOCABULARY, 4, 1, 0.0).score_all([ROW, warm, SAMPLED])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    exact, scaled, sampled = asyncio.run(run())
+    assert_exact(exact, model)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ROW.token_ids])).logits[0, 1:-1]
+    torch.testing.assert_close(torch.tensor(scaled.top_log_probs), (2 * logits).log_softmax(-1).topk(4).values)
+    assert sampled.top_ids is None
+    torch.testing.assert_close(torch.tensor(sampled.log_probs), torch.tensor(exact.log_probs))
+
+
+def changed(answer, change):
+    """An answer in which the entry of the second response token is another one."""
+
+    def answered(payload):
+        status, content = answer(payload)
+        change(content)
+        return status, content
+
+    return answered
+
+
+def vllm_entries(content):
+    return content["choices"][0]["prompt_logprobs"]
+
+
+def triples(content):
+    return content["meta_info"]["input_token_logprobs"]
+
+
+def rename(entry, old, new):
+    entry[new] = entry.pop(old)
+
+
+VLLM_FAULTS = {
+    "prompt_logprobs of 4 tokens, where 5 were sent": lambda c: vllm_entries(c).pop(),
+    "response token 1 is 43, of which it gives no log-prob": lambda c: rename(vllm_entries(c)[3], "43", "999"),
+    "a log-prob of null": lambda c: vllm_entries(c)[3]["43"].update(logprob=None),
+    "a log-prob of nan": lambda c: vllm_entries(c)[3]["43"].update(logprob=float("nan")),
+    "a log-prob of 0.5": lambda c: vllm_entries(c)[3]["43"].update(logprob=0.5),
+    "it has no prompt_logprobs": lambda c: c["choices"][0].update(prompt_logprobs=None),
+    "it has no 'choices'": lambda c: c.pop("choices"),
+    "it lists token 700, and the policy's vocabulary has 259: another vocabulary": lambda c: [
+        rename(entry, "7", "700") for entry in vllm_entries(c)[1:]
+    ],
+    "it lists 258 tokens at one position and 259 at another": lambda c: vllm_entries(c)[3].pop("7"),
+    "it lists 258 tokens per position, where 259 were queried": lambda c: [e.pop("7") for e in vllm_entries(c)[1:]],
+    "have a probability of 1.": lambda c: vllm_entries(c)[3]["7"].update(logprob=-1.0),
+}
+SGLANG_FAULTS = {
+    "input_token_logprobs of 3 tokens, where 4 were queried": lambda c: triples(c).pop(),
+    "response token 1 is 99 there, and 43 was sent": lambda c: triples(c)[2].__setitem__(1, 99),
+    "a log-prob of null": lambda c: triples(c)[1].__setitem__(0, None),
+    "it has no 'input_top_logprobs'": lambda c: c["meta_info"].pop("input_top_logprobs"),
+    "it lists a token twice": lambda c: [p.__setitem__(0, p[1]) for p in c["meta_info"]["input_top_logprobs"][1:]],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "change"),
+    [("vllm", *fault) for fault in VLLM_FAULTS.items()] + [("sglang", *fault) for fault in SGLANG_FAULTS.items()],
+)
+def test_an_answer_that_is_not_the_rows_is_an_error_with_its_row(folder, model, kind, says, change):
+    marks = {"/get_model_info": (200, {}), "/version": (404, {})} if kind == "sglang" else {}
+    answer = changed(lambda payload: ANSWERS[kind](model, payload), change)
+    with pytest.raises(RolloutError) as caught:
+        ask(folder, {PATHS[kind]: answer, **marks}, ROW, max_attempts=3)
+    assert says in str(caught.value) and ROW.id in str(caught.value) and "http://127.0.0.1" in str(caught.value)
+    assert not isinstance(caught.value, EngineLostError), "another server would say the same"
+
+
+def test_a_server_that_refuses_prompt_log_probs_is_named_with_its_reason(folder):
+    reason = {"error": {"message": "Requested prompt logprobs of 259, which is greater than max allowed: 20"}}
+    with pytest.raises(RolloutError, match=r"(?s)127\.0\.0\.1.*row 3.*max allowed: 20"):
+        ask(folder, {PATHS["vllm"]: (400, reason)}, ROW)
+
+
+def test_servers_that_take_text_and_other_temperatures_are_refused(folder, model):
+    with serving({"/version": (404, {})}) as server:
+        sampler = ServerSampler(server.url, model=folder, wants_log_probs=False)
+        with pytest.raises(NotBuiltError, match="gives no log-probs of tokens that are sent to it"):
+            asyncio.run(sampler.score(SAMPLED))
+    warm = ScoreRequest("row", ROW.token_ids, 2, temperature=0.5)
+    with pytest.raises(RolloutError, match="at temperature 1 alone"):
+        ask(folder, {PATHS["vllm"]: lambda payload: vllm_answer(model, payload)}, warm)
+
+
+def test_a_row_whose_connection_breaks_goes_to_another_server(folder, model):
+    with (
+        serving({PATHS["vllm"]: Hangup()}) as broken,
+        serving({PATHS["vllm"]: lambda payload: vllm_answer(model, payload)}) as good,
+    ):
+        servers = pool(folder, broken.url, good.url, max_attempts=2)
+        scores = asyncio.run(servers.score_all([ROW] * 6))
+        assert good.count(PATHS["vllm"]) == 6
+        lost = broken.count(PATHS["vllm"])
+    for one in scores:
+        assert_exact(one, model)
+    assert lost >= 1 and (servers.requests, servers.retries) == (6 + lost, lost)
+
+
+def test_a_row_that_every_server_loses_is_an_error_after_its_attempts(folder):
+    with serving({PATHS["vllm"]: Hangup()}) as broken:
+        servers = pool(folder, broken.url, max_attempts=3)
+        with pytest.raises(EngineLostError, match="row 3 of the batch of step 7 was lost in 3 attempts"):
+            asyncio.run(servers.score_all([ROW]))
+        assert broken.count(PATHS["vllm"]) == 3
+
+
+def test_no_more_rows_are_in_flight_than_there_are_places(folder, model):
+    most = in_flight = 0
+
+    async def answer(payload):
+        nonlocal most, in_flight
+        in_flight += 1
+        most = max(most, in_flight)
+        for _ in range(20):  # turns of the server's loop, in which further requests would arrive
+            await asyncio.sleep(0)
+        in_flight -= 1
+        return vllm_answer(model, payload)
+
+    with serving({PATHS["vllm"]: answer}) as server:
+        asyncio.run(pool(folder, server.url).score_all([SAMPLED] * 20))
+        assert server.count(PATHS["vllm"]) == 20 and most <= 4

@@ -1,0 +1,235 @@
+"""Log-probs of given tokens from several servers of one model: who gets a row, and what follows when a server is lost.
+
+Consumes: rows. Waits for: a free place at a server, its answer, a server that is started again. Unblocked by: these;
+each row has a limited number of attempts. A score is a function of its tokens: a row may be sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from verl.errors import RolloutError
+from verl.metrics import notice
+from verl.outcomes import on_error
+from verl.rollout.base import Sampler
+from verl.rollout.lost import EngineLostError
+from verl.rollout.scores import ScoreRequest, Scores, invalid_scores
+from verl.rollout.server.client import LONGEST_DELAY
+from verl.rollout.server.process import HostProcess
+
+AVOIDED_SECONDS = 5.0
+"""For which a server that lost a row gets others only where there is no better one."""
+
+
+class ScoringReplica:
+    """A server that was started elsewhere.
+
+    Attributes:
+        load: rows that it has.
+        restarts: how often it was started again.
+    """
+
+    restarts = 0
+
+    def __init__(self, name: str, sampler: Sampler | None):
+        self.name, self.sampler = name, sampler
+        self.load, self.lost_at = 0, 0.0
+
+    def mending(self) -> Future[None] | None:
+        """The start of a process in the place of one that ended; None where none has."""
+        return None
+
+    def close(self) -> None:
+        """Leave it as it is."""
+
+
+class WatchedHost(ScoringReplica):
+    """A host of this library, which is started again when its process has ended.
+
+    Args:
+        start: begins a process.
+        connect: the sampler over one that is up.
+        seconds: that it may take to come up.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], HostProcess], connect: Callable[[HostProcess], Sampler], seconds: float
+    ):
+        super().__init__(name, None)
+        self._start, self._connect, self._seconds = start, connect, seconds
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"verl-{name}")
+        self._is_closed = False
+        self.process = start()
+        self._coming: Future[None] | None = self._threads.submit(self._come_up, self.process)
+
+    def mending(self) -> Future[None] | None:
+        if self._coming is not None and not (self._coming.done() and self._coming.exception() is None):
+            return self._coming  # it starts, or did not come up: that error is every later row's, too
+        if self.process.is_alive:
+            return None
+        self.restarts += 1
+        notice(f"{self.name}, start {self.restarts + 1}", f"it is started again: {self.process.exit_report}")
+        self.process.close()
+        self._coming = self._threads.submit(self._again)
+        return self._coming
+
+    def _again(self) -> None:
+        subject = f"{self.name}, start {self.restarts + 1} failed"
+        with on_error(lambda error: notice(subject, f"it gets no more rows: {error}")):
+            self.process = self._start()
+            self._come_up(self.process)
+
+    def _come_up(self, process: HostProcess) -> None:
+        with on_error(lambda _: process.close()):
+            if self._is_closed:
+                raise EngineLostError(f"{self.name} was closed while it started")
+            asyncio.run(process.wait_until_up(self._seconds))
+            self.sampler = self._connect(process)
+
+    def close(self) -> None:
+        """End the process; one that is just starting ends as well."""
+        self._is_closed = True
+        self.process.close()
+        self._threads.shutdown(wait=True)
+        self.process.close()
+
+
+class ScoringPool:
+    """Servers of one model.
+
+    Args:
+        replicas: at least one.
+        vocab_size: of the model whose rows are scored; other listed tokens are refused.
+        slots: rows in flight at each of them.
+        max_attempts: of a row.
+        retry_delay: seconds before a row goes to a server that has lost it already; twice as long each time.
+
+    Attributes:
+        requests, retries: attempts, and those of them that followed on a loss.
+    """
+
+    def __init__(
+        self, replicas: Sequence[ScoringReplica], vocab_size: int, slots: int, max_attempts: int, retry_delay: float
+    ):
+        self.replicas, self.vocab_size = list(replicas), vocab_size
+        self.slots, self.max_attempts, self.retry_delay = slots, max_attempts, retry_delay
+        self.requests = self.retries = 0
+
+    @property
+    def restarts(self) -> int:
+        return sum(replica.restarts for replica in self.replicas)
+
+    async def check(self, request: ScoreRequest) -> None:
+        """Every server comes up and scores a row.
+
+        Raises:
+            VerlError: of the first that does not.
+        """
+        starts = [start for replica in self.replicas if (start := replica.mending()) is not None]
+        await asyncio.gather(*map(asyncio.wrap_future, starts))
+        await asyncio.gather(*(self._scored_by(replica, request) for replica in self.replicas))
+
+    async def score_all(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """The answers, in order; rows beyond the places at the servers wait here.
+
+        Raises:
+            EngineLostError: a row was lost too often.
+            RolloutError: a server refuses a row, or its answer cannot be that row's.
+        """
+        # Taken by each row's task in the caller's loop, in order of the rows; released with its answer or its error.
+        places = asyncio.Semaphore(self.slots * len(self.replicas))
+
+        async def one(request: ScoreRequest) -> Scores:
+            async with places:
+                return await self._score(request)
+
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        losers: list[ScoringReplica] = []
+        last: EngineLostError | None = None
+        for attempt in range(self.max_attempts):
+            replica = await self._choose(losers)
+            self.requests += 1
+            self.retries += attempt > 0
+            replica.load += 1
+            try:
+                return await self._scored_by(replica, request)
+            except EngineLostError as error:
+                last, replica.lost_at = error, time.monotonic()
+                losers.append(replica)
+            finally:
+                replica.load -= 1
+        raise EngineLostError(
+            f"{request.id} was lost in {self.max_attempts} attempts, the last time: {last}",
+            key="actor_rollout_ref.rollout.server.max_attempts",
+            fix="Do the servers run? server.timeout is the time limit of an attempt.",
+        ) from last
+
+    async def _scored_by(self, replica: ScoringReplica, request: ScoreRequest) -> Scores:
+        assert replica.sampler is not None, "it is up"
+        try:
+            scores = await replica.sampler.score(request)
+        except EngineLostError:
+            raise
+        except RolloutError as error:
+            message = f"{replica.name} does not score {request.id}: {error.message}"
+            raise type(error)(message, key=error.key, got=error.got, allowed=error.allowed, fix=error.fix) from error
+        wrong = invalid_scores(request, scores, self.vocab_size)
+        if wrong:
+            raise RolloutError(
+                f"the answer of {replica.name} is not the score of {request.id}: {wrong}",
+                fix="Does it serve a model with the policy's tokenizer and vocabulary?",
+            )
+        return scores
+
+    async def _choose(self, losers: Sequence[ScoringReplica]) -> ScoringReplica:
+        """The least loaded server that is up, one that has not lost the row if there is any.
+
+        Raises:
+            EngineLostError: none is up, and none will be.
+        """
+        has_paused = False
+        while True:
+            starts = {replica: replica.mending() for replica in self.replicas}
+            is_up = [replica for replica, start in starts.items() if start is None]
+            if not is_up:
+                await self._wait(starts)
+                continue
+            now = time.monotonic()
+            best = min(is_up, key=lambda r: (r in losers, now - r.lost_at < AVOIDED_SECONDS, r.load))
+            rounds = losers.count(best)
+            if has_paused or not rounds:
+                return best
+            await asyncio.sleep(min(LONGEST_DELAY, self.retry_delay * 2 ** (rounds - 1)))
+            has_paused = True  # its process may have ended meanwhile
+
+    async def _wait(self, starts: Mapping[ScoringReplica, Future[None] | None]) -> None:
+        """Until one that starts is up, or has failed to."""
+        coming = [asyncio.wrap_future(start) for start in starts.values() if start is not None and not start.done()]
+        if not coming:
+            reasons = "; ".join(f"{r.name}: {start.exception()}" for r, start in starts.items() if start is not None)
+            raise EngineLostError(f"no server is left of {len(self.replicas)}: {reasons}")
+        for start in coming:
+            start.add_done_callback(_take_error)
+        await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """End the servers that were started here."""
+        for replica in self.replicas:
+            replica.close()
+
+
+def _take_error(start: asyncio.Future[None]) -> None:
+    """The pool reports why a start failed once no other server is left: asyncio shall not log it."""
+    if not start.cancelled():
+        start.exception()
