@@ -7,7 +7,7 @@ import pytest
 from tests.harness.configs import refused
 from verl.config import load_config
 from verl.config.machine.topology import Topology, added_roles
-from verl.config.schema.algorithm import teachers_of
+from verl.config.schema.root import teachers_of
 from verl.errors import ConfigError, NotBuiltError
 
 D, L, T = "distillation", "distillation.distillation_loss", "distillation.teacher_models"
@@ -132,8 +132,70 @@ def test_a_group_of_one_is_enough_where_no_reward_is_learned_from(words):
     assert n in refused(load_config, "ppo_trainer", single)
 
 
-def test_settings_of_a_server_that_samples_have_no_effect(words, caplog):
-    load_config(
-        "ppo_trainer", [*words, f"+{T}.teacher_model.inference.name=vllm", f"+{T}.teacher_model.num_replicas=2"]
-    )
-    assert f"{T}.teacher_model.inference: has no effect" in caplog.text
+ONE = f"{T}.teacher_model"
+AT = (f"+{ONE}.inference.name=server", f"+{ONE}.inference.server.url=[http://a:1,http://b:1]")
+
+
+@pytest.mark.parametrize("more", [(), (f"+{ONE}.num_replicas=1",)])
+def test_a_teacher_of_another_engine_is_a_role_and_its_servers_have_no_effect(words, caplog, more):
+    config = load_config("ppo_trainer", [*words, f"+{ONE}.inference.name=vllm", *more])
+    assert [role.name for role in added_roles(config)] == ["teacher_model"]
+    assert f"{ONE}.inference: has no effect: the teacher is a role" in caplog.text
+
+
+@pytest.mark.parametrize("more", [AT, (f"+{ONE}.num_replicas=2",)])
+def test_a_teacher_behind_servers_is_no_role(words, caplog, more):
+    config = load_config("ppo_trainer", [*words, *more, f"{D}.nnodes=1", "actor_rollout_ref.ref.strategy=megatron",
+                                         f"{L}.loss_mode=forward_kl_topk"])  # fmt: skip
+    assert not added_roles(config) and [teacher.is_served for teacher in teachers_of(config)] == [True]
+    assert f"{D}.nnodes: has no effect: every teacher is behind servers" in caplog.text
+    assert f"{ONE}.inference" not in caplog.text
+
+
+def test_a_policy_sampled_by_servers_leaves_its_teacher_in_a_role(words):
+    config = load_config("ppo_trainer", [*words, "actor_rollout_ref.rollout.name=sglang"])
+    assert [role.name for role in added_roles(config)] == ["teacher_model"]
+
+
+def test_settings_that_servers_of_a_teacher_do_not_read_are_told(words, caplog):
+    load_config("ppo_trainer", [*words, *AT, f"+{ONE}.inference.dtype=bfloat16"])
+    assert f"{ONE}.inference.dtype: has no effect: it is set where the server is started" in caplog.text
+    load_config("ppo_trainer", [*words, f"+{ONE}.num_replicas=1", f"+{ONE}.inference.top_p=0.5"])
+    assert f"{ONE}.inference.top_p: has no effect: the servers of a teacher sample nothing" in caplog.text
+
+
+def test_a_model_at_a_server_need_not_be_on_this_machine(words):
+    away = [*(word for word in words if not word.startswith(f"{ONE}.model_path")), f"{ONE}.model_path=/at/the/server"]
+    load_config("ppo_trainer", [*away, *AT])
+    assert "no such model folder" in refused(load_config, "ppo_trainer", [*away, f"+{ONE}.num_replicas=1"])
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "says"),
+    [
+        (["num_replicas=2", "inference.name=vllm"], "num_replicas", "inference.name=hf, for hosts of this library"),
+        (["num_replicas=3", "inference.name=sglang"], "num_replicas", "Start them, and set"),
+        (["num_replicas=-1"], "num_replicas", "0 or more"),
+        (["inference=5"], "inference", "not the settings of servers"),
+        (["inference.name=ollama"], "inference.name", "unknown value"),
+        (["inference.name=server"], "inference.server.url", "needs its address"),
+        (["inference.name=vllm", "inference.server.url=http://a:1"], "inference.name", "inference.name=server"),
+        (["inference.name=server", "inference.server.url=http://a:1", "num_replicas=2"], "", "run already"),
+        ([*AT, "inference.server.timeot=5"], "inference.server.timeot", "server.timeout"),
+        ([*AT, "inference.server.api=openai"], "inference.server.api", "gives no log-probs of tokens"),
+        ([*AT, "inference.server.timeout=0"], "inference.server.timeout", "above 0"),
+        ([*AT, "inference.max_num_seqs=many"], "inference.max_num_seqs", "a whole number"),
+    ],
+)
+def test_servers_that_cannot_score_are_refused_with_what_to_change(words, more, key, says):
+    said = [word if word.startswith("+") else f"+{ONE}.{word}" for word in more]
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo_trainer", [*words, *said])
+    assert f"{ONE}.{key}".rstrip(".") in str(caught.value) and says in str(caught.value)
+
+
+def test_servers_that_score_at_temperature_1_alone_are_told_another(words):
+    warm = [*words, *AT, "actor_rollout_ref.rollout.temperature=0.7"]
+    load_config("ppo_trainer", warm)
+    said = refused(load_config, "ppo_trainer", [*warm, f"+{ONE}.inference.server.api=vllm"])
+    assert "actor_rollout_ref.rollout.temperature" in said and "servers of vllm give those at 1 alone" in said

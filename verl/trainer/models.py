@@ -10,8 +10,9 @@ from verl.algorithms.distillation import DistilledPolicyLoss
 from verl.algorithms.losses import LossFn, PPOPolicyLoss, PPOValueLoss
 from verl.config import HFModelConfig, PPOTrainerConfig, replace
 from verl.config.machine.topology import added_roles
-from verl.config.schema.algorithm import TOP_K_KINDS, Teacher
+from verl.config.schema.algorithm import TOP_K_KINDS
 from verl.config.schema.node import Node, key_of
+from verl.config.schema.root import Teacher, teachers_of
 from verl.single_controller.base import Role
 from verl.workers.model import ModelRole
 from verl.workers.part import PassLimits
@@ -103,6 +104,12 @@ def teacher(config: PPOTrainerConfig, described: Teacher) -> ModelRole:
         has_tokenizer=False,
         top_k=loss.topk if loss.loss_mode in TOP_K_KINDS else 0,
     )
+
+
+def served_models(config: PPOTrainerConfig) -> dict[str, HFModelConfig]:
+    """Of the teachers behind servers, by their names."""
+    student = reference(config).model
+    return {one.name: teacher_model(student, one.path) for one in teachers_of(config) if one.is_served}
 
 
 def teacher_model(student: HFModelConfig, path: str) -> HFModelConfig:

@@ -11,7 +11,8 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import addition_rows, write_prompts
 from tests.harness.runs import COMMON, prepare, train
 from verl.config import leaves, load_config, record_reads
-from verl.config.schema.algorithm import DistillationConfig, Teacher
+from verl.config.schema.algorithm import DistillationConfig
+from verl.config.schema.root import Teacher
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.trainer.models import model_roles

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from verl import env
 from verl.config.rules.checks import Problems, caught
-from verl.config.schema.algorithm import TEACHER_POOL, teachers_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode, replace, was_typed
-from verl.config.schema.root import PPOTrainerConfig, uses_critic, uses_reference, uses_reward_model
+from verl.config.schema.root import (
+    TEACHER_POOL,
+    PPOTrainerConfig,
+    teachers_in_roles,
+    uses_critic,
+    uses_reference,
+    uses_reward_model,
+)
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
@@ -418,7 +424,8 @@ def roles(cfg: PPOTrainerConfig) -> Iterator[EngineRole]:
         "critic": (cfg.critic.model.path, _adapter("critic.model", cfg.critic.model), "critic.model", cfg.critic.model),
         "rm": (model.model_path, None, "reward.reward_model", model),
     }
-    for teacher in teachers_of(cfg):  # first: what is keyed by the section is of the reference policy, if there is one
+    # First: what is keyed by the section is of the reference policy, if there is one.
+    for teacher in teachers_in_roles(cfg):
         pool, ref = pools.of_role(teacher.pool), policy.ref
         if not (uses_reference(cfg) and pool == pools.of_role("ref")):
             of_fsdp = (f"{_REF}.fsdp_config", ref.fsdp_config)

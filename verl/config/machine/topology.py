@@ -27,9 +27,8 @@ from verl.config.machine.pools import (
 )
 from verl.config.machine.pools import problems as problems_of_pools
 from verl.config.rules.checks import Problems, divisors_of, raise_all
-from verl.config.schema.algorithm import teachers_of
 from verl.config.schema.node import ConfigNode
-from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.root import PPOTrainerConfig, teachers_in_roles
 from verl.config.schema.torchtitan import SIZES as TITAN_SIZES
 from verl.errors import ConfigError, hide_in_text
 from verl.metrics import notice
@@ -262,10 +261,10 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
 
 
 def added_roles(cfg: PPOTrainerConfig) -> list[Any]:
-    """Teachers, and the models that the run's schedule, which a recipe may bring, adds; built-in ones add none."""
+    """Teachers in roles, and the models that the run's schedule, which a recipe may bring, adds; built-in ones add none."""
     named = cfg.trainer.v1.trainer_mode
     builtin = registry.SCHEDULES.builtin_targets()
-    return [*teachers_of(cfg), *([] if named in builtin else schedule_of(cfg).models(cfg))]
+    return [*teachers_in_roles(cfg), *([] if named in builtin else schedule_of(cfg).models(cfg))]
 
 
 def schedule_of(cfg: PPOTrainerConfig) -> Any:

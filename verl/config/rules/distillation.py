@@ -8,20 +8,43 @@ from typing import Any
 
 from verl import registry
 from verl.config.machine.config_json import facts_of, tokens_of
-from verl.config.rules.checks import NOTICE, Problems, Rule, Table, bad_model_folder, caught, problems_of_rows, value_at
+from verl.config.rules.checks import (
+    NOTICE,
+    Problems,
+    Rule,
+    Table,
+    bad_model_folder,
+    caught,
+    out_of_bounds,
+    problems_of_rows,
+    value_at,
+)
 from verl.config.rules.checks import tell as tell_rows
 from verl.config.rules.losses import weighs_samples
-from verl.config.schema.algorithm import TEACHER_FIELDS, TOP_K_KINDS, teachers_of
+from verl.config.schema.algorithm import TOP_K_KINDS
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import changed_names
-from verl.config.schema.root import PPOTrainerConfig, learns_from_pairs, learns_from_teachers_alone, trains_on_older
+from verl.config.schema.root import (
+    TEACHER_FIELDS,
+    PPOTrainerConfig,
+    Teacher,
+    learns_from_pairs,
+    learns_from_teachers_alone,
+    teachers_in_roles,
+    teachers_of,
+    trains_on_older,
+)
 from verl.config.schema.sft import SFTTrainerConfig, teacher_of_files
-from verl.config.schema.tree import one_of
+from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.metrics import notice
 
 _D, _A = "distillation", "actor_rollout_ref"
 _L, _T = f"{_D}.distillation_loss", f"{_D}.teacher_models"
+SCORING_APIS = ("auto", "vllm", "sglang", "verl")
+"""Kinds of servers that give the log-probs of a prompt."""
+READ_OF_URLS = frozenset({"name", "server", "max_num_seqs"})
+READ_OF_HOSTS = READ_OF_URLS | {"dtype", "max_model_len", "max_num_batched_tokens", "prompt_length", "response_length"}
 _SINGLE = f"Or take {_L}.loss_mode=k3+, which reads the sampled tokens alone."
 
 
@@ -39,7 +62,11 @@ def _no_logits(role: str) -> Rule:
     return Rule(
         f"{_L}.loss_mode",
         f"it reads several tokens per position, which {_A}.{role}.strategy={{{_A}.{role}.strategy}} cannot compute yet",
-        lambda cfg: _reads_top_k(cfg) and cfg[_A][role].strategy in ("megatron", "torchtitan"),
+        lambda cfg: (
+            _reads_top_k(cfg)
+            and cfg[_A][role].strategy in ("megatron", "torchtitan")
+            and (role == "actor" or bool(teachers_in_roles(cfg)))
+        ),
         f"Set {_A}.{role}.strategy=fsdp2. {_SINGLE}",
         kind=NotBuiltError,
     )
@@ -68,6 +95,8 @@ ROWS = (
     _no_logits("ref"),
     Rule(f"{_L}.loss_mode", f"the gradient of {{got}} is 0 on average: {_L}.loss_mode=k1+ has the gradient of the KL, and "
          f"{_L}.use_policy_gradient=true takes it as a reward", _has_no_slope, kind=NOTICE),
+    Rule(f"{_D}.nnodes", "has no effect: every teacher is behind servers",
+         lambda cfg: cfg.distillation.nnodes and cfg.distillation.enabled and not teachers_in_roles(cfg), kind=NOTICE),
     *map(_idle, ("use_kl_loss", "entropy_coeff", "positive_lm_coef", "calculate_entropy", "clip_ratio", "clip_ratio_low",
                  "clip_ratio_high", "clip_ratio_c")),
 )  # fmt: skip
@@ -80,22 +109,32 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
     """What is wrong with the teachers, and with the policy loss that takes their divergence as an advantage."""
     problems = [*problems_of_rows(TABLE)(cfg), *_policy_loss(cfg)]
     problems += [p for name, described in cfg.distillation.teacher_models.items() for p in _teacher(name, described)]
-    return problems or _together(cfg)
+    return problems or [p for teacher in teachers_of(cfg) for p in _servers(cfg, teacher)] or _together(cfg)
 
 
 def lacking(cfg: PPOTrainerConfig) -> Problems:
-    """Folders of teachers that this machine does not have."""
-    return [problem for teacher in teachers_of(cfg) for problem in bad_model_folder(teacher.setting, teacher.path)]
+    """Folders of teachers that this machine does not have; a server that runs elsewhere has its folder there."""
+    here = [teacher for teacher in teachers_of(cfg) if teacher.num_replicas or not teacher.is_served]
+    return [problem for teacher in here for problem in bad_model_folder(teacher.setting, teacher.path)]
 
 
 def tell(cfg: PPOTrainerConfig) -> None:
-    """Notices of the rows, and of settings of a server that samples, which a teacher is not."""
+    """Notices of the rows, and of settings that the servers of a teacher, or one without servers, do not read."""
     tell_rows(TABLE, cfg)
-    for name, described in cfg.distillation.teacher_models.items():
+    for teacher in teachers_of(cfg):
+        if teacher.is_served:
+            read = READ_OF_HOSTS if teacher.num_replicas else READ_OF_URLS
+            for name in teacher.inference.keys() - read:
+                notice(f"{teacher.key}.inference.{name}", "has no effect: the servers of a teacher sample nothing"
+                       if teacher.num_replicas else "has no effect: it is set where the server is started")  # fmt: skip
+            continue
+        described = cfg.distillation.teacher_models[teacher.setting.split(".")[2]]
         for idle in ("inference", "num_replicas"):
             if described.get(idle):
-                why = f"has no effect: a teacher computes log-probs, as {_A}.ref says, and samples nothing"
-                notice(f"{_T}.{name}.{idle}", why)
+                why = f"has no effect: the teacher is a role, and runs as {_A}.ref says. Behind servers it is with "
+                notice(
+                    f"{teacher.key}.{idle}", f"{why}inference.name=hf and num_replicas, or with inference.server.url"
+                )
 
 
 def _teacher(name: str, described: Any) -> Problems:
@@ -106,7 +145,59 @@ def _teacher(name: str, described: Any) -> Problems:
     problems = [problem for field in described for problem in one_of(key, field, TEACHER_FIELDS)]
     if not described.get("model_path"):
         problems.append(ConfigError("a teacher needs a model", key=f"{key}.model_path", fix="Name its folder."))
+    inference, replicas = described.get("inference") or {}, described.get("num_replicas") or 0
+    if not isinstance(inference, Mapping):
+        allowed = f"a mapping with settings of {_A}.rollout"
+        problems.append(
+            ConfigError("not the settings of servers", key=f"{key}.inference", got=inference, allowed=allowed)
+        )
+    is_count = type(replicas) is int and replicas >= 0
+    return problems + in_range(f"{key}.num_replicas", replicas, "0 or more, a whole number", is_count)
+
+
+def _servers(cfg: PPOTrainerConfig, teacher: Teacher) -> Problems:
+    """What is wrong with the servers of a teacher, and with those that a teacher in a role cannot have."""
+    key, inference, count = f"{teacher.key}.inference", teacher.inference, teacher.num_replicas
+    name = str(inference.get("name"))
+    by_url = f"{key}.name=server +{key}.server.url=[http://host:8000,...]"
+    problems = one_of(f"{key}.name", name, ("hf", "vllm", "sglang", "trtllm", "server"))
+    if problems or not teacher.is_served:
+        if count > 1 and not problems:
+            message = f"servers of {name} are not started for a teacher yet"
+            fix = f"Start them, and set {by_url} without num_replicas; or set {key}.name=hf, for hosts of this library."
+            problems = [NotBuiltError(message, key=f"{teacher.key}.num_replicas", got=count, allowed="0 or 1", fix=fix)]
+        return problems
+    try:
+        rollout = teacher.servers(cfg.actor_rollout_ref.rollout)
+    except ConfigError as error:
+        return [_below(key, error)]
+    problems = [_below(key, error) for error in out_of_bounds(rollout)]
+    if name not in ("hf", "server", "sglang"):
+        message = f"the addresses of servers that run already are read by the names server and sglang, not by {name}"
+        problems.append(ConfigError(message, key=f"{key}.name", got=name, fix=f"Set {key}.name=server."))
+    elif name != "hf" and not rollout.server.url:
+        problems.append(
+            ConfigError("a teacher behind a server needs its address", key=f"{key}.server.url", fix=f"Set {by_url}.")
+        )
+    if rollout.server.url and (count or name == "hf"):
+        message = "servers that run already, and servers that the run starts"
+        fix = f"Leave num_replicas out and set {key}.name=server, or leave the addresses out."
+        problems.append(ConfigError(message, key=teacher.key, got=rollout.server.url, fix=fix))
+    api = rollout.server.api
+    if api in ("tgi", "openai"):
+        message = f"a server of kind {api!r} gives no log-probs of tokens that are sent to it"
+        problems.append(ConfigError(message, key=f"{key}.server.api", got=api, allowed=SCORING_APIS))
+    temperature = cfg.actor_rollout_ref.rollout.temperature
+    if api in ("vllm", "sglang") and temperature != 1:
+        message = f"log-probs are those at this temperature, and servers of {api} give those at 1 alone"
+        fix = f"Set it to 1, or take hosts of this library: {key}.name=hf with num_replicas."
+        problems.append(ConfigError(message, key=f"{_A}.rollout.temperature", got=temperature, allowed="1", fix=fix))
     return problems
+
+
+def _below(section: str, error: ConfigError) -> ConfigError:
+    """The same of a key that is relative to a section."""
+    return type(error)(error.message, key=f"{section}.{error.key}", got=error.got, allowed=error.allowed, fix=error.fix)
 
 
 def _together(cfg: PPOTrainerConfig) -> Problems:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -468,11 +468,6 @@ class AlgoConfig(ConfigNode):
     )
 
 
-TEACHER_POOL = "teacher_pool"
-TEACHER_FIELDS = ("key", "model_path", "num_replicas", "inference")
-"""What upstream's tree has of a teacher; the last two are settings of a server that samples, and have no effect."""
-
-
 TOP_K_KINDS = ("forward_kl_topk", "reverse_kl_topk", "jsd_topk")
 """Divergences of several tokens per position."""
 _ESTIMATORS = tuple(kind for kind in KL_KINDS if kind != "full")
@@ -523,48 +518,15 @@ class DistillationLossConfig(DivergenceConfig):
 
 @dataclass(frozen=True)
 class DistillationConfig(ConfigNode):
-    """Frozen teachers that score the policy's samples; they run as actor_rollout_ref.ref says."""
+    """Frozen teachers that score the policy's samples; they run as actor_rollout_ref.ref says, or behind servers."""
 
     enabled: bool = setting(False, "learn from teachers on the samples of the policy")
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig, needs="..enabled=true")
     n_gpus_per_node: int = setting(8, "processes per node of a pool for the teachers", within=COUNT, needs=".nnodes")
     nnodes: int = setting(0, "nodes of that pool; 0: teachers share the trainers' processes", within=AMOUNT)
     teacher_models: dict = setting(
-        {}, "by name: {math: {model_path: FOLDER, key: gsm8k}}; without a key: all rows that no other serves"
+        {},
+        "by name: {math: {model_path: FOLDER, key: gsm8k}}; without a key: all rows that no other serves; behind servers "
+        "with inference (as actor_rollout_ref.rollout) and num_replicas",
     )
     teacher_key: str = setting("data_source", "column of the data that picks a row's teacher by its key")
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A frozen model that scores some of the rows, as a role of the run.
-
-    Args:
-        name: of the role.
-        path: of the model.
-        setting: the key of ``path``, for messages.
-        serves: value of ``distillation.teacher_key`` in its rows; None: all rows that no other serves.
-        pool: in which its role is placed, as ``trainer.resource_pools`` names it.
-        strategy, fsdp, megatron, torchtitan: as the reference policy has them.
-    """
-
-    name: str
-    path: str
-    setting: str
-    serves: str | None
-    strategy: str
-    fsdp: Any
-    megatron: Any
-    torchtitan: Any = None
-    pool: str = "teacher"
-
-
-def teachers_of(cfg: ConfigNode) -> Iterator[Teacher]:
-    """The teachers of a run whose settings `verl.config.rules.distillation` accepts."""
-    ref = cfg.actor_rollout_ref.ref
-    for name, described in (cfg.distillation.teacher_models if cfg.distillation.enabled else {}).items():
-        if isinstance(described, Mapping) and described.get("model_path"):
-            key, serves = f"distillation.teacher_models.{name}.model_path", described.get("key")
-            role = str(name) if str(name).startswith("teacher_") else f"teacher_{name}"
-            engine = (ref.strategy, ref.fsdp_config, ref.megatron, ref.torchtitan)
-            yield Teacher(role, str(described["model_path"]), key, None if serves is None else str(serves), *engine)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig, DistillationConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.model import HFModelConfig
-from verl.config.schema.node import ABSENT, ConfigNode, section, setting
+from verl.config.schema.node import ABSENT, ConfigNode, from_mapping, replace, section, setting
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.role import GlobalProfilerConfig, RunConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -467,3 +469,90 @@ def key_of_prompts_at_once(cfg: PPOTrainerConfig) -> str:
     if cfg.trainer.v1.trainer_mode == "fully_async":  # where the number of prompts follows from these
         return "async_training.require_batches x actor_rollout_ref.actor.ppo_mini_batch_size"
     return "data.gen_batch_size" if cfg.data.gen_batch_size else "data.train_batch_size"
+
+
+TEACHER_POOL = "teacher_pool"
+TEACHER_FIELDS = ("key", "model_path", "num_replicas", "inference")
+"""What upstream's tree has of a teacher; the last two put it behind servers."""
+TEACHER_ROWS = 32
+"""In flight at each server of a teacher; ``inference.max_num_seqs`` changes it."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model that scores some of the rows, as a role of the run or behind servers.
+
+    Args:
+        name: of the role, and in metrics.
+        path: of the model.
+        setting: the key of ``path``, for messages.
+        serves: value of ``distillation.teacher_key`` in its rows; None: all rows that no other serves.
+        pool: in which its role is placed, as ``trainer.resource_pools`` names it.
+        strategy, fsdp, megatron, torchtitan: as the reference policy has them.
+        inference: of its servers, as it was typed; ``name`` is the policy's where it was not.
+        num_replicas: servers that the run starts.
+    """
+
+    name: str
+    path: str
+    setting: str
+    serves: str | None
+    strategy: str
+    fsdp: Any
+    megatron: Any
+    torchtitan: Any = None
+    pool: str = "teacher"
+    inference: Mapping[str, Any] = field(default_factory=dict)
+    num_replicas: int = 0
+
+    @property
+    def key(self) -> str:
+        """Of its description."""
+        return self.setting.removesuffix(".model_path")
+
+    @property
+    def is_served(self) -> bool:
+        """Servers score its rows: those that ``inference.server.url`` names, or hosts that the run starts."""
+        name, server = self.inference.get("name"), self.inference.get("server")
+        has_url = isinstance(server, Mapping) and bool(server.get("url"))
+        return has_url or name == "server" or (name == "hf" and self.num_replicas > 0)
+
+    def servers(self, rollout: RolloutConfig) -> RolloutConfig:
+        """The settings of its servers.
+
+        Args:
+            rollout: the policy's, whose lengths and dtype they have.
+
+        Raises:
+            ConfigError: one is unknown, or of another type; the key is relative to ``inference``.
+        """
+        like = {name: rollout[name] for name in ("dtype", "prompt_length", "response_length")}
+        servers = from_mapping(RolloutConfig, {**like, "max_num_seqs": TEACHER_ROWS, **self.inference})
+        return servers if servers.name != "sglang" else replace(servers, server=replace(servers.server, api="sglang"))
+
+
+def teachers_of(cfg: PPOTrainerConfig) -> Iterator[Teacher]:
+    """The teachers of a run whose settings `verl.config.rules.distillation` accepts."""
+    ref, name_of_rollout = cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.rollout.name
+    engine = "hf" if name_of_rollout == "server" else name_of_rollout
+    for name, described in (cfg.distillation.teacher_models if cfg.distillation.enabled else {}).items():
+        if isinstance(described, Mapping) and described.get("model_path"):
+            inference, replicas = described.get("inference") or {}, described.get("num_replicas") or 0
+            serves = described.get("key")
+            yield Teacher(
+                name=str(name) if str(name).startswith("teacher_") else f"teacher_{name}",
+                path=str(described["model_path"]),
+                setting=f"distillation.teacher_models.{name}.model_path",
+                serves=None if serves is None else str(serves),
+                strategy=ref.strategy,
+                fsdp=ref.fsdp_config,
+                megatron=ref.megatron,
+                torchtitan=ref.torchtitan,
+                inference={"name": engine, **(inference if isinstance(inference, Mapping) else {})},
+                num_replicas=replicas if type(replicas) is int else 0,
+            )
+
+
+def teachers_in_roles(cfg: PPOTrainerConfig) -> list[Teacher]:
+    """Those that run on training engines, as roles."""
+    return [teacher for teacher in teachers_of(cfg) if not teacher.is_served]

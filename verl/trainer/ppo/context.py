@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.calls import names_parameter
 from verl.algorithms.kl import get_kl_controller
@@ -25,6 +25,9 @@ from verl.registry import ADVANTAGE_ESTIMATORS
 from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Updates
 
+if TYPE_CHECKING:
+    from verl.workers.served_teachers import ServedTeachers
+
 
 @dataclass
 class RunState:
@@ -39,6 +42,7 @@ class RunState:
         spans: when the stages of all steps began and ended.
         record: the decisions of an asynchronous schedule; None in a run that keeps none.
         updates: the optimizer steps that were taken and skipped.
+        teachers: those behind servers; None in a run without any.
     """
 
     config: PPOTrainerConfig
@@ -52,6 +56,7 @@ class RunState:
     spans: Spans = field(default_factory=Spans)
     record: ScheduleRecord | None = None
     updates: Updates = field(default_factory=Updates)
+    teachers: ServedTeachers | None = None
 
     def __post_init__(self) -> None:
         config = self.config

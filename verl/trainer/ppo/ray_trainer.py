@@ -40,7 +40,7 @@ from verl.single_controller.base import ClassWithInitArgs, ResourcePoolManager, 
 from verl.single_controller.local import LocalWorkerGroup, create_colocated_worker_cls
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
-from verl.trainer.models import model_roles
+from verl.trainer.models import model_roles, served_models
 from verl.trainer.ppo import accounting, correction, group_filter, record, stages
 from verl.trainer.ppo.callbacks import TellSaved, UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
@@ -58,6 +58,7 @@ from verl.trainer.watchdog import Watchdog
 from verl.workers.model import ModelWorker
 from verl.workers.replica import ReplicaWorker
 from verl.workers.roles import RoleHandle, Roles
+from verl.workers.served_teachers import ServedTeachers
 
 __all__ = [
     "AdvantageEstimator",
@@ -112,6 +113,7 @@ class RayPPOTrainer:
         self.schedule = ScheduleRun(topology.schedule_of(typed))
         self.tracking: Tracking | None = None
         self.replicas: ReplicaKeeper | None = None
+        self.teachers: ServedTeachers | None = None
         self._folders: dict[str, Path] = {}
         self._create_dataloader(train_dataset, val_dataset, collate_fn or default_collate, train_sampler)
         self._make_rewards()
@@ -192,6 +194,10 @@ class RayPPOTrainer:
         self.replicas = self._keeper(groups, on)
         with timed("starting the sampler"):
             sampling.connect(self.config, groups, on, self.replicas)
+        served = served_models(self.config)
+        if served:
+            with timed("starting the teachers"):
+                self.teachers = ServedTeachers(self.config, served, on)
 
     def _keeper(self, groups: Mapping[str, WorkerGroup], on: str) -> ReplicaKeeper | None:
         """Of replicas that are replaced (``rollout.max_replacements``)."""
@@ -217,6 +223,7 @@ class RayPPOTrainer:
         """Train to the end: resume if configured, validate, step, log; callbacks run in their order."""
         stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
         self.state = RunState(self.config, self.reward_fn, self.total_training_steps, self.steps_per_epoch, stop)
+        self.state.teachers = self.teachers
         self.ctx = self.state.open(0)
         self.validator = None
         if self.val_loader is not None:
@@ -236,6 +243,8 @@ class RayPPOTrainer:
             raise
         finally:
             self.schedule.close()
+            if self.teachers is not None:
+                self.teachers.close()
             if self.replicas is not None:
                 self.replicas.close()
             self.checkpoints.close()

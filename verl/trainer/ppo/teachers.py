@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from verl.algorithms.distillation import OF_CANDIDATES, OF_TOKEN
-from verl.config.schema.algorithm import TOP_K_KINDS, Teacher, teachers_of
+from verl.config.schema.algorithm import TOP_K_KINDS
+from verl.config.schema.root import Teacher, teachers_of
 from verl.errors import DataError
 from verl.protocol import CANDIDATES, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import fetched, scattered_rows
@@ -35,12 +36,17 @@ def add_teacher_log_probs(batch: DataProto, roles: Roles, ctx: StepContext) -> N
     for teacher, rows in zip(teachers, rows_of_teachers(batch, teachers, settings.teacher_key)):
         if not len(rows):
             continue
-        role, inputs = roles[teacher.name], experts.for_pass(batch, teacher.name, ctx)
+        inputs = experts.for_pass(batch, teacher.name, ctx)
         inputs = inputs.select_idxs(rows) if len(rows) < len(batch) else inputs
-        padded, pad = pad_dataproto_to_divisor(inputs, role.num_parts)  # any number of rows may be this teacher's
-        made = unpad_dataproto(role.infer(padded, options), pad)
+        if ctx.run.teachers is not None and teacher.is_served:
+            names = [f"row {row} of the batch of step {ctx.step}" for row in rows]
+            tensors = ctx.run.teachers.infer(teacher.name, inputs, names, ctx.metrics)
+        else:
+            role = roles[teacher.name]
+            padded, pad = pad_dataproto_to_divisor(inputs, role.num_parts)  # any number of rows may be this teacher's
+            tensors = unpad_dataproto(role.infer(padded, options), pad).tensors
         for output, column in outputs.items():
-            values = scattered_rows(made.tensors[output], rows, len(batch))
+            values = scattered_rows(tensors[output], rows, len(batch))
             earlier = batch.tensors.get(column, None)
             batch.tensors[column] = values if earlier is None else fetched(earlier) + fetched(values)
         ctx.metrics.add(f"distillation/rows/{teacher.name}", len(rows), "sum")
