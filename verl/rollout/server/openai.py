@@ -90,16 +90,17 @@ class VLLMDialect(Dialect):
             raise ValueError("it has no prompt_logprobs")
         if len(entries) != len(request.token_ids):
             raise ValueError(f"prompt_logprobs of {len(entries)} tokens, where {len(request.token_ids)} were sent")
-        positions = [_position(entry) for entry in entries[request.start :]]
+        positions = [{int(token): one for token, one in entry.items()} for entry in entries[request.start :]]
         for place, (token, listed) in enumerate(zip(request.scored, positions)):
             if token not in listed:
                 raise ValueError(f"response token {place} is {token}, of which it gives no log-prob")
-        log_probs = [listed[token][0] for token, listed in zip(request.scored, positions)]
+        log_probs = [listed[token]["logprob"] for token, listed in zip(request.scored, positions)]
         if not request.top_k:
             return Scores.of(request.scored, log_probs, None)
         # A token that is not among the most likely ones is listed besides, with its rank.
         top = [
-            [(token, value) for token, (value, rank) in listed.items() if rank <= request.top_k] for listed in positions
+            [(token, one["logprob"]) for token, one in listed.items() if int(one["rank"]) <= request.top_k]
+            for listed in positions
         ]
         return Scores.of(request.scored, log_probs, top)
 
@@ -187,11 +188,6 @@ class VLLMDialect(Dialect):
                 return False
             raise
         return True
-
-
-def _position(entry: JsonObject) -> dict[int, tuple[object, int]]:
-    """Token -> its log-prob and rank, at one position."""
-    return {int(token): (value["logprob"], int(value["rank"])) for token, value in entry.items()}
 
 
 class OpenAIDialect(Dialect):
