@@ -80,7 +80,6 @@ class ServedTeachers:
             VerlError: a row was not scored.
         """
         pool, began = self._pools[name], time.monotonic()
-        earlier = (pool.requests, pool.retries, pool.restarts)
         with named(self._teachers[name]):
             if has_pictures(batch.non_tensor_batch):
                 message = "its rows have images or videos, which are not sent to the servers of a teacher yet"
@@ -88,9 +87,8 @@ class ServedTeachers:
                 raise NotBuiltError(message, fix=fix)
             requests = self._requests(batch, rows)
             scores = run_now(pool.score_all(list(requests.values())))
-        counts = (pool.requests, pool.retries, pool.restarts)
-        for metric, now, before in zip(("requests", "retries", "restarts"), counts, earlier):
-            metrics.add(f"distillation/{metric}/{name}", now - before, "sum")
+        for metric, count in pool.take_counts().items():
+            metrics.add(f"distillation/{metric}/{name}", count, "sum")
         metrics.add(f"distillation/seconds/{name}", time.monotonic() - began, "sum")
         return self._columns(dict(zip(requests, scores)), fetched(batch.tensors["response_mask"]))
 

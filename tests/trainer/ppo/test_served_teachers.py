@@ -153,8 +153,8 @@ def test_a_killed_server_changes_no_number_and_is_started_again(run, monkeypatch
     assert first["actor/grad_norm"] == pytest.approx(quiet.metrics[0]["actor/grad_norm"], rel=1e-4)
     assert killer.killed and first["distillation/retries/teacher_one"] >= 1
     assert first["distillation/requests/teacher_one"] == 16 + first["distillation/retries/teacher_one"]
-    assert first["distillation/restarts/teacher_one"] == 1
-    assert second["distillation/retries/teacher_one"] == second["distillation/restarts/teacher_one"] == 0
+    assert sum(step["distillation/restarts/teacher_one"] for step in (first, second)) == 1
+    assert second["distillation/retries/teacher_one"] == 0
     urls = {url for row, url in killer.answered if "step 2" in row}
     assert urls == {host.process.url for host in killer.hosts} and killer.first.url not in urls
     wait_until(lambda: not any(process.is_running() for process in killer.processes), "a server outlives its run")

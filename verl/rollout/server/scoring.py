@@ -87,7 +87,7 @@ class WatchedHost(ScoringReplica):
             if self._is_closed:
                 raise EngineLostError(f"{self.name} was closed while it started")
             asyncio.run(process.wait_until_up(self._seconds))
-            self.sampler = self._connect(process)
+            self.sampler, self.lost_at = self._connect(process), 0.0
 
     def close(self) -> None:
         """End the process; one that is just starting ends as well."""
@@ -106,9 +106,6 @@ class ScoringPool:
         slots: rows in flight at each of them.
         max_attempts: of a row.
         retry_delay: seconds before a row goes to a server that has lost it already; twice as long each time.
-
-    Attributes:
-        requests, retries: attempts, and those of them that followed on a loss.
     """
 
     def __init__(
@@ -116,11 +113,15 @@ class ScoringPool:
     ):
         self.replicas, self.vocab_size = list(replicas), vocab_size
         self.slots, self.max_attempts, self.retry_delay = slots, max_attempts, retry_delay
-        self.requests = self.retries = 0
+        self._attempts = self._retries = 0
+        self._taken: dict[str, int] = {}
 
-    @property
-    def restarts(self) -> int:
-        return sum(replica.restarts for replica in self.replicas)
+    def take_counts(self) -> dict[str, int]:
+        """Since the last call: ``requests`` (attempts), ``retries`` (those after a loss) and ``restarts`` of hosts."""
+        restarts = sum(replica.restarts for replica in self.replicas)
+        now = {"requests": self._attempts, "retries": self._retries, "restarts": restarts}
+        before, self._taken = self._taken, now
+        return {name: count - before.get(name, 0) for name, count in now.items()}
 
     async def check(self, request: ScoreRequest) -> None:
         """Every server comes up and scores a row.
@@ -159,8 +160,8 @@ class ScoringPool:
         last: EngineLostError | None = None
         for attempt in range(self.max_attempts):
             replica = await self._choose(losers)
-            self.requests += 1
-            self.retries += attempt > 0
+            self._attempts += 1
+            self._retries += attempt > 0
             replica.load += 1
             try:
                 return await self._scored_by(replica, request)
