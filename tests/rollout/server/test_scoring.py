@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 import torch
@@ -10,14 +12,16 @@ import torch
 from tests.harness.models import tiny_model_dir
 from tests.harness.prompt_log_probs import sglang_answer, table_of, vllm_answer
 from tests.harness.servers import Hangup, serving
+from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
 from verl.models import load_causal_lm
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.lost import EngineLostError
 from verl.rollout.scores import ScoreRequest
+from verl.rollout.server.child import host_process
 from verl.rollout.server.host import Host
 from verl.rollout.server.sampler import ServerSampler
-from verl.rollout.server.scoring import ScoringPool, ScoringReplica
+from verl.rollout.server.scoring import ScoringPool, ScoringReplica, WatchedHost
 from verl.rollout.threaded import threaded
 from verl.serving import loopback
 
@@ -206,3 +210,26 @@ def test_no_more_rows_are_in_flight_than_there_are_places(folder, model):
     with serving({PATHS["vllm"]: answer}) as server:
         asyncio.run(pool(folder, server.url).score_all([SAMPLED] * 20))
         assert server.count(PATHS["vllm"]) == 20 and most <= 4
+
+
+@pytest.mark.slow
+def test_rows_wait_for_the_only_host_until_it_is_back(folder, model):
+    rollout, section = RolloutConfig(prompt_length=8, response_length=8), HFModelConfig(path=folder)
+
+    def connect(process):
+        return ServerSampler(process.url, model=folder, api="verl", api_key=process.key)
+
+    host = WatchedHost("the host", lambda: host_process(rollout, section, "cpu", "the host"), connect, 300.0)
+    servers = ScoringPool([host], VOCABULARY, 4, max_attempts=3, retry_delay=2.0)
+    try:
+        asyncio.run(servers.check(ROW))
+        first = host.process
+        os.kill(first.process.pid, signal.SIGKILL)
+        for scores in asyncio.run(servers.score_all([ROW] * 6)):
+            assert_exact(scores, model)
+        assert host.process is not first and not first.is_alive and servers.take_counts()["restarts"] == 1
+    finally:
+        host.close()
+    assert not host.process.is_alive
+    with pytest.raises(EngineLostError, match="the host is closed"):
+        asyncio.run(servers.score_all([ROW]))

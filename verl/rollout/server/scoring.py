@@ -62,10 +62,13 @@ class WatchedHost(ScoringReplica):
         self._start, self._connect, self._seconds = start, connect, seconds
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"verl-{name}")
         self._is_closed = False
+        self._former: list[Sampler | None] = []  # their connections end with the event loop that made them
         self.process = start()
         self._coming: Future[None] | None = self._threads.submit(self._come_up, self.process)
 
     def mending(self) -> Future[None] | None:
+        if self._is_closed:
+            raise EngineLostError(f"{self.name} is closed")
         if self._coming is not None and not (self._coming.done() and self._coming.exception() is None):
             return self._coming  # it starts, or did not come up: that error is every later row's, too
         if self.process.is_alive:
@@ -87,6 +90,7 @@ class WatchedHost(ScoringReplica):
             if self._is_closed:
                 raise EngineLostError(f"{self.name} was closed while it started")
             asyncio.run(process.wait_until_up(self._seconds))
+            self._former.append(self.sampler)
             self.sampler, self.lost_at = self._connect(process), 0.0
 
     def close(self) -> None:
