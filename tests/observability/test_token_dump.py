@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from tests.harness.models import tiny_tokenizer
 from tests.harness.runs import prepare, train
@@ -35,6 +36,14 @@ def test_a_text_of_several_tokens_stands_at_the_first_of_them():
     texts = Pieces(tokenizer.decode).of(ids, np.array([len(ids)])).to_pylist()
     assert "".join(texts) == text and texts[0] == "a" and texts[-1] == "b"
     assert len(texts) == len(ids) > len(text)
+
+
+def test_tokens_of_sentencepiece_keep_the_spaces_between_words(shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/tinystories-260k")
+    text = "Once upon a time, a cat sat. 日 It was happy"
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False))
+    texts = Pieces(tokenizer.decode).of(ids, np.array([len(ids)])).to_pylist()
+    assert "".join(texts).strip() == text and " cat" in "".join(texts) and len(texts) == len(ids)
 
 
 def test_a_text_never_joins_tokens_of_two_rows():

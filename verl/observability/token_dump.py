@@ -61,6 +61,8 @@ class Pieces:
         self._broken: list[bool] = []
         self._joined: dict[tuple[int, ...], int] = {}
         self._rest = self._add("")
+        self._anchor: list[int] = []
+        self._before = ""
 
     def _add(self, text: str) -> int:
         self._texts.append(text)
@@ -72,8 +74,9 @@ class Pieces:
         if len(ids) and ids.max() >= len(self._number):
             self._number = np.append(self._number, np.full(int(ids.max()) + 1 - len(self._number), -1, dtype=np.int32))
         present = np.flatnonzero(np.bincount(ids, minlength=1)) if len(ids) else ids
+        self._find_anchor(present.tolist())
         for token in present[self._number[present] < 0].tolist():
-            self._number[token] = self._add(self._decode([token]))
+            self._number[token] = self._add(self._text_of((token,)))
         numbers = self._number[ids]
         places = np.flatnonzero(np.array(self._broken)[numbers])
         if len(places):
@@ -85,9 +88,23 @@ class Pieces:
         texts = pa.array([self._texts[number] for number in used.tolist()], pa.string())
         return pa.DictionaryArray.from_arrays(np.searchsorted(used, numbers).astype(np.int32), texts)
 
+    def _find_anchor(self, tokens: list[int]) -> None:
+        """Take a token with a text as the one behind which others are decoded: a decoder of SentencePiece drops the
+        space at the beginning of a text, and most of its tokens begin with one."""
+        for token in tokens if not self._anchor else ():
+            text = self._decode([token])
+            if text.strip() and BROKEN not in text:
+                self._anchor, self._before = [token], text
+                return
+
+    def _text_of(self, ids: tuple[int, ...]) -> str:
+        text = self._decode([*self._anchor, *ids])
+        is_behind = text.startswith(self._before)  # else the two have become one character
+        return text[len(self._before) :] if is_behind else self._decode(list(ids))
+
     def _text_of_run(self, run: tuple[int, ...]) -> int:
         if run not in self._joined:
-            self._joined[run] = self._add(self._decode(list(run)))
+            self._joined[run] = self._add(self._text_of(run))
             self._broken[-1] = False  # it stays as it is
         return self._joined[run]
 
