@@ -48,7 +48,7 @@ def test_a_run_is_seen_while_it_trains(trained):
 def test_a_curve_has_every_step_and_the_values_of_the_file(site, trained):
     (series,) = site.get("curves", metric="critic/score/mean")["series"]
     logged = records(trained.folder / "metrics.jsonl")
-    assert series["x"] == [line["step"] for line in logged] and "thinned" not in series
+    assert series["x"] == series["steps"] == [line["step"] for line in logged] and "thinned" not in series
     assert series["y"] == [line["data"]["critic/score/mean"] for line in logged]
     assert site.get("curves", metric="critic/score/mean", since=2)["series"][0]["x"] == [3.0]
 
@@ -57,7 +57,8 @@ def test_the_axis_may_be_seconds_or_samples(site, trained):
     logged = records(trained.folder / "metrics.jsonl")
     seconds = np.cumsum([line["data"]["timing_s/step"] for line in logged])
     assert site.get("curves", metric="actor/lr", x="time")["series"][0]["x"] == pytest.approx(seconds.tolist())
-    assert site.get("curves", metric="actor/lr", x="samples")["series"][0]["x"] == [16.0, 32.0, 48.0]
+    (by_samples,) = site.get("curves", metric="actor/lr", x="samples")["series"]
+    assert by_samples["x"] == [16.0, 32.0, 48.0] and by_samples["steps"] == [1, 2, 3]
 
 
 def test_metrics_are_grouped_like_the_table_of_the_console(site):

@@ -62,7 +62,7 @@ def test_files_that_grow_are_read_as_they_grow(tmp_path):
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('ss": 1.5}}\n')
         assert site.get("curves", metric="train/loss", since=2)["series"][0] == {
-            "run": 0, "metric": "train/loss", "x": [3.0], "y": [1.5],
+            "run": 0, "metric": "train/loss", "x": [3.0], "y": [1.5], "steps": [3],
         }  # fmt: skip
         assert site.send(f"/api/curves?metric=train/loss&changed={first['changed']}").status == 200
         dump(tmp_path, 1, "early")

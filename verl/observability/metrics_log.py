@@ -135,25 +135,25 @@ class MetricsLog:
             raise DataError("the run has not logged the seconds of its steps", key="x", got=x, fix="Choose x=step.")
         return np.cumsum(np.nan_to_num(self.values(name)))
 
-    def points(self, name: str, x: str, since: float, samples_per_step: int | None) -> list[tuple[float, float]]:
-        """(place, value) of a metric after step ``since``; a value that was NaN is NaN.
+    def points(self, name: str, x: str, since: float, samples_per_step: int | None) -> list[tuple[float, float, int]]:
+        """(place, value, step) of the points of a metric after step ``since``; a value that was NaN is NaN.
 
         Raises:
             DataError: no such metric, or no such axis.
         """
         values, across, steps = self.values(name), self.axis(x, samples_per_step), self.steps()
         is_shown = (steps > since) & (~np.isnan(values) | np.isin(np.arange(len(steps)), self._nulls.get(name, ())))
-        return list(zip(across[is_shown].tolist(), values[is_shown].tolist()))
+        return list(zip(across[is_shown].tolist(), values[is_shown].tolist(), steps[is_shown].tolist()))
 
     def curve(self, name: str, x: str, since: float, samples_per_step: int | None) -> JsonObject:
-        """``x`` and ``y`` of `points`, at most `MOST_POINTS` of them.
+        """``x``, ``y`` and ``steps`` of `points`, at most `MOST_POINTS` of them.
 
         Raises:
             DataError: no such metric, or no such axis.
         """
         points = self.points(name, x, since, samples_per_step)
-        places = thinned(np.array([value for _, value in points]))
-        made = {"x": [points[place][0] for place in places], "y": [points[place][1] for place in places]}
+        places = thinned(np.array([value for _, value, _ in points]))
+        made: dict[str, object] = {key: [points[i][n] for i in places] for n, key in enumerate(("x", "y", "steps"))}
         return {**made, "thinned": True} if len(places) < len(points) else made
 
     def groups(self) -> list[JsonObject]:

@@ -149,9 +149,11 @@ class Api:
         if what == "curves":
             selection = self._curves(question)
             rows = [
-                {"run": run.name, "metric": name, selection.x: place, "value": value}
+                {"run": run.name, "metric": name, selection.x: place, "step": step, "value": value}
                 for _, run, name in selection
-                for place, value in run.refresh().log.points(name, selection.x, selection.since, run.samples_per_step)
+                for place, value, step in run.refresh().log.points(
+                    name, selection.x, selection.since, run.samples_per_step
+                )
             ]
         else:
             run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
