@@ -38,6 +38,7 @@ ALONE = (
 WAITING = (
     "trainer/on_ray/test_conversations.py",
     "trainer/on_ray/test_correction.py",
+    "trainer/on_ray/test_judges.py",
     "trainer/on_ray/test_megatron.py",
     "trainer/on_ray/test_prime.py",
     "trainer/on_ray/test_reward_model.py",

@@ -16,6 +16,7 @@ from verl.config.loading.groups import PPO
 from verl.config.loading.recipes import with_recipes
 from verl.config.schema.algorithm import DistillationConfig
 from verl.config.schema.model import MegatronLoraConfig
+from verl.config.schema.reward import RewardRolloutConfig
 from verl.config.schema.role import MegatronEngineConfig
 from verl.config.schema.root import AsyncTrainingConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
@@ -81,8 +82,8 @@ READ_ELSEWHERE = {
     # Only a run that records traces reads them: tests/agent_loop/test_row_traces.py.
     *(f"actor_rollout_ref.rollout.trace.{name}" for name in ("token2text", "max_samples_per_step_per_worker")),
     *(f"actor_rollout_ref.rollout.trace.{name}" for name in ("project_name", "experiment_name")),
-    # Only a reward model on a server has one: tests/trainer/ppo/test_reward_model.py.
-    "reward.reward_model.rollout.server.url",
+    # Only a reward model on servers has these: tests/trainer/ppo/test_reward_model.py, tests/agent_loop/test_judges.py.
+    *(f"reward.reward_model.rollout.{name}" for name, _ in leaves(RewardRolloutConfig) if name != "name"),
     # Only rows whose answers are programs are scored there: tests/rewards/test_programs.py.
     *(f"reward.sandbox_fusion.{name}" for name in ("url", "max_concurrent", "memory_limit_mb", "allow_missing")),
     # Only a transport between processes reads them: tests/rollout/test_place.py.

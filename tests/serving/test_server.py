@@ -497,3 +497,17 @@ def test_a_proof_belongs_to_one_number_one_run_one_status_and_one_body():
         secret.of_answer(KEY, "n", 400, b"a"),
     }
     assert len(proofs) == 7
+
+
+def test_a_key_in_the_path_lets_in_and_its_absence_does_not():
+    head = "HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 2\r\n"
+
+    def visit(here):
+        paths = [f"/{KEY}/a", "/wrong/a", "/a", f"/{KEY}", f"/{KEY}/b", f"//{KEY}/a"]
+        bearer = said(here, f"POST /wrong/a {head}authorization: Bearer {KEY}\r\n\r\n{{}}")
+        return [said(here, f"POST {path} {head}\r\n{{}}") for path in paths], bearer
+
+    answers, bearer = visited(visit, key_in_path=True)
+    assert [answer[9:12] for answer in answers] == [b"200", b"401", b"401", b"404", b"404", b"401"]
+    assert not any(KEY.encode() in answer for answer in answers), "no message repeats the key"
+    assert bearer[9:12] == b"401", "a header does not replace it"

@@ -80,6 +80,7 @@ class Server:
         names: what a Host header may say besides the names of loopback.
         key: of a server that proves to its clients that it knows it; see `secret`.
         bodies: path -> bytes of a body, where a route takes more than ``limits.body``.
+        key_in_path: the first part of each path is the token, for clients that know an address and nothing else.
         browsers: how a browser on this machine is let in; None: no browser is.
     """
 
@@ -89,6 +90,7 @@ class Server:
     names: tuple[str, ...] = ()
     key: str | None = None
     bodies: Mapping[str, int] = field(default_factory=dict)
+    key_in_path: bool = False
     browsers: BrowserAccess | None = None
     address: str = ""
     _uvicorn: uvicorn.Server | None = None
@@ -176,6 +178,10 @@ class Server:
         inside = Starlette(routes=routes, exception_handlers={HTTPException: self._no_such_route})
 
         async def door(scope: Scope, receive: Receive, send: Send) -> None:
+            token = None
+            if self.key_in_path:
+                token, _, rest = scope["path"].removeprefix("/").partition("/")
+                scope = {**scope, "path": f"/{rest}"}  # messages do not show the token
             request = Request(scope, receive)
             if self.browsers is not None:
                 send = self.browsers.with_headers(send)
@@ -187,7 +193,7 @@ class Server:
                 if self.key is not None and request.url.path == secret.PATH:
                     await self._prove(request)(scope, receive, send)
                     return
-                request.state.owner = self._admit(request)
+                request.state.owner = self._admit(request, token)
                 self._admitted.add(scope["client"])
                 self._check_length(request)
             except ApiError as error:
@@ -197,8 +203,8 @@ class Server:
 
         return door
 
-    def _admit(self, request: Request) -> Any:
-        """Whose request it is.
+    def _admit(self, request: Request, token: str | None) -> Any:
+        """Whose request it is; without a token in the path its headers name one.
 
         Raises:
             ApiError: not for a program on this machine, or no valid token.
@@ -206,11 +212,12 @@ class Server:
         self._check_source(request)
         if self.key is not None and secret.PROOF in request.headers:
             return self._signer(request, self.key)
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        named = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not named and self.browsers is not None:
+        if token is None:
+            scheme, _, named = request.headers.get("authorization", "").partition(" ")
+            token = named.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not token and self.browsers is not None:
             return self.browsers.owner_of(request, self.port)
-        owner = self.authorize(named)
+        owner = self.authorize(token)
         if owner is None:
             raise ApiError(401, "Incorrect API key provided: use the one that the server gave.", "invalid_api_key")
         return owner

@@ -15,7 +15,7 @@ from tests.harness.reward_models import direct_score, judge, reward_model_dir
 from tests.harness.rows import write_prompts
 from tests.harness.runs import train
 from verl.config import load_config
-from verl.errors import ConfigError, NotBuiltError, VerlError
+from verl.errors import ConfigError, VerlError
 from verl.metrics import notices
 from verl.trainer import placement
 
@@ -198,10 +198,34 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(here, changes, key, 
     assert key in str(raised.value) and words in str(raised.value)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_server_that_the_run_would_have_to_start_is_refused_by_name(here, engine):
-    with pytest.raises(NotBuiltError, match="served reward models"):
-        train(ON, f"{RM}.rollout.name={engine}")
+JUDGE = (ON, f"{RM}.rollout.name=hf_server", f"{RM}.model_path=model")
+POOL = (f"{RM}.enable_resource_pool=true", f"{RM}.nnodes=1")
+TENSOR = f"{RM}.rollout.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    "changes, key, words",
+    [
+        ([*JUDGE, ALONE], "reward.custom_reward_function.path", "a function that queries it"),
+        ([*JUDGE, f"{RM}.model_path=null"], f"{RM}.model_path", "a judge needs a folder"),
+        ([*JUDGE, f"{RM}.model_path=rm"], f"{RM}.model_path", "has a scalar head"),
+        ([*JUDGE, f"{RM}.rollout.server.url=http://h:1"], f"{RM}.rollout.server.url", "the run starts the servers"),
+        ([*JUDGE, f"{TENSOR}=2"], TENSOR, "holds a model in one process"),
+        ([*JUDGE, f"{RM}.rollout.engine_kwargs={{trt: {{a: 1}}}}"], f"{RM}.rollout.engine_kwargs.trt", "no engine"),
+        ([*JUDGE, f"{RM}.rollout.pipeline_model_parallel_size=2"], "pipeline_model_parallel_size", "not built"),
+        ([*JUDGE, *POOL, f"{RM}.nnodes=2"], f"{RM}.nnodes", "on several machines"),
+        ([*JUDGE, *POOL, f"{RM}.n_gpus_per_node=3", f"{RM}.rollout.data_parallel_size=2"], f"{RM}.n_gpus_per_node",
+         "cannot be shared out"),
+        ([*JUDGE, "reward.while_sampling=true", "trainer.nnodes=2", "trainer.runtime=ray"], "reward.while_sampling",
+         "on 2 machines"),
+        ([*JUDGE, f"{RM}.rollout.name=sglang"], f"{RM}.rollout.name", "SGLang is not installed"),
+    ],
+)  # fmt: skip
+def test_a_judge_that_a_run_cannot_start_is_refused_with_the_reason(here, changes, key, words):
+    reward_model_dir("rm")
+    with pytest.raises(ConfigError) as raised:
+        train(*changes)
+    assert key in str(raised.value) and words in str(raised.value)
 
 
 def test_its_settings_without_it_give_one_notice(here):

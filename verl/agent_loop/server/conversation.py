@@ -65,6 +65,7 @@ class Conversation:
         prompts: messages to tokens.
         models: names under which the policy is served; ``*`` takes any.
         follows_request: whether temperature, top_p, top_k and seed of a request count, or the run's own.
+        limit: the setting that ``budget`` comes from, for messages.
         parser: finds tool calls in an answer: ``extract_tool_calls(token_ids, tools) -> (text, calls)``.
         key: what authorizes a client.
         responses: name of a response -> the messages up to and with it.
@@ -77,6 +78,7 @@ class Conversation:
     context: int | None = None
     models: tuple[str, ...] = ("policy",)
     follows_request: bool = False
+    limit: str = "data.max_response_length"
     parser: Any = None
     key: str = field(default_factory=lambda: f"sk-verl-{secrets.token_hex(24)}")
     record: Record = field(default_factory=Record)
@@ -159,12 +161,12 @@ class Conversation:
             left = min(left, self.context - before)
         if ask.max_tokens is not None and ask.max_tokens > self.budget:
             raise bad("max_tokens", f"max_tokens={ask.max_tokens} is more than the {self.budget} tokens that a whole "
-                      "rollout may have after its first prompt (data.max_response_length).")  # fmt: skip
+                      f"rollout may have after its first prompt ({self.limit}).")  # fmt: skip
         if left < 1:
             raise ApiError(
                 400,
                 f"This conversation has used up its {self.budget} tokens after the first prompt "
-                f"(data.max_response_length; {used} are sampled or inserted), or the model's context.",
+                f"({self.limit}; {used} are sampled or inserted), or the model's context.",
                 "context_length_exceeded",
                 "messages" if ask.messages is not None else "prompt",
             )

@@ -166,8 +166,10 @@ def tell(cfg: PPOTrainerConfig) -> None:
 
 
 def _of_reward_model(cfg: PPOTrainerConfig) -> PoolSpec | None:
+    """Of one with a scalar head; servers have no workers in a pool."""
     model = cfg.reward.reward_model
-    return PoolSpec(REWARD_POOL, (model.n_gpus_per_node,) * model.nnodes) if model.enable_resource_pool else None
+    is_pooled = model.enable_resource_pool and model.rollout.name == "hf"
+    return PoolSpec(REWARD_POOL, (model.n_gpus_per_node,) * model.nnodes) if is_pooled else None
 
 
 def _of_teachers(cfg: PPOTrainerConfig) -> PoolSpec | None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl import env, registry
+from verl.config.machine.host import is_installed
 from verl.config.machine.pools import REWARD_POOL, Pools
 from verl.config.rules.checks import Problems, bad_model_folder, known_name
-from verl.config.schema.root import PPOTrainerConfig, of_schedule
+from verl.config.schema.reward import JUDGE_ENGINES, RewardModelConfig
+from verl.config.schema.root import PPOTrainerConfig, of_schedule, starts_judges
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
 from verl.json_text import read_json
 
 _KEY = "reward.reward_model"
 _PATH, _NAME, _URL = f"{_KEY}.model_path", f"{_KEY}.rollout.name", f"{_KEY}.rollout.server.url"
-ENGINES = ("hf", "server")
+ENGINES = ("hf", *JUDGE_ENGINES, "server")
+_TENSOR = f"{_KEY}.rollout.tensor_model_parallel_size"
 STRATEGIES = ("auto", "plain", "fsdp", "fsdp2", "megatron")
 _HINT = "Train one with `python -m verl.trainer.rm_trainer`, or name a classification checkpoint with one label."
+
+_JUDGE = "Name a language model that judges, such as Qwen/Qwen2.5-7B-Instruct."
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:
@@ -39,44 +44,84 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
 
 
 def lacking(cfg: PPOTrainerConfig) -> Problems:
-    """A folder that this machine does not have."""
+    """A folder or a package that this machine does not have."""
     model = cfg.reward.reward_model
-    is_loaded = model.rollout.name == "hf" and not of_schedule(cfg).reward_model
-    return bad_model_folder(_PATH, model.model_path, _HINT) if is_loaded and model.model_path else []
+    name, is_loaded = model.rollout.name, model.rollout.name == "hf" and not of_schedule(cfg).reward_model
+    problems: Problems = []
+    if name in ("vllm", "sglang") and not is_installed(name):
+        product, fix = {"vllm": "vLLM", "sglang": "SGLang"}[name], f"Set {_NAME}=hf_server, or install it."
+        problems.append(
+            ConfigError(
+                f"{product} is not installed in this environment", key=_NAME, got=name, allowed=ENGINES, fix=fix
+            )
+        )
+    if model.model_path and (is_loaded or starts_judges(cfg)):
+        problems += bad_model_folder(_PATH, model.model_path, _HINT if is_loaded else _JUDGE)
+    return problems
 
 
 def _engine(cfg: PPOTrainerConfig) -> Problems:
     rollout = cfg.reward.reward_model.rollout
-    if rollout.name in ("vllm", "sglang"):
-        fix = f"Start a server of your own and set {_NAME}=server {_URL}=http://host:port, or leave {_NAME} out."
-        message = "served reward models: a run does not start the server of its reward model itself"
-        return [NotBuiltError(message, key=_NAME, got=rollout.name, allowed=ENGINES, fix=fix)]
-    if rollout.name != "server":
+    if rollout.name == "hf" or rollout.name not in ENGINES:
         return one_of(_NAME, rollout.name, ENGINES)
-    problems: Problems = []
-    if not rollout.server.url:
+    problems = _servers(cfg) if rollout.name in JUDGE_ENGINES else []
+    if rollout.name == "server" and not rollout.server.url:
         problems.append(ConfigError("needs the address of a server", key=_URL, fix=f"Set {_URL}=http://host:port."))
     manager = cfg.reward.reward_manager
     custom_manager = manager.source == "importlib" or manager.name not in registry.REWARD_MANAGERS.builtin_targets()
     if cfg.reward.custom_reward_function.path is None and not custom_manager:
         message = "a generative reward model needs a function that queries it and reads its answer"
-        fix = "It gets reward_router_address; docs/howto/rewards.md has one."
+        fix = "It gets reward_router_address; docs/howto/rewards.md has one. "
+        fix += f"A model with a scalar head needs none: {_NAME}=hf."
         problems.append(ConfigError(message, key="reward.custom_reward_function.path", fix=fix))
+    return problems
+
+
+def _servers(cfg: PPOTrainerConfig) -> Problems:
+    """Of those that the run starts."""
+    problems: Problems = []
+    model = cfg.reward.reward_model
+    rollout, size = model.rollout, model.rollout.tensor_model_parallel_size
+    if rollout.server.url:
+        message = f"with {_NAME}={rollout.name} the run starts the servers, and {rollout.server.url} is none of them"
+        problems.append(ConfigError(message, key=_URL, fix=f"Leave it out, or set {_NAME}=server."))
+    if model.model_path is None:
+        problems.append(ConfigError("a judge needs a folder or a hub name", key=_PATH, fix=_JUDGE))
+    elif _heads(model.model_path, "Classification"):
+        message = "this model has a scalar head and writes no answers"
+        problems.append(ConfigError(message, key=_PATH, got=model.model_path, fix=f"Set {_NAME}=hf, which reads it."))
+    if rollout.name == "hf_server" and size > 1:
+        message, fix = "the hf engine holds a model in one process", f"Leave it out, or set {_NAME}=vllm."
+        problems.append(ConfigError(message, key=_TENSOR, got=size, allowed=[1], fix=fix))
+    unknown = sorted(set(rollout.engine_kwargs) - {"vllm", "sglang"})
+    if unknown:
+        key, allowed = f"{_KEY}.rollout.engine_kwargs.{unknown[0]}", ["vllm", "sglang"]
+        problems.append(ConfigError("no engine that takes arguments", key=key, allowed=allowed, fix="Leave it out."))
+    nodes = max(len(pool.processes) for pool in Pools.of(cfg).by_name.values())
+    if cfg.reward.while_sampling and nodes > 1:
+        message = f"samples are scored on {nodes} machines, and the judge's servers are on one, which they alone reach"
+        fix = f"Leave it out, or start servers yourself and set {_NAME}=server."
+        problems.append(NotBuiltError(message, key="reward.while_sampling", got=True, allowed=[False], fix=fix))
     return problems
 
 
 def headless(path: str) -> Problems:
     """A language model has no scalar head: a new one would score at random."""
+    if not _heads(path, "ForCausalLM"):
+        return []
+    message = "this is a language model without a scalar head, which would score at random"
+    fix = f"{_HINT} A language model that judges runs on a server: {_NAME}=hf_server, vllm or sglang."
+    return [ConfigError(message, key=_PATH, got=path, fix=fix)]
+
+
+def _heads(path: str, ending: str) -> bool:
+    """Whether the architecture in a model's config.json has a name with this end."""
     file = Path(env.expand(path)) / "config.json"
     try:
         architectures = read_json(file.read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):
-        return []  # a hub name, or a file that loading refuses
-    if not any(str(name).endswith("ForCausalLM") for name in architectures):
-        return []
-    message = "this is a language model without a scalar head, which would score at random"
-    fix = f"{_HINT} A language model that judges runs on a server: {_NAME}=server."
-    return [ConfigError(message, key=_PATH, got=path, fix=fix)]
+        return False  # a hub name, or a file that loading refuses
+    return any(str(name).endswith(ending) for name in architectures)
 
 
 def _pool(cfg: PPOTrainerConfig) -> Problems:
@@ -87,10 +132,30 @@ def _pool(cfg: PPOTrainerConfig) -> Problems:
     for name in ("nnodes", "n_gpus_per_node"):
         key = f"{_KEY}.{name}"
         problems += in_range(key, model[name], "1 or more, with enable_resource_pool=true", model[name] >= 1)
+    if model.rollout.name in JUDGE_ENGINES:
+        return problems or _shared_out(model)
+    if model.rollout.name != "hf":
+        message = "a reward model on a server that runs already has no processes in this run"
+        return [ConfigError(message, key=f"{_KEY}.enable_resource_pool", got=True, fix="Leave it out.")]
     if Pools.of(cfg).named["rm"] != REWARD_POOL:
         message = "trainer.resource_pools has a pool for the reward model as well"
         problems.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", fix="Keep one of the two."))
-    if model.rollout.name != "hf":
-        message = "a reward model on a server has no processes in this run"
-        problems.append(ConfigError(message, key=f"{_KEY}.enable_resource_pool", got=True, fix="Leave it out."))
     return problems
+
+
+def _shared_out(model: RewardModelConfig) -> Problems:
+    """Of the GPUs of a judge's pool each server has as many."""
+    size, copies, gpus = (
+        model.rollout.tensor_model_parallel_size,
+        model.rollout.data_parallel_size,
+        model.n_gpus_per_node,
+    )
+    if model.nnodes > 1:
+        message, key = "a judge's servers on several machines: a run starts them on the controller's", f"{_KEY}.nnodes"
+        fix = f"Set it to 1, or start servers yourself and set {_NAME}=server."
+        return [NotBuiltError(message, key=key, got=model.nnodes, allowed=[1], fix=fix)]
+    if gpus % (size * copies):
+        message = f"a pool of {gpus} cannot be shared out to servers of {_TENSOR}={size}, {copies} at a time"
+        fix = f"Change it, or {_TENSOR}, and leave {_KEY}.rollout.data_parallel_size out."
+        return [ConfigError(message, key=f"{_KEY}.n_gpus_per_node", got=gpus, fix=fix)]
+    return []

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.role import LIKE_ACTOR, FSDPEngineConfig, MegatronEngineConfig
-from verl.config.schema.tree import COUNT, POSITIVE
+from verl.config.schema.tree import AMOUNT, COUNT, DTYPE, PORTION, POSITIVE
+
+JUDGE_ENGINES = {"hf_server": "hf", "vllm": "vllm", "sglang": "sglang"}
+"""Values of ``reward_model.rollout.name`` with which a run starts servers, and the sampler in each."""
+_STARTED = ".name=hf_server, vllm or sglang"
 
 
 @dataclass(frozen=True)
@@ -53,23 +58,59 @@ class RewardManagerConfig(ConfigNode):
 
 @dataclass(frozen=True)
 class RewardServerConfig(ConfigNode):
-    """A server of a generative reward model that runs already."""
+    """The servers of a generative reward model."""
 
-    url: str | None = setting(
-        None, "address of a server that a reward function queries (rollout.name=server)", upstream=ABSENT
+    url: str | None = setting(None, "address of a server that runs already", upstream=ABSENT, needs="..name=server")
+    max_start_wait_time: float = setting(
+        600.0,
+        "seconds that a server which the run starts may take until it answers",
+        upstream=ABSENT,
+        within=POSITIVE,
+        needs=f".{_STARTED}",
     )
+    max_restarts: int = setting(
+        3,
+        "restarts of a server in a row, without an answer in between, after which the run ends",
+        upstream=ABSENT,
+        within=AMOUNT,
+        needs=f".{_STARTED}",
+    )
+
+
+_of_servers = partial(setting, needs=_STARTED)
 
 
 @dataclass(frozen=True)
 class RewardRolloutConfig(ConfigNode):
-    """The engine of the reward model; settings as in actor_rollout_ref.rollout."""
+    """The engine of the reward model."""
 
     name: str = setting(
         "hf",
-        "hf: a scalar head on the engines that train; server: a language model at rollout.server.url, which a reward "
-        "function queries",
+        "hf: a scalar head on the engines that train; vllm, sglang, hf_server: a language model on servers that the run "
+        "starts, which a reward function queries; server: one at rollout.server.url",
         upstream="???",
     )
+    tensor_model_parallel_size: int = _of_servers(1, "GPUs of a server (vllm, sglang)", upstream=2, within=COUNT)
+    data_parallel_size: int = _of_servers(
+        1, "number of servers; with enable_resource_pool as many as the pool holds", within=COUNT
+    )
+    dtype: str = _of_servers(
+        "auto",
+        "dtype of the engine; auto: float32 on CPU, bfloat16 on an accelerator",
+        upstream="bfloat16",
+        within=DTYPE,
+    )
+    gpu_memory_utilization: float = _of_servers(
+        0.5, "share of GPU memory for the engine (vllm, sglang)", within=PORTION
+    )
+    enforce_eager: bool = _of_servers(True, "run without CUDA graphs")
+    max_model_len: int | None = _of_servers(
+        None, "maximum length of prompt and answer in tokens; null: the model's limit", within=COUNT
+    )
+    max_num_batched_tokens: int = _of_servers(8192, "maximum tokens that the engine computes in one step", within=COUNT)
+    max_num_seqs: int = _of_servers(1024, "maximum answers sampled at once, per server", within=COUNT)
+    seed: int = _of_servers(42, "seed of requests that name none")
+    engine_kwargs: dict = _of_servers({}, "arguments passed to the engine unchanged: {vllm: {...}} or {sglang: {...}}")
     server: RewardServerConfig = section(RewardServerConfig)
 
 
@@ -78,12 +119,15 @@ class RewardModelConfig(ConfigNode):
     """A reward model that scores samples."""
 
     enable: bool = setting(False, "score samples with a reward model")
-    enable_resource_pool: bool = setting(False, "run it on its own processes, reward_model.nnodes x n_gpus_per_node")
-    n_gpus_per_node: int = setting(8, "processes per node of that pool, one per GPU")
+    enable_resource_pool: bool = setting(
+        False, "run it on separate processes or GPUs, reward_model.nnodes x n_gpus_per_node"
+    )
+    n_gpus_per_node: int = setting(8, "processes per node of that pool, one per GPU; GPUs of servers")
     nnodes: int = setting(0, "nodes of that pool")
     model_path: str | None = setting(
         None,
-        "folder or hub name of the reward model: a token or sequence classification checkpoint with one label",
+        "folder or hub name of the reward model: a token or sequence classification checkpoint with one label, or a "
+        "language model that judges",
         path=True,
     )
     input_tokenizer: str | None = setting(

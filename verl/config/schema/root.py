@@ -11,7 +11,7 @@ from verl.config.schema.algorithm import AlgoConfig, DistillationConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, from_mapping, replace, section, setting
-from verl.config.schema.reward import RewardConfig
+from verl.config.schema.reward import JUDGE_ENGINES, RewardConfig
 from verl.config.schema.role import GlobalProfilerConfig, RunConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.tree import AHEAD, AMOUNT, COUNT, EVERY, GPUS, POSITIVE, SHARE, STEPS
@@ -452,6 +452,18 @@ def uses_reward_model(cfg: PPOTrainerConfig) -> bool:
     """
     model = cfg.reward.reward_model
     return model.enable and model.rollout.name == "hf" and not of_schedule(cfg).reward_model
+
+
+def starts_judges(cfg: PPOTrainerConfig) -> bool:
+    """Whether a run starts the servers of a language model that judges."""
+    model = cfg.reward.reward_model
+    return model.enable and model.rollout.name in JUDGE_ENGINES
+
+
+def queries_judges(cfg: PPOTrainerConfig) -> bool:
+    """Whether reward functions query a language model on servers that run."""
+    model = cfg.reward.reward_model
+    return model.enable and model.rollout.name in (*JUDGE_ENGINES, "server") and model.rollout.server.url is not None
 
 
 def candidate_prompts(data: DataConfig, prompts: int) -> int:

@@ -27,12 +27,13 @@ from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps, PromptSource
 from verl.data.progress import timed
 from verl.data.sample_texts import SampleTexts, conversation_columns, ends_of
-from verl.errors import DataError, RolloutError
+from verl.errors import DataError, RolloutError, VerlError
 from verl.journal.ending import recorded_end
 from verl.journal.places import folder_of_run
 from verl.metrics import notice
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
+from verl.outcomes import on_error
 from verl.protocol import DataProto, traffic
 from verl.registry import ADVANTAGE_ESTIMATORS, refuse_while_loading
 from verl.rollout.lost import EngineLostError
@@ -41,7 +42,7 @@ from verl.single_controller.local import LocalWorkerGroup, create_colocated_work
 from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
 from verl.trainer.models import model_roles, served_models
-from verl.trainer.ppo import accounting, correction, group_filter, record, stages
+from verl.trainer.ppo import accounting, correction, group_filter, judging, record, stages
 from verl.trainer.ppo.callbacks import TellSaved, UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
@@ -159,19 +160,34 @@ class RayPPOTrainer:
             )
 
     def _make_rewards(self) -> None:
-        self.reward_fn = build.reward_manager(self.config, self.tokenizer, num_examine=0)
-        self.val_reward_fn = build.reward_manager(self.config, self.tokenizer, num_examine=0)
+        self.judges = judging.judges_of(self.config)
+        self._scoring = judging.with_address(self.config, self.judges)
+        self.reward_fn = build.reward_manager(self._scoring, self.tokenizer, num_examine=0)
+        self.val_reward_fn = build.reward_manager(self._scoring, self.tokenizer, num_examine=0)
 
     def init_workers(self) -> None:
         """Create the worker groups, one colocated process set per pool, and load the models."""
+        on = self.device_name or device.resolve_device(self.config.trainer.device)
         self.resource_pool_manager.create_resource_pool()
+        if self.judges is None:
+            self._init_workers(on)
+            return
+        with on_error(lambda _: self._close_judges()):
+            with timed("starting the judge"):
+                judging.start_judges(self.judges, self.config, on)
+            self._init_workers(on)
+
+    def _close_judges(self) -> None:
+        if self.judges is not None:
+            self.judges.close()
+
+    def _init_workers(self, on: str) -> None:
         self.roles = Roles()
         by_pool: dict[Any, dict[str, ClassWithInitArgs]] = {}
-        on = self.device_name or device.resolve_device(self.config.trainer.device)
         for role, named_class in self.role_worker_mapping.items():
             pool = self.resource_pool_manager.get_resource_pool(role)
             for name, worker_class in placement.parts_of(role, named_class).items():
-                arguments = build.worker_arguments(self.config, name, self.total_training_steps, on)
+                arguments = build.worker_arguments(self._scoring, name, self.total_training_steps, on)
                 by_pool.setdefault(pool, {})[name] = ClassWithInitArgs(worker_class, **arguments)
         make_group = self.worker_group_cls
         if isinstance(make_group, type):
@@ -231,7 +247,7 @@ class RayPPOTrainer:
         self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
         self.tracking, self._folders = None, {}
         folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
-        looks, mends = partial(processes_of_run, self.roles, self.replicas), partial(waits_for_replica, self.replicas)
+        looks, mends = partial(processes_of_run, self.roles, self.replicas), self._is_mending
         try:
             with stop, Watchdog(self.state.spans, limit, folder, looks, mends):
                 self._run()
@@ -240,8 +256,11 @@ class RayPPOTrainer:
             self._close_trackers(exit_code=1)
             if isinstance(error, RolloutError) and self.replicas is not None and self.replicas.error:
                 raise EngineLostError(self.replicas.error) from None  # the waiter's error has no further detail
+            if isinstance(error, VerlError):
+                self._check_judges()
             raise
         finally:
+            self._close_judges()
             self.schedule.close()
             if self.teachers is not None:
                 self.teachers.close()
@@ -249,6 +268,15 @@ class RayPPOTrainer:
                 self.replicas.close()
             self.checkpoints.close()
             self.state.close()
+
+    def _is_mending(self) -> bool:
+        """Whether something that the run waits for is being replaced."""
+        return waits_for_replica(self.replicas) or (self.judges is not None and self.judges.is_mending)
+
+    def _check_judges(self) -> None:
+        """Raises `EngineLostError` where the judge was given up: samples that it did not score are masked."""
+        if self.judges is not None:
+            self.judges.check()
 
     def _run(self) -> None:
         self.load_checkpoint()
@@ -339,6 +367,7 @@ class RayPPOTrainer:
             getattr(callback, hook)(self, *arguments)
 
     def _step_metrics(self, batch: DataProto) -> dict[str, float]:
+        self._check_judges()
         ctx = self.ctx
         ranks = self.resource_pool_manager.get_n_gpus()
         skipped = 0.0 if ctx.run.needs_old_log_prob else 1.0
@@ -359,6 +388,7 @@ class RayPPOTrainer:
             **build.memory_metrics(self.config),
             **{f"perf/controller/{name}_mb": counted / 1e6 for name, counted in traffic.take().items()},
             **({} if self.replicas is None else self.replicas.metrics()),
+            **({} if self.judges is None else self.judges.metrics()),
         }
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -383,6 +413,7 @@ class RayPPOTrainer:
             raise DataError("there is nothing to validate on", key="data.val_files", fix="Set data.val_files.")
         self.schedule.settle(self.roles, self.ctx)
         metrics, seen = self.validator.run(self.roles, self.ctx.step)
+        self._check_judges()
         self.on_validation_samples(seen)
         check_metric(self.config.trainer, metrics)
         return metrics
