@@ -147,11 +147,11 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     return columns
 
 
-def ends_of(batch: DataProto) -> dict[str, list[Any]]:
+def ends_of(batch: DataProto) -> dict[str, list[object]]:
     """Columns for a dump: tokens of each response, and why it ended where the sampler says why."""
     lengths = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].sum(-1).tolist()
     reasons = batch.non_tensor_batch.get("finish_reason")
-    return {"length": lengths} | ({} if reasons is None else {"finish_reason": list(reasons)})
+    return {"length": lengths, **({} if reasons is None else {"finish_reason": list(reasons)})}
 
 
 def turns_of(record: list[dict[str, Any]] | None) -> list[tuple[str, str]]:

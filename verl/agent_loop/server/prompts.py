@@ -161,7 +161,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(_integral(object_of(value)), sort_keys=True, default=str)
 
 
-def _integral(value: Any) -> Any:
+def _integral(value: object) -> object:
     """The value, with every integral float as an integer."""
     if isinstance(value, Mapping):
         return {key: _integral(item) for key, item in value.items()}
