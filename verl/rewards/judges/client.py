@@ -182,12 +182,12 @@ class JudgeClient:
         raise JudgeError(f"the judge gave no reply within {self.timeout:g} s, in {calls} attempts; {failure}", fix=fix)
 
     def _begin_call(self) -> None:
-        spent = (
-            ("budget_calls", self.budget_calls, self.calls),
-            ("budget_tokens", self.budget_tokens, self.tokens),
-            ("budget_cost", self.budget_cost, self.cost),
-        )
         with self._lock:
+            spent = (
+                ("budget_calls", self.budget_calls, self.calls),
+                ("budget_tokens", self.budget_tokens, self.tokens),
+                ("budget_cost", self.budget_cost, self.cost),
+            )
             for name, budget, used in spent:
                 if budget is not None and used >= budget:
                     fix = f"Raise {name} of the JudgeClient. Samples without a verdict have no score."
