@@ -212,7 +212,7 @@ OPEN = [
 """Sections that take names of others: what they do not name themselves goes into a mapping."""
 
 IDLE = [
-    ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "not built"),
+    ("reward_model.rollout.prompt_length", "64", f"{RM}.rollout.prompt_length", "engine_kwargs"),
     ("trainer.controller_nsight_options.trace", "cuda", f"{NSYS}.controller_nsight_options", "nsys profile"),
     (f"{A}.veomni.moe_implementation", "eager", f"{A}.veomni", "VeOmni"),
     (f"{A}.automodel.tp_size", "2", f"{A}.automodel", "AutoModel"),
