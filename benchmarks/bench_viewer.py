@@ -66,7 +66,7 @@ def write_run(folder: Path, samples: int, tokens: int) -> None:
     (folder / "samples").mkdir(parents=True)
     (folder / "config.yaml").write_text("trainer: {rollout_data_dir: samples, total_training_steps: 1000}\n")
     rng, journal = np.random.default_rng(1), Journal(folder)
-    ledger, pieces = Ledger(journal), Pieces(lambda ids: WORDS[ids[0]])
+    ledger, pieces = Ledger(journal), Pieces(lambda ids: "".join(WORDS[i] for i in ids))
     journal.begin([ledger])
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(1, max(1, samples // PER_STEP) + 1):
