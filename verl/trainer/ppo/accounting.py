@@ -1,6 +1,6 @@
 """What becomes of samples, entered into the run's ledger (``trainer.ledger``): one function per event.
 
-A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a ledger every function does nothing.
+A sample is known by its prompt's ``uid`` and its ``sample_index``. Without a ledger functions of events do nothing.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def batched(batch: DataProto, ctx: StepContext) -> None:
 
 
 def chosen(batch: DataProto, rows: DataProto, ctx: StepContext) -> None:
-    """The rows that an update learns from, of those of the batch."""
-    if ctx.run.ledger is not None and rows is not batch:
+    """The rows that an update learns from, of those of the batch; files of tokens say so as the ledger does."""
+    if (ctx.run.ledger is not None or ctx.run.dumps_tokens) and rows is not batch:
         selected = set(compress(keys_of(rows), rows.tensors["response_mask"].bool().any(-1).tolist()))
         batch.non_tensor_batch[LEARNED] = np.array([key in selected for key in keys_of(batch)])
 

@@ -125,8 +125,8 @@ class RunState:
         }
 
     @property
-    def keeps_entropy(self) -> bool:
-        """The files of samples have it of every token."""
+    def dumps_tokens(self) -> bool:
+        """Files of samples with their tokens are written, and have the entropy of each token."""
         return bool(self.config.trainer.rollout_data_dir) and self.config.trainer.rollout_data_tokens > 0
 
     @property

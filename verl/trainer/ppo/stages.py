@@ -202,7 +202,7 @@ def add_old_log_prob(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     if "entropy" in made.keys():
         mask = batch.tensors["response_mask"]
         ctx.metrics.add("actor/entropy", masked_mean(made["entropy"], mask).item(), weight=int(mask.sum()))
-        if ctx.run.keeps_entropy:
+        if ctx.run.dumps_tokens:
             batch.tensors["entropys"] = made["entropy"]
     batch.tensors["old_log_probs"] = made["log_probs"]
     correction.measure_sampler(batch, ctx)
