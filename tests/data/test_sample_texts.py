@@ -49,6 +49,9 @@ def test_an_image_is_named_once_where_it_stands(tmp_path):
     assert (strip.size, second) == ((56 + 84 + 56, 56), None) and red.size == (56, 56)
     assert [strip.getpixel((x, 5)) for x in (0, 60, 190)] == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
     assert SampleTexts(tokenizer, processor).pictures(batch, 0) == [None, None]
+    again = batch.select_idxs([0, 0, 1, 0])
+    made = SampleTexts(tokenizer, processor).picture_maker(again, np.array([True, True, True, False]))()
+    assert made[0] == first and made[0] is made[1] and made[2:] == [None, None]
     text = batch.select(non_tensor_batch_keys=[])
     assert SampleTexts(tokenizer).of(text)[1] == ["red blue", "red"] and SampleTexts(tokenizer).columns(text) == {}
 

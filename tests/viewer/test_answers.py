@@ -13,6 +13,9 @@ import pytest
 
 from tests.harness.runs import records
 from tests.viewer.conftest import STEPS
+from tests.viewer.served import served
+from verl.journal.file import Journal
+from verl.journal.ledger import Ledger
 from verl.journal.ledger_reader import History
 
 SAMPLES = 16
@@ -213,10 +216,26 @@ def test_an_unknown_run_is_not_there(site):
     assert site.refused("steps", 404, run=7)["key"] == "run"
 
 
+def test_the_journal_alone_says_no_length_of_a_conversation(tmp_path):
+    """It counts sampled tokens, and files count those that tools inserted, too."""
+    journal = Journal(tmp_path)
+    ledger, keys = Ledger(journal), [("a", sample) for sample in range(3)]
+    journal.begin([ledger])
+    ledger.requested(1, 0, keys)
+    ledger.noted("sampled", 1, keys, tokens=[9, 8, 7], turns=[2, 4, 2])
+    ledger.dropped(1, "filtered_group", keys)
+    ledger.end(1)
+    journal.close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"training/global_step": 1}}\n')
+    with served(tmp_path) as here:
+        rows = here.indexed("samples")["rows"]
+    assert {row["id"]: row["length"] for row in rows} == {"L0": 9, "L1": None, "L2": 7}
+
+
 def test_the_lines_of_samples_have_length_and_finish_reason(trained):
     batch = batch_of(trained, 1)
     lines = records(trained.folder / "samples" / "1.jsonl")
     width = batch.tensors["responses"].shape[1]
-    assert [line["length"] for line in lines] == batch.tensors["attention_mask"][:, -width:].sum(-1).tolist()
-    assert [line["finish_reason"] for line in lines] == list(batch.non_tensor_batch["finish_reason"])
+    assert [line["response_tokens"] for line in lines] == batch.tensors["attention_mask"][:, -width:].sum(-1).tolist()
+    assert [line["response_finish_reason"] for line in lines] == list(batch.non_tensor_batch["finish_reason"])
     assert json.loads((trained.folder / "state.json").read_text())["state"] == "complete"

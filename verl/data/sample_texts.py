@@ -6,10 +6,13 @@ An image of a prompt is named once, not written as its hundreds of placeholders.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from verl.data.vision.images import describe_image, thumbnails
 from verl.data.vision.videos import describe_clip
@@ -20,6 +23,8 @@ IMAGES = "multi_modal_data"
 RECORD = "trajectory"
 """Column that loops with several turns write: one entry per piece of the conversation."""
 COLUMNS = ("tool_call_counts", "tool_rewards", "turn_scores", "reward_scores", "ended")
+NUM_TOKENS, FINISH = "response_tokens", "response_finish_reason"
+"""Columns of a dump: tokens of a response, why it ended. Reward functions use ``length`` and ``finish_reason``."""
 OPENING_WORDS = 2
 """Most words with which a template opens an answer: ``assistant <think>``."""
 
@@ -82,10 +87,16 @@ class SampleTexts:
 
     def pictures(self, batch: DataProto, count: int) -> list[bytes | None]:
         """Thumbnails of images and frames of the first rows (`Sample.picture`); None for the others, and for text."""
-        first = self._media(batch)[: max(0, count)]
-        rows = [[*images, *(frame for clip in clips for frame in clip["frames"])] for images, clips in first]
-        shown = [thumbnails(pictures) if pictures else None for pictures in rows]
-        return [*shown, *[None] * (len(batch) - len(shown))]
+        return self.picture_maker(batch, np.arange(len(batch)) < count)()
+
+    def picture_maker(self, batch: DataProto, rows: np.ndarray) -> Callable[[], list[bytes | None]]:
+        """A function that makes what `pictures` returns for these rows (B,) bool, in any thread.
+
+        Rows that show the same image objects share a thumbnail.
+        """
+        media = [shown if chosen else ((), ()) for shown, chosen in zip(self._media(batch), rows)]
+        frames = [[*images, *(frame for clip in clips for frame in clip["frames"])] for images, clips in media]
+        return partial(_shared_thumbnails, frames)
 
     def _media(self, batch: DataProto) -> list[tuple[Sequence[Any], Sequence[Any]]]:
         """Images and videos of each row."""
@@ -120,6 +131,16 @@ class SampleTexts:
         return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
 
+def _shared_thumbnails(rows: Sequence[Sequence[Image.Image]]) -> list[bytes | None]:
+    """Of each row's images; None for a row without any."""
+    made: dict[tuple[int, ...], bytes] = {}
+    names = [tuple(map(id, images)) for images in rows]
+    for name, images in zip(names, rows):
+        if images and name not in made:
+            made[name] = thumbnails(images)
+    return [made.get(name) for name in names]
+
+
 def _question(messages: Any, prompt: str) -> str | None:
     user_turns = [m.get("content") for m in messages or () if isinstance(m, dict) and m.get("role") == "user"]
     question = user_turns[-1].strip() if user_turns and isinstance(user_turns[-1], str) else ""
@@ -147,11 +168,15 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     return columns
 
 
-def ends_of(batch: DataProto) -> dict[str, list[object]]:
-    """Columns for a dump: tokens of each response, and why it ended where the sampler says why."""
+def ends_of(batch: DataProto, details: Container[str]) -> dict[str, list[object]]:
+    """Columns for a dump: tokens of each response, and why it ended where the sampler says why.
+
+    Args:
+        details: columns of the batch that a reward function filled; ``finish_reason`` among them is not the sampler's.
+    """
     lengths = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].sum(-1).tolist()
-    reasons = batch.non_tensor_batch.get("finish_reason")
-    return {"length": lengths, **({} if reasons is None else {"finish_reason": list(reasons)})}
+    reasons = None if "finish_reason" in details else batch.non_tensor_batch.get("finish_reason")
+    return {NUM_TOKENS: lengths, **({} if reasons is None else {FINISH: list(reasons)})}
 
 
 def turns_of(record: list[dict[str, Any]] | None) -> list[tuple[str, str]]:

@@ -25,7 +25,8 @@ INDEX = {
 FILE_NAMES = {"finish": "finish_reason"}
 Record = dict[str, Any]
 """All of a sample by column."""
-FIXED = ("input", "output", "gts", "score", "step", "uid", "sample", "row", "length", "finish_reason")
+FIXED = ("input", "output", "gts", "score", "step", "uid", "sample", "row", "response_tokens",
+         "response_finish_reason")  # fmt: skip
 """Keys of a JSON line that are no further values."""
 
 
@@ -152,10 +153,11 @@ def read_lines(path: Path, step: int, uids: Names, finishes: Names) -> StepSampl
                 record = read_json(line)
                 uid = record.get("uid") or _name_of(step, str(record.get("input")))
                 score = record.get("score")
-                row = {"uid": uids.number(str(uid)), "finish": _code(finishes, record.get("finish_reason")),
+                row = {"uid": uids.number(str(uid)), "finish": _code(finishes, record.get("response_finish_reason")),
                        "score": np.nan if score is None else float(score), "reason": -1, "clipped": np.nan,
                        "oldest_version": -1}  # fmt: skip
-                row |= {name: _integer(record.get(name)) for name in ("sample", "row", "length")}
+                row |= {name: _integer(record.get(name)) for name in ("sample", "row")}
+                row["length"] = _integer(record.get("response_tokens"))
             except (ValueError, TypeError, AttributeError):
                 if line.strip():
                     faults.append(number)

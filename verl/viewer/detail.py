@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl.json_text import JsonObject
+from verl.json_text import JsonObject, without_nan
 from verl.viewer.questions import Row
 
 MOST_CHARACTERS, MOST_TOKENS = 1 << 20, 1 << 16
@@ -40,6 +40,7 @@ def detail_of(record: JsonObject, shows_all: bool) -> Row:
 def token_columns(record: JsonObject, most: int | None) -> Row | None:
     """A list per quantity with a value per token, or null where the run has not computed it; None: no token data.
 
+    Tokens that a tool or a user inserted have no log-prob of the sampler and no version: null.
     ``ratio`` is exp(trainer's log-prob - sampler's), ``difference`` the sampler's log-prob minus the trainer's.
     """
     ids = record.get("token_id")
@@ -60,7 +61,7 @@ def token_columns(record: JsonObject, most: int | None) -> Row | None:
     }  # fmt: skip
     return {
         "text": _cut(record.get("token_text"), most) or [f"<{token}>" for token in ids[:most]], "ids": ids[:most],
-        **{name: None if column is None else column.tolist() for name, column in columns.items()},
+        **{name: None if column is None else without_nan(column.tolist()) for name, column in columns.items()},
         "mask": _cut(record.get("mask"), most), "version": _cut(record.get("version"), most),
         "total": len(ids),
     }  # fmt: skip

@@ -26,8 +26,8 @@ EXCERPT = 200
 SORTS = ("step", "uid", "row", "score", "length", "finish", "staleness", "clipped", "state", "reason")
 LEDGER = "L"
 """How the id of a sample begins that only the journal knows."""
-OF_LEDGER = {"length": "tokens"}
-"""Column of the index -> of the journal, where the names differ."""
+TURNS = 2
+"""Of a question and its answer. With more, files count inserted tokens, too; the journal only sampled ones."""
 Signature = tuple[tuple[Path, int, int], ...]
 """Of a step: (path, size, time) of its files."""
 SEARCHES = 16
@@ -133,14 +133,12 @@ class SampleIndex:
         self._order = [self._blocks[step] for step in sorted(self._blocks)]
         count = sum(map(len, self._order))
         numbers = lineage.find(self._joined("uid", np.empty(0)), self._joined("sample", np.empty(0)))
-        ledger = lineage.columns
+        ledger = _with_lengths(lineage.columns)
         is_left = ledger["uid"] >= 0
         is_left[numbers[numbers >= 0]] = False
         rest = np.flatnonzero(is_left)
         settled = np.where(ledger["settled"][rest] >= 0, ledger["settled"][rest], ledger["step"][rest])
-        columns = {
-            name: self._joined(name, ledger[OF_LEDGER.get(name, name)][rest]) for name in INDEX if name != "clipped"
-        }
+        columns = {name: self._joined(name, ledger[name][rest]) for name in INDEX if name != "clipped"}
         columns["clipped"] = self._joined("clipped", np.full(len(rest), np.nan))
         sizes = [len(block) for block in self._order]
         columns["step"] = np.append(np.repeat([block.step for block in self._order], sizes), settled).astype(np.int32)
@@ -334,7 +332,12 @@ def _fill(columns: dict[str, np.ndarray], known: Mapping[str, np.ndarray], count
     numbers = columns["ledger"][at]
     for name in ("length", "finish", "oldest_version", "row", "reason"):
         missing = columns[name][at] < 0
-        columns[name][at[missing]] = known[OF_LEDGER.get(name, name)][numbers[missing]]
+        columns[name][at[missing]] = known[name][numbers[missing]]
+
+
+def _with_lengths(ledger: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add ``length`` in tokens of the response; -1 where the journal cannot know it."""
+    return {**ledger, "length": np.where(ledger["turns"] <= TURNS, ledger["tokens"], -1)}
 
 
 def _with_states(columns: dict[str, np.ndarray], known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -428,17 +428,23 @@ class RayPPOTrainer:
         prompts, responses = self.texts.of(batch)
         truths = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
         extra = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get(group_filter.DETAILS, ())}
+        columns: dict[str, list[Any]] = {
+            **ends_of(batch, extra),
+            **conversation_columns(batch),
+            **self.texts.columns(batch),
+            **accounting.names_of(batch),
+        }
+        if both := sorted(columns.keys() & extra.keys()):
+            notice("trainer.rollout_data_dir", f"the reward function returns {', '.join(both)}, which files of samples "
+                   "use for something else: its values are written as reward_<name> there. Rename them")  # fmt: skip
         return {
             "inputs": prompts,
             "outputs": responses,
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
             "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
             "reward_extra_infos": {
-                **ends_of(batch),
-                **extra,
-                **conversation_columns(batch),
-                **self.texts.columns(batch),
-                **accounting.names_of(batch),
+                **{f"reward_{name}" if name in columns else name: values for name, values in extra.items()},
+                **columns,
             },
         }
 

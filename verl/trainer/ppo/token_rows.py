@@ -6,8 +6,7 @@ Only copies are made here; the table, its texts of tokens and the file are the t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from verl.config import PPOTrainerConfig
-from verl.data.sample_texts import SampleTexts, ends_of
+from verl.data.sample_texts import FINISH, NUM_TOKENS, SampleTexts
 from verl.json_text import JsonObject
 from verl.observability.token_dump import Pieces, table_of
 from verl.protocol import DataProto
-from verl.protocol.lazy import fetched, row_bounds
+from verl.protocol.lazy import fetched_tensors, row_bounds
 from verl.trainer.ppo import accounting
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.correction import KEPT_MASK
@@ -54,7 +53,7 @@ class TokenRows:
         low, high = actor.clip_ratio_low, actor.clip_ratio_high
         self._low = 1 - (actor.clip_ratio if low is None else low)
         self._high = 1 + (actor.clip_ratio if high is None else high)
-        self._has_own_log_probs = not config.algorithm.rollout_correction.bypass_mode
+        self._recomputes_log_probs = not config.algorithm.rollout_correction.bypass_mode
         self._pieces = Pieces(texts.tokenizer.decode)
 
     def of(self, batch: DataProto, described: JsonObject, ctx: StepContext, updated: bool) -> Callable[[], pa.Table]:
@@ -64,46 +63,71 @@ class TokenRows:
             described: the rows as text, as the JSON lines have them.
             updated: whether a model was updated in this step.
         """
-        tensors = batch.tensors
-        there = fetched(tensors["attention_mask"])[:, -tensors["responses"].shape[1] :].bool()
+        tensors = self._tensors(batch)
+        there = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
         uids = batch.non_tensor_batch.get("uid", np.arange(len(batch)).astype(str))
         drawn = is_drawn(uids, self._share)
         is_written = there & torch.from_numpy(drawn)[:, None]
         lengths = there.sum(-1).numpy()
-        tokens: dict[str, Any] = {}
-        for name, column in COLUMNS.items():
-            is_own = name != "trainer_log_prob" or self._has_own_log_probs
-            if column in tensors.keys() and is_own:
-                tokens[name] = fetched(tensors[column])[is_written].numpy()
+        tokens: dict[str, Any] = {
+            name: tensors[column][is_written].numpy() for name, column in COLUMNS.items() if column in tensors
+        }
+        if "version" in tokens:
+            tokens["version"] = pa.array(tokens["version"], mask=tokens["version"] < 0)
+        if "sampler_log_prob" in tokens:
+            is_inserted = ~is_sampled(tensors)[is_written].numpy()
+            tokens["sampler_log_prob"] = pa.array(tokens["sampler_log_prob"], mask=is_inserted)
         # On this thread: another one must not use the tokenizer while this one sets its padding.
         tokens["token_text"] = self._pieces.of(tokens["token_id"], np.cumsum(np.where(drawn, lengths, 0)))
-        facts = self._facts(batch, there, ctx, updated)
+        facts, details = self._facts(batch, tensors, there), described["reward_extra_infos"]
         short = {"step": [ctx.step] * len(batch), "length": lengths.tolist(), **facts}
+        short["reason"] = list(accounting.reasons_of(batch, ctx, updated))
+        if FINISH in details:
+            short["finish_reason"] = details[FINISH]
         columns = {TEXTS[name]: described[name] for name in TEXTS}
-        columns |= {"picture": self._texts.pictures(batch, len(batch))} if self._texts.processor is not None else {}
-        named = {*ends_of(batch), *accounting.names_of(batch)}
-        extra = {name: list(column) for name, column in described["reward_extra_infos"].items() if name not in named}
-        return partial(table_of, {**columns, **short}, extra, tokens, lengths, drawn)
+        named = {NUM_TOKENS, FINISH, *accounting.names_of(batch)}
+        extra = {name: list(column) for name, column in details.items() if name not in named}
+        pictures = self._texts.picture_maker(batch, drawn)
 
-    def _facts(self, batch: DataProto, there: Tensor, ctx: StepContext, updated: bool) -> Values:
-        """Columns of `SHORT` besides step and length."""
-        tensors, names = batch.tensors, batch.non_tensor_batch
-        width = tensors["prompts"].shape[1]
+        def make() -> pa.Table:
+            return table_of({**columns, **short, "picture": pictures()}, extra, tokens, lengths, drawn)
+
+        return make
+
+    def _tensors(self, batch: DataProto) -> dict[str, Tensor]:
+        """What is read of a batch, fetched in one go; without the trainer's log-probs where they are the sampler's."""
+        left_out = () if self._recomputes_log_probs else ("old_log_probs",)
+        names = [name for name in (*COLUMNS.values(), "attention_mask", KEPT_MASK) if name not in left_out]
+        present = set(batch.tensors.keys())
+        return fetched_tensors({name: batch.tensors[name] for name in names if name in present})
+
+    def _facts(self, batch: DataProto, tensors: dict[str, Tensor], there: Tensor) -> Values:
+        """Columns of `SHORT` besides step, length, reason and how the response ended."""
         made: Values = accounting.names_of(batch)
-        made["prompt_length"] = fetched(tensors["attention_mask"])[:, :width].sum(-1).tolist()
-        made["reason"] = list(accounting.reasons_of(batch, ctx, updated))
-        if "finish_reason" in names:
-            made["finish_reason"] = list(names["finish_reason"])
-        if "token_versions" in tensors.keys():
+        made["prompt_length"] = tensors["attention_mask"][:, : batch.tensors["prompts"].shape[1]].sum(-1).tolist()
+        if "token_versions" in tensors:
             oldest, newest = row_bounds(tensors["token_versions"])
             has_any = newest >= 0
             made["oldest_version"], made["newest_version"] = (
                 [value if ok else None for value, ok in zip(bound.tolist(), has_any.tolist())]
                 for bound in (oldest, newest)
             )
-        if self._has_own_log_probs and {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys()):
-            ratio = (fetched(tensors["old_log_probs"]) - fetched(tensors["rollout_log_probs"])).exp()
-            mask = fetched(tensors.get(KEPT_MASK, tensors["response_mask"])).bool() & there
-            outside = ((ratio < self._low) | (ratio > self._high)) & mask
-            made["clipped"] = (outside.sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+        if {"old_log_probs", "rollout_log_probs"} <= tensors.keys():
+            ratio = (tensors["old_log_probs"] - tensors["rollout_log_probs"]).exp()
+            mask = tensors.get(KEPT_MASK, tensors["response_mask"]).bool() & there
+            outside = (((ratio < self._low) | (ratio > self._high)) & mask).sum(-1).tolist()
+            made["clipped"] = [count / of if of else None for count, of in zip(outside, mask.sum(-1).tolist())]
         return made
+
+
+def is_sampled(tensors: Mapping[str, Tensor]) -> Tensor:
+    """(B, T) bool: tokens that the policy drew; the others were inserted by tools and users, or are padding.
+
+    They have a version. In a row without any version they are those of the mask, or all where it masks everything.
+    """
+    mask = tensors["response_mask"].bool()
+    by_mask = mask | ~mask.any(-1, keepdim=True)
+    if "token_versions" not in tensors:
+        return by_mask
+    has_version = tensors["token_versions"] >= 0
+    return torch.where(has_version.any(-1, keepdim=True), has_version, by_mask)
