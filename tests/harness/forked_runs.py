@@ -27,7 +27,7 @@ from tests.harness.waiting import HANGS, wait_until
 from verl.journal.file import Entry, entries_in
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMINGS = ("timing", "perf/", "memory")
+TIMINGS = ("timing", "perf/", "memory", "rollout_data/")
 STEPS = 6
 STOPPING = "a second signal ends it at once"
 """What a run says once it has heard the first signal."""

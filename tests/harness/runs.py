@@ -34,8 +34,8 @@ COMMON = (
     "trainer.total_training_steps=1",
     "trainer.runtime=local",
 )
-CLOCKS = ("timing", "perf/")
-"""How metrics begin that say how fast something was computed, and not what."""
+CLOCKS = ("timing", "perf/", "rollout_data/")
+"""How metrics begin that say how fast something was computed or written, and not what."""
 
 
 @dataclass

@@ -22,6 +22,8 @@ from verl.observability.samples import json_line
 
 KEY, LIMIT = "trainer.rollout_data_tokens", "trainer.rollout_data_max_bytes"
 SLOW = f"{KEY}, speed"
+LEFT_OUT = "rollout_data/steps_without_tokens"
+"""Metric: steps so far whose tokens were not written."""
 FORMAT = b"1"
 """In the metadata of each file, under ``verl.samples``."""
 SHORT = {
@@ -70,13 +72,17 @@ class Pieces:
         return len(self._texts) - 1
 
     def of(self, ids: np.ndarray, ends: np.ndarray) -> pa.DictionaryArray:
-        """The texts (N,) of ids (N,) int, in rows that end at ``ends`` (B,)."""
+        """The texts (N,) of ids (N,) int, in rows that end at ``ends`` (B,).
+
+        Texts of single tokens are kept for the next call; those of several are too many for that.
+        """
         if len(ids) and ids.max() >= len(self._number):
             self._number = np.append(self._number, np.full(int(ids.max()) + 1 - len(self._number), -1, dtype=np.int32))
         present = np.flatnonzero(np.bincount(ids, minlength=1)) if len(ids) else ids
         self._find_anchor(present.tolist())
         for token in present[self._number[present] < 0].tolist():
             self._number[token] = self._add(self._text_of((token,)))
+        mark = len(self._texts)
         numbers = self._number[ids]
         places = np.flatnonzero(np.array(self._broken)[numbers])
         if len(places):
@@ -86,6 +92,8 @@ class Pieces:
                 numbers[run[0]] = self._text_of_run(tuple(ids[run].tolist()))
         used = np.unique(numbers)
         texts = pa.array([self._texts[number] for number in used.tolist()], pa.string())
+        del self._texts[mark:], self._broken[mark:]
+        self._joined.clear()
         return pa.DictionaryArray.from_arrays(np.searchsorted(used, numbers).astype(np.int32), texts)
 
     def _find_anchor(self, tokens: list[int]) -> None:
@@ -170,26 +178,47 @@ class TokenDump:
         # Python waits for the thread of a pool before it ends: the last steps of a run are written.
         self._thread = ThreadPoolExecutor(1, "verl-token-dump")
         self._waiting: list[Future[None]] = []
+        self._late = self._failed = 0
 
     def put(self, step: int, make: Callable[[], pa.Table]) -> None:
         """Have a step written; ``make`` is called in the thread. It never waits: where the disk is too slow for the
-        run, the step has no file, with a notice."""
+        run, the step has no file, which is counted."""
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= WAITING:
+            self._late += 1
             notice(SLOW, f"tokens are written more slowly than steps come: those of step {step}, and maybe of later "
-                   "steps, are left out. Lower it")  # fmt: skip
+                   f"steps, are left out; {LEFT_OUT} counts them. Lower {KEY}, or use a faster disk")  # fmt: skip
             return
         future = self._thread.submit(self._write, step, make)
-        future.add_done_callback(partial(_report, step))
+        future.add_done_callback(partial(self._report, step))
         self._waiting.append(future)
+
+    @property
+    def left_out(self) -> int:
+        """Steps so far without a file: the disk was too slow, or an error occurred."""
+        return self._late + self._failed
 
     def close(self) -> None:
         """Return once all is written."""
         self._thread.shutdown()
+        if self.left_out:
+            notice(LEFT_OUT, f"{self.left_out} steps of this run have no tokens in {self._folder}")
 
     def _write(self, step: int, make: Callable[[], pa.Table]) -> None:
         write_table(make(), self._folder / f"{step}.parquet")
-        self._bound()
+        try:
+            self._bound()
+        except OSError as error:
+            notice(f"{LIMIT}, deleting", f"the oldest files of {self._folder} cannot be deleted, and more will come: "
+                   f"{type(error).__name__}: {error}. Delete them, or set {KEY}=0")  # fmt: skip
+
+    def _report(self, step: int, future: Future[None]) -> None:
+        """A file that cannot be written is counted, with a notice of the first: it must not end the run."""
+        error = future.exception()
+        if error is not None:
+            self._failed += 1
+            notice(KEY, f"the tokens of step {step} are not written: {type(error).__name__}: {error}. {LEFT_OUT} "
+                   f"counts such steps. Free the disk, or set {KEY}=0")  # fmt: skip
 
     def _bound(self) -> None:
         if self._most is None:
@@ -205,13 +234,6 @@ class TokenDump:
             total -= sizes[place]
             notice(LIMIT, f"{self._folder} reached the bound: the tokens of step {step} are deleted, as will be those "
                    "of the next oldest steps; the JSON lines stay")  # fmt: skip
-
-
-def _report(step: int, future: Future[None]) -> None:
-    """A file that cannot be written is a notice: it must not end the run."""
-    error = future.exception()
-    if error is not None:
-        notice(KEY, f"the tokens of step {step} are not written: {type(error).__name__}: {error}")
 
 
 def write_table(table: pa.Table, path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.trainer.on_ray.conftest import Run
 from verl.metrics import notices, reset_notices
 
 pytestmark = pytest.mark.slow
-CLOCKS = ("timing", "perf/", "global_seqlen/")
+CLOCKS = ("timing", "perf/", "global_seqlen/", "rollout_data/")
 STEP = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 
 

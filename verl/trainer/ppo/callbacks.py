@@ -19,7 +19,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.metrics import log, notice
 from verl.observability.profiler import ProfiledSteps
 from verl.observability.samples import dump_generations
-from verl.observability.token_dump import TokenDump
+from verl.observability.token_dump import LEFT_OUT, TokenDump
 from verl.observability.tracker import Sample
 from verl.protocol import DataProto
 from verl.single_controller.base import by_rank
@@ -127,6 +127,7 @@ class DumpRollouts(Callback):
                 self._rows = TokenRows(trainer.config, trainer.texts)
             updated = accounting.was_updated(trainer.roles, trainer.ctx)
             self._tokens.put(trainer.ctx.step, self._rows.of(batch, rows, trainer.ctx, updated))
+            trainer.ctx.metrics.add(LEFT_OUT, self._tokens.left_out, "sum")
 
     def on_fit_end(self, trainer: RunningTrainer) -> None:
         if self._tokens is not None:
