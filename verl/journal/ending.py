@@ -23,6 +23,10 @@ from verl.outcomes import on_error
 NAME = "state.json"
 LONGEST = 2000
 """Characters of the reason that are kept."""
+MOST_READ = 16 * LONGEST
+"""Characters that are read: JSON escapes one of the reason as up to 12."""
+SIGNALED = 128
+"""The exit status after a signal is this, and its number."""
 
 
 @contextmanager
@@ -42,7 +46,8 @@ def recorded_end(folder: Path, total_steps: int) -> Iterator[None]:
 def read_end(folder: Path) -> JsonObject:
     """``state``, ``why``, ``total_steps``, ``pid``, ``host`` and ``began`` as the run noted them; empty: it did not."""
     with suppress(OSError):  # a run of an earlier release
-        noted = object_of((folder / NAME).read_text(encoding="utf-8", errors="replace")[: 4 * LONGEST])
+        with (folder / NAME).open(encoding="utf-8", errors="replace") as file:
+            noted = object_of(file.read(MOST_READ))
         return noted if isinstance(noted, dict) else {}
     return {}
 
@@ -53,14 +58,15 @@ def is_alive(noted: JsonObject) -> bool | None:
         return None
     try:
         began = psutil.Process(int(noted["pid"])).create_time()
-    except (psutil.Error, KeyError, TypeError, ValueError):
+        return abs(began - float(noted.get("began") or 0.0)) < 1.0
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
-    return abs(began - float(noted.get("began") or 0.0)) < 1.0
 
 
 def _how(error: BaseException) -> tuple[str, str]:
-    """A signal ends a run in order by an exit, or by Ctrl-C at once."""
-    if isinstance(error, SystemExit) or type(error) is KeyboardInterrupt:
+    """A signal ends a run in order by an exit, or by Ctrl-C at once; any other exit is a failure."""
+    code = error.code if isinstance(error, SystemExit) else None
+    if (isinstance(code, int) and code >= SIGNALED) or type(error) is KeyboardInterrupt:
         return "stopped", getattr(error, "sentence", "") or "it was interrupted"
     return "failed", f"{type(error).__name__}: {error}"
 
