@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from verl.errors import DataError, suggest
-from verl.json_text import JsonObject, read_json
+from verl.json_text import JsonObject
 from verl.observability.backends.console import ROWS
-from verl.observability.plots import X
+from verl.observability.plots import X, logged_step
 
 MOST_POINTS = 2000
 VALIDATION = ("val-core/", "val-aux/", "val/")
@@ -72,20 +72,22 @@ class MetricsLog:
 
     def _take(self, line: bytes, path: Path) -> None:
         try:
-            record = read_json(line)
-            step, data = int(record["step"]), dict(record["data"])
-        except (ValueError, KeyError, TypeError):
+            step, data = logged_step(line)
+            values = {
+                name: math.nan if value is None else float(value)
+                for name, value in data.items() if value is None or isinstance(value, int | float)
+            }  # fmt: skip
+        except (ValueError, OverflowError):
             self.notice = f"line {self._line} of {path} is not a metrics line: it is left out"
             return
         row = len(self._steps)
         self._steps.append(step)
-        for name, value in data.items():
-            if value is None:
+        for name, value in values.items():
+            if data[name] is None:
                 self._nulls.setdefault(name, []).append(row)
-            if value is None or isinstance(value, int | float):
-                column = self._columns.setdefault(name, array("d"))
-                column.extend([math.nan] * (row - len(column)))
-                column.append(math.nan if value is None else float(value))
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (row - len(column)))
+            column.append(value)
 
     def values(self, name: str) -> np.ndarray:
         """(rows,) float64, NaN where a row has none.
@@ -172,13 +174,16 @@ class MetricsLog:
 
 
 def thinned(values: np.ndarray) -> np.ndarray:
-    """Places (K,) of at most `MOST_POINTS` values: the smallest and the largest of each bucket: peaks stay."""
+    """Places (K,) of at most `MOST_POINTS` values: both ends; of each bucket the smallest, the largest and a NaN."""
     if len(values) <= MOST_POINTS:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), MOST_POINTS // 2 + 1).astype(int)
-    places: set[int] = set()
+    edges = np.linspace(0, len(values), (MOST_POINTS - 2) // 3 + 1).astype(int)
+    places = {0, len(values) - 1}
     for begin, end in pairwise(edges.tolist()):
         bucket = values[begin:end]
-        if np.isfinite(bucket).any():
+        is_nan = np.isnan(bucket)
+        if not is_nan.all():
             places |= {begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))}
+        if is_nan.any():
+            places.add(begin + int(np.argmax(is_nan)))
     return np.array(sorted(places), dtype=np.int64)

@@ -48,15 +48,30 @@ def read_metrics(path: str | Path) -> list[tuple[int, dict[str, float]]]:
     rows: list[tuple[int, dict[str, float]]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = read_json(line)
-            rows.append((int(record["step"]), record["data"]))
-        except (ValueError, KeyError, TypeError) as error:
+            rows.append(logged_step(line))
+        except ValueError as error:
             if number == len(lines) and rows:
                 break
             raise DataError(f"line {number} is not a metrics line", got=str(path)) from error
     if not rows:
         raise DataError("the metrics file is empty", got=str(path))
     return rows
+
+
+def logged_step(line: str | bytes) -> tuple[int, dict[str, float]]:
+    """(step, values by name) of a line of a metrics file; a value that was NaN is null in it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    record = read_json(line)
+    try:
+        step, data = int(record["step"]), record["data"]
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError("no step, or no data") from error
+    if not isinstance(data, dict) or not -(1 << 63) <= step < 1 << 63:
+        raise ValueError("the data is no object, or the step is too large")
+    return step, data
 
 
 def series(rows: Sequence[tuple[int, dict[str, float]]], key: str) -> Series:
