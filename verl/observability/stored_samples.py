@@ -25,6 +25,8 @@ INDEX = {
 FILE_NAMES = {"finish": "finish_reason"}
 Record = dict[str, Any]
 """All of a sample by column."""
+UNREADABLE = (OSError, pa.ArrowException, ValueError, TypeError, LookupError, OverflowError)
+"""What reading raises of a file that is damaged, or that was deleted or replaced meanwhile."""
 FIXED = ("input", "output", "gts", "score", "step", "uid", "sample", "row", "response_tokens",
          "response_finish_reason")  # fmt: skip
 """Keys of a JSON line that are no further values."""
@@ -54,7 +56,7 @@ class StepSamples:
         return len(self.columns["uid"])
 
     def texts(self, rows: Sequence[int], name: str, characters: int) -> list[str]:
-        """The beginning of ``input`` or ``output`` of some rows."""
+        """The beginning of ``input`` or ``output`` of some rows; raises one of `UNREADABLE`."""
         if self.offsets is not None:
             return [str(self._line(row).get(name, ""))[:characters] for row in rows]
         made: dict[int, str] = {}
@@ -67,7 +69,11 @@ class StepSamples:
         return [made[row] for row in rows]
 
     def record(self, row: int) -> Record:
-        """All of one row: ``input``, ``output``, ``gts``, ``extra``, ``picture``, and the lists of its tokens."""
+        """All of one row: ``input``, ``output``, ``gts``, ``extra``, ``picture``, and the lists of its tokens.
+
+        Raises:
+            OSError, pyarrow.ArrowException, ValueError, TypeError, LookupError, OverflowError: as `UNREADABLE`.
+        """
         if self.offsets is not None:
             line = self._line(row)
             extra = {name: value for name, value in line.items() if name not in FIXED}
@@ -80,12 +86,14 @@ class StepSamples:
         return made
 
     def contains(self, text: str) -> np.ndarray:
-        """(N,) bool: rows whose prompt or response has a text, in this spelling."""
+        """(N,) bool: rows whose prompt or response has a text, in this spelling; raises one of `UNREADABLE`."""
         if self.offsets is not None:
             lines = (self._line(row) for row in range(len(self)))
             return np.array([text in str(line.get("input")) or text in str(line.get("output")) for line in lines], bool)
         made = np.zeros(len(self), dtype=bool)
         table = pq.read_table(self.path, columns=["input", "output"], use_threads=False)
+        if len(table) != len(self):
+            raise ValueError("another number of rows than before")
         for column in table.columns:
             made |= pc.match_substring(column, text).fill_null(False).to_numpy()
         return made
@@ -105,8 +113,10 @@ class StepSamples:
         assert self.offsets is not None
         with self.path.open("rb") as file:
             file.seek(int(self.offsets[row]))
-            line: JsonObject = read_json(file.readline())
-            return line
+            line = read_json(file.readline())
+        if not isinstance(line, dict):
+            raise ValueError("no sample at its place")
+        return line
 
 
 def read_parquet(path: Path, step: int, uids: Names, finishes: Names, reasons: Names) -> StepSamples:
@@ -158,7 +168,7 @@ def read_lines(path: Path, step: int, uids: Names, finishes: Names) -> StepSampl
                        "oldest_version": -1}  # fmt: skip
                 row |= {name: _integer(record.get(name)) for name in ("sample", "row")}
                 row["length"] = _integer(record.get("response_tokens"))
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError, AttributeError, OverflowError):
                 if line.strip():
                     faults.append(number)
                 continue

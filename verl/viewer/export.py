@@ -15,7 +15,7 @@ from verl.viewer.questions import Row
 
 FORMATS = {"csv": "text/csv; charset=utf-8", "parquet": "application/vnd.apache.parquet"}
 """Format -> its media type."""
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 """How a cell begins that a spreadsheet computes: a model or a data set may have written one."""
 
 
@@ -43,5 +43,11 @@ def _cell(value: object) -> object:
 
 def _parquet(rows: Sequence[Row]) -> bytes:
     file = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(list(rows)), file, compression="zstd")
+    texts = [{name: _encodable(value) for name, value in row.items()} for row in rows]
+    pq.write_table(pa.Table.from_pylist(texts), file, compression="zstd")
     return file.getvalue()
+
+
+def _encodable(value: object) -> object:
+    """A lone surrogate, which UTF-8 does not have, as its escape."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value

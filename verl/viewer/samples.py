@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from verl.errors import DataError, suggest
 from verl.journal.columns import DROPPED, TRAINED, Lineage, Names
-from verl.observability.stored_samples import INDEX, StepSamples, read_lines, read_parquet
+from verl.observability.stored_samples import INDEX, UNREADABLE, StepSamples, read_lines, read_parquet
 from verl.viewer.folder import STEP_FILE
 from verl.viewer.questions import NoSuchThing, Question, Row
 
@@ -78,12 +78,18 @@ class SampleIndex:
         Args:
             allowed: the file behind a link; None: the link leads out of the run.
         """
+        self.pending = 0
         files = {} if folder is None else _files(folder, allowed)
-        for step in self._blocks.keys() - files.keys():
-            del self._blocks[step], self._read[step]
+        # A file that was replaced may wait for a later request: until then nothing reads it by its former index.
+        outdated = {step for step, signature in self._read.items() if files.get(step) != signature}
+        for step in outdated:
+            del self._read[step]
+            self._blocks.pop(step, None)
             self.version += 1
+        present = {path for signature in files.values() for path, *_ in signature}
+        self.notices = {path: text for path, text in self.notices.items() if path in present}
         until = time.monotonic() + READ_SECONDS
-        waiting = [step for step, signature in files.items() if self._read.get(step) != signature]
+        waiting = files.keys() - self._read.keys()
         self.pending = len(waiting)
         for step in sorted(waiting, reverse=True):
             self._take(step, files[step])
@@ -93,7 +99,6 @@ class SampleIndex:
 
     def _take(self, step: int, signature: Signature) -> None:
         self._read[step], self.version = signature, self.version + 1
-        self._blocks.pop(step, None)
         for path, *_ in signature:
             self.notices.pop(path, None)
             try:
@@ -101,7 +106,7 @@ class SampleIndex:
                     block = read_parquet(path, step, self.uids, self.finishes, self.reasons)
                 else:
                     block = read_lines(path, step, self.uids, self.finishes)
-            except (pa.ArrowException, OSError, DataError, ValueError, KeyError) as error:
+            except (*UNREADABLE, DataError) as error:
                 self.notices[path] = f"{path} cannot be read, its samples are left out: {error}"
                 continue
             if block.notice:
@@ -234,7 +239,7 @@ class SampleIndex:
             if before is None or before[0] is not block:
                 if time.monotonic() > until:
                     continue
-                done[block.step] = block, block.contains(text)
+                done[block.step] = block, self._contains(block, text)
             searched += 1
         starts = np.searchsorted(columns["block"][: int((columns["block"] >= 0).sum())], np.arange(len(self._order)))
         for number in blocks:
@@ -242,6 +247,16 @@ class SampleIndex:
             entry = done.get(block.step)
             passes[part] &= entry[1] if entry is not None and entry[0] is block else False
         return searched, len(blocks)
+
+    def _contains(self, block: StepSamples, text: str) -> np.ndarray:
+        try:
+            return block.contains(text)
+        except UNREADABLE as error:
+            self._note(block, error)
+            return np.zeros(len(block), dtype=bool)
+
+    def _note(self, block: StepSamples, error: Exception) -> None:
+        self.notices[block.path] = f"{block.path} was deleted or replaced while it was read: {error}"
 
     def ids(self, columns: Mapping[str, np.ndarray], rows: np.ndarray) -> list[str]:
         """The id of each row."""
@@ -270,12 +285,17 @@ class SampleIndex:
         return int(np.argmax(is_row))
 
     def texts(self, columns: Mapping[str, np.ndarray], rows: np.ndarray, name: str, characters: int) -> list[str]:
-        """The beginning of ``input`` or ``output`` of each row; empty for those without a file."""
+        """The beginning of ``input`` or ``output`` of each row; empty where no file has it, with a notice if it had."""
         made = [""] * len(rows)
         blocks, places = columns["block"][rows], columns["place"][rows]
         for number in np.unique(blocks[blocks >= 0]).tolist():
-            at = np.flatnonzero(blocks == number)
-            for place, text in zip(at.tolist(), self._order[number].texts(places[at].tolist(), name, characters)):
+            at, block = np.flatnonzero(blocks == number), self._order[number]
+            try:
+                texts = block.texts(places[at].tolist(), name, characters)
+            except UNREADABLE as error:
+                self._note(block, error)
+                continue
+            for place, text in zip(at.tolist(), texts):
                 made[place] = text
         return made
 
@@ -304,7 +324,7 @@ class SampleIndex:
             return {}
         try:
             return self._order[number].record(int(columns["place"][row]))
-        except (OSError, pa.ArrowException, ValueError) as error:
+        except UNREADABLE as error:
             raise NoSuchThing(f"the file of this sample cannot be read: {error}", key="id") from error
 
 
@@ -319,9 +339,12 @@ def _files(folder: Path, allowed: Callable[[Path], Path | None]) -> dict[int, Si
             place = Path(entry.path)
             if entry.is_symlink() and allowed(place) is None:
                 continue
-            if not entry.is_file():
+            try:
+                status = entry.stat()
+            except OSError:  # deleted meanwhile, or a link to nothing
                 continue
-            status = entry.stat()
+            if not stat.S_ISREG(status.st_mode):
+                continue
             made.setdefault(int(match[1][:9]), []).append((place, status.st_size, status.st_mtime_ns))
     return {step: tuple(sorted(files, key=lambda one: one[0].suffix != ".parquet")) for step, files in made.items()}
 
