@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from verl.errors import DataError, VerlError
 from verl.journal.ledger_reader import table
+from verl.metrics import notice
 from verl.observability.metrics_log import MetricsLog
 from verl.observability.plots import ACCURACY, LOSS_KEYS, REWARD_KEYS
 from verl.viewer.folder import CONFIG, METRICS
@@ -32,10 +34,18 @@ def runs_below(folder: Path) -> list[Path]:
         raise DataError("there is no such folder", got=str(folder), fix="python -m verl.runs FOLDER")
     runs, level = list[Path](), [folder]
     for _ in range(DEPTH):
-        is_run = {place: any((place / mark).is_file() for mark in MARKS) for place in level}
+        is_run = {place: any(os.path.isfile(place / mark) for mark in MARKS) for place in level}
         runs += [place for place in level if is_run[place]]
-        level = [below for place in level if not is_run[place] for below in place.iterdir() if below.is_dir()]
+        level = [below for place in level if not is_run[place] for below in _folders_in(place)]
     return sorted(runs)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return [below for below in folder.iterdir() if os.path.isdir(below)]
+    except OSError as error:
+        notice(str(folder), f"the folder cannot be listed, its runs are left out: {error}")
+        return []
 
 
 def best_of(log: MetricsLog) -> str:
@@ -59,11 +69,13 @@ def last_of(log: MetricsLog, name: str) -> float:
 
 
 def listing(folder: Path) -> str:
-    """A row per run: its state, its last step, and how good it got."""
+    """A row per run: its state, its last step, and how good it got; what could not be read of one is a notice."""
     rows = []
     for place in runs_below(folder):
         run = ViewedRun(place).refresh()
         about = run.about()
+        if about["notices"]:
+            notice(str(place), "; ".join(about["notices"]))
         steps = f"{about['last_step'] or 0}/{about['total_steps'] or '?'}"
         rows.append((place.relative_to(folder), about["state"], steps, best_of(run.log), about["why"]))
     return table(("run", "state", "steps", "best validation", "why"), rows)

@@ -194,11 +194,16 @@ def test_a_link_out_of_the_run_is_not_followed(tmp_path):
     (run / "samples" / "1.jsonl").symlink_to(tmp_path / "elsewhere" / "samples" / "1.jsonl")
     (run / "metrics.jsonl").symlink_to(tmp_path / "elsewhere" / "samples" / "1.jsonl")
     (run / "config.yaml").symlink_to(secret)
+    journal = Journal(tmp_path / "elsewhere")
+    ledger = Ledger(journal)
+    journal.begin([ledger])
+    ledger.requested(1, 0, [("p", 0)])
+    (run / "journal.jsonl").symlink_to(journal.path)
     secret.write_text("word: hidden\n")
     with served(run) as site:
         assert site.indexed("samples")["total"] == 0 and site.get("config")["rows"] == []
         notices = " ".join(site.get("runs")["runs"][0]["notices"])
-        assert all(name in notices for name in ("1.jsonl", "metrics.jsonl", "config.yaml"))
+        assert all(name in notices for name in ("1.jsonl", "metrics.jsonl", "config.yaml", "journal.jsonl"))
 
 
 def test_a_folder_of_samples_elsewhere_is_read_only_if_it_is_named(tmp_path):
@@ -251,13 +256,16 @@ def test_a_sample_of_ten_megabytes_is_cut_unless_all_is_requested(tmp_path):
         assert (full["cut"], full["response"], len(full["tokens"]["ids"])) == (False, output, count)
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_peak(tmp_path):
-    lines = [json.dumps({"step": step, "data": {"train/loss": 9.0 if step == 4321 else 1.0}}) for step in range(9000)]
+def test_a_thinned_curve_keeps_its_peak_its_ends_and_its_gap(tmp_path):
+    special = {4321: 9.0, 5000: None, 8999: 1.5}
+    lines = [json.dumps({"step": step, "data": {"train/loss": special.get(step, 1.0)}}) for step in range(9000)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     with served(tmp_path) as site:
         (series,) = site.get("curves", metric="train/loss")["series"]
         assert series["thinned"] and len(series["x"]) <= MOST_POINTS
-        assert (4321.0, 9.0) in zip(series["x"], series["y"]) and series["x"] == sorted(series["x"])
+        points = list(zip(series["x"], series["y"]))
+        assert (4321.0, 9.0) in points and (5000.0, None) in points, "the peak, and the value that was NaN"
+        assert points[0] == (0.0, 1.0) and points[-1] == (8999.0, 1.5) and series["x"] == sorted(series["x"])
         assert len(site.send("/api/export?what=curves&metric=train/loss").body.splitlines()) == 9001
 
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.harness.programs import python
 from tests.viewer.served import Site
 from verl.viewer.__main__ import main
@@ -36,6 +38,13 @@ def test_a_folder_that_is_none_is_a_message(tmp_path, capsys):
 def test_more_folders_of_samples_than_runs_are_refused(tmp_path, capsys):
     assert main([str(tmp_path), "--samples", "a", "--samples", "b"]) == 2
     assert "--samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--samples", "--metrics"])
+def test_a_place_that_does_not_exist_is_named_with_its_flag(tmp_path, capsys, flag):
+    assert main([str(tmp_path), flag, str(tmp_path / "mistyped")]) == 2
+    shown = capsys.readouterr().err
+    assert flag in shown and "mistyped" in shown
 
 
 def test_the_help_names_the_command():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from verl.journal.ending import recorded_end
+from verl.metrics import notices, reset_notices
 from verl.runs import main
 
 METRIC = "val-core/letters/mean@4"
@@ -42,6 +44,26 @@ def test_two_runs_are_compared_by_settings_and_last_metrics(runs, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["optim.lr", "0.5", "0.25"] in lines and ["actor/lr", "0.5", "0.25"] in lines
     assert [METRIC, "0.3", "0.2"] in lines and not any("seed" in line for line in lines)
+
+
+def test_a_run_that_cannot_be_read_is_a_notice_and_the_others_are_listed(runs, capsys, monkeypatch):
+    bad, locked = runs / "bad", runs / "locked"
+    (bad / "metrics.jsonl").mkdir(parents=True)
+    (bad / "config.yaml").write_text("seed: 1\n")
+    locked.mkdir()
+    listed = Path.iterdir
+
+    def iterdir(folder):
+        if folder == locked:  # root reads every folder: no mode refuses it here
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    reset_notices()
+    assert main([str(runs)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["run", "bad", "deeper/second", "first"]
+    assert set(notices()) == {str(bad), str(locked)} and "metrics.jsonl" in notices()[str(bad)]
 
 
 def test_a_folder_without_runs_is_an_empty_list_and_a_missing_one_an_error(tmp_path, capsys):

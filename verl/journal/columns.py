@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl.errors import DataError
-from verl.journal.account import REASONS
+from verl.journal.account import MOST_ASKED, REASONS
 from verl.journal.file import RUN, Entry, Follower, journal_in, segments_of
 from verl.journal.ledger_reader import WAITING
 from verl.journal.spans import EVENT, Span
@@ -29,6 +29,8 @@ REQUESTED = WAITING[0]
 TRAINED, DROPPED = STAGES.index("trained"), STAGES.index("dropped")
 ENTRIES = 200
 """Entries of the journal between two looks at the clock."""
+MOST_SAMPLES = 1 << 26
+"""Of a run that has dropped the beginning of its journal: their columns take 4 GB."""
 NOTED = ("tokens", "turns", "finish", "score", "oldest_version", "newest_version")
 
 
@@ -65,6 +67,7 @@ class Lineage:
         columns: name of `KINDS` -> (N,) by the number in the ledger.
         spans: finished stages.
         restarts: steps after which a process of the run went on.
+        processes: for each of these, the number of spans before it.
         notice: why it cannot be read to its end; empty.
         version: another number after each change.
     """
@@ -82,6 +85,7 @@ class Lineage:
         self.count, self.last_step = 0, 0
         self.spans: list[Span] = []
         self.restarts: list[int] = []
+        self.processes: list[int] = []
         self._keys: np.ndarray | None = None
         self._order: np.ndarray | None = None
 
@@ -89,11 +93,16 @@ class Lineage:
     def columns(self) -> dict[str, np.ndarray]:
         return {name: values[: self.count] for name, values in self._data.items()}
 
-    def refresh(self, folder: Path, seconds: float = math.inf) -> None:
-        """Take in what was written since, for about that many seconds; a file that cannot be read is a notice."""
+    def refresh(self, folder: Path, allowed: Callable[[Path], Path | None], seconds: float = math.inf) -> None:
+        """Take in what was written since; a file that cannot be read is a notice.
+
+        Args:
+            allowed: the file behind a link; None: the link leads out of the run, and there is no journal.
+            seconds: for about as many it reads.
+        """
         try:
             if self._rest is None:
-                self._look(folder)
+                self._look(folder, allowed)
             self._take(time.monotonic() + seconds)
         except (DataError, OSError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             self.notice, self._follower, self._rest = f"the journal is read up to a fault: {error}", None, None
@@ -103,9 +112,12 @@ class Lineage:
         """Whether all that was written at the last look is taken in."""
         return self._rest is None
 
-    def _look(self, folder: Path) -> None:
+    def _look(self, folder: Path, allowed: Callable[[Path], Path | None]) -> None:
         path = journal_in(folder, "samples")
-        seen = () if path is None else tuple((p, p.stat().st_size) for p in segments_of(path).values())
+        places = [] if path is None else list(segments_of(path).values())
+        if None in list(map(allowed, places)):  # all of them: each gets its notice
+            path, places = None, []
+        seen = tuple((place, place.stat().st_size) for place in places)
         if seen == self._seen:
             return
         self._seen, self.version, self.notice = seen, self.version + 1, ""
@@ -174,28 +186,33 @@ class Lineage:
         state = entry.get("state", {}).get("samples")
         if step > 0 and "check" not in entry:  # an entry with a check begins a segment, not a process
             self.restarts.append(step)
+            self.processes.append(len(self.spans))
         if state is None or self.count:
             return
-        self._reserve(int(state["sampled"]))
+        sampled = int(state["sampled"])
+        if not 0 <= sampled <= MOST_SAMPLES:
+            raise ValueError(f"{sampled} samples, of which at most {MOST_SAMPLES} are read")
+        self._reserve(sampled)
         self.last_step = int(state["last_step"])
         for number, uid, sample, begun, _, row, stage in state["open"]:
+            if not 0 <= number < sampled:
+                raise ValueError("a sample that was never requested")
             values = {"uid": self.uids.number(str(uid)), "sample": sample, "step": begun,
                       "row": row if isinstance(row, int) else -1, "stage": STAGES.index(stage)}  # fmt: skip
             for name, value in values.items():
                 self._data[name][number] = value
 
     def _ask(self, entry: Entry, step: int) -> None:
+        first, each = int(entry["first"]), int(entry.get("each", 1))
+        if not 0 <= first <= self.count or not 0 <= len(entry["uid"]) * each <= MOST_ASKED:
+            raise ValueError("more samples than a run requests at once, or none that follow those before")
         uids, rows = self.uids.numbers(entry["uid"]), entry.get("row")
         numbers = np.full(len(uids), -1) if rows is None else np.array([r if type(r) is int else -1 for r in rows])
         if "each" in entry:
-            each = int(entry["each"])
             samples = np.tile(np.arange(each), len(uids))
             uids, numbers = np.repeat(uids, each), np.repeat(numbers, each)
         else:
             samples = np.array(entry["sample"], dtype=np.int64)
-        first = int(entry["first"])
-        if not 0 <= first <= self.count + (1 << 24) or len(uids) > 1 << 24:
-            raise ValueError("more samples than a run asks for at once")
         self._reserve(first + len(uids))
         part = slice(first, first + len(uids))
         for name, values in {"uid": uids, "sample": samples, "row": numbers, "step": step, "stage": 0}.items():
@@ -203,10 +220,11 @@ class Lineage:
         self._keys = None
 
     def _note(self, kind: str, entry: Entry, step: int) -> None:
-        stretches = [np.arange(int(first), int(first) + int(count)) for first, count in entry["ids"]]
-        numbers = np.concatenate(stretches) if stretches else np.empty(0, dtype=np.int64)
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.count:
-            raise ValueError("a sample that was never requested")
+        stretches = [(int(first), int(first) + int(count)) for first, count in entry["ids"]]
+        is_known = all(0 <= begin <= end <= self.count for begin, end in stretches)
+        if not is_known or sum(end - begin for begin, end in stretches) > self.count:
+            raise ValueError("a sample that was never requested, or one twice")
+        numbers = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(*stretch) for stretch in stretches)])
         self._data["stage"][numbers] = STAGES.index(kind)
         if kind == "batch":
             self._data["batch"][numbers] = step

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.errors import VerlError
+from verl.errors import DataError, VerlError, suggest
 from verl.serving import ApiError, BrowserAccess, Handle, HttpRequest, HttpResponse, Server, secret
 from verl.viewer.export import FORMATS, as_file
 from verl.viewer.groups import groups_of, steps_of
@@ -27,6 +27,9 @@ class Curves:
     """Which curves a question is about; iterating gives the number of a run, the run, and a metric.
 
     Of several runs one may lack a metric, as a critic's.
+
+    Raises:
+        DataError: none of the runs has logged one of them.
     """
 
     runs: dict[int, ViewedRun]
@@ -34,9 +37,15 @@ class Curves:
     x: str
     since: float
 
+    def __post_init__(self) -> None:
+        logged = list(dict.fromkeys(name for run in self.runs.values() for name in run.log.names))
+        for name in self.names:
+            if name not in logged:
+                raise DataError("no run has logged this metric", key="metric", got=name, fix=suggest(name, logged))
+
     def __iter__(self) -> Iterator[tuple[int, ViewedRun, str]]:
         for number, run in self.runs.items():
-            yield from ((number, run, name) for name in self.names if len(self.runs) == 1 or name in run.log.names)
+            yield from ((number, run, name) for name in self.names if name in run.log.names)
 
 
 class Api:
@@ -78,7 +87,7 @@ class Api:
         """Metrics over steps, seconds or samples."""
         last, series = question.text("changed"), []
         selection = self._curves(question)
-        changed = "-".join(run.refresh().changed() for run in selection.runs.values())
+        changed = "-".join(run.changed() for run in selection.runs.values())
         if changed == last:
             return HttpResponse(content=b"", status=204)
         for number, run, name in selection:
@@ -87,13 +96,11 @@ class Api:
         return json_answer({"series": series, "changed": changed})
 
     def _curves(self, question: Question) -> Curves:
-        numbers = question.all("run") or ["0"]
-        selection = Curves(
-            {int(number): self._run(number) for number in dict.fromkeys(numbers)}, question.all("metric"),
-            question.text("x", "step", ("step", "time", "samples")), question.number("since", -1.0) or 0.0,
-        )  # fmt: skip
+        runs = {int(number): self._run(number) for number in dict.fromkeys(question.all("run") or ["0"])}
+        names, x = question.all("metric"), question.text("x", "step", ("step", "time", "samples"))
+        since = question.number("since", -1.0) or 0.0
         question.end()
-        return selection
+        return Curves({number: run.refresh() for number, run in runs.items()}, names, x, since)
 
     def config(self, question: Question) -> HttpResponse:
         """Settings of a run, or those in which two differ."""
@@ -151,9 +158,7 @@ class Api:
             rows = [
                 {"run": run.name, "metric": name, selection.x: place, "step": step, "value": value}
                 for _, run, name in selection
-                for place, value, step in run.refresh().log.points(
-                    name, selection.x, selection.since, run.samples_per_step
-                )
+                for place, value, step in run.log.points(name, selection.x, selection.since, run.samples_per_step)
             ]
         else:
             run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +36,9 @@ class RunFolder:
 
     Attributes:
         notices: what could not be read, by place.
+
+    Raises:
+        DataError: one of them does not exist.
     """
 
     path: Path
@@ -47,6 +52,8 @@ class RunFolder:
             raise DataError(
                 "there is no such folder of a run", got=str(self.path), fix="Name trainer.default_local_dir."
             )
+        _check_named("--metrics", self.metrics, os.path.isfile, "file of metrics")
+        _check_named("--samples", self.samples, os.path.isdir, "folder of samples")
         self.config: dict[str, object] = {}
         self._config_read: tuple[int, int] | None = None
         self.end: JsonObject = {}
@@ -54,7 +61,7 @@ class RunFolder:
 
     def allowed(self, place: Path) -> Path | None:
         """The file or folder behind a name; None, with a notice, where a link leads out of the run."""
-        real = place.resolve()
+        real = Path(os.path.realpath(place))  # unlike `Path.resolve`, it raises nothing for links in a circle
         if any(real.is_relative_to(root) for root in self.roots):
             return real
         self.notices[str(place)] = f"{place} leads out of the run's folder to {real}: it is not read"
@@ -94,7 +101,7 @@ class RunFolder:
         self.notices.clear()
         self.end = read_end(self.path) if self.allowed(self.path / END) else {}
         place = self.path / CONFIG
-        real = self.allowed(place) if place.is_file() else None
+        real = self.allowed(place) if os.path.isfile(place) else None
         if real is None:
             self.config, self._config_read = {}, None
             return
@@ -128,7 +135,7 @@ class RunFolder:
             last_step: that is logged; None: none.
         """
         lock = self.path / LOCK
-        is_file = lock.is_file() and not lock.is_symlink()
+        is_file = os.path.isfile(lock) and not os.path.islink(lock)
         if is_file and is_locked(lock):
             return "running", None
         noted = str(self.end.get("state"))
@@ -158,6 +165,11 @@ class RunFolder:
             return {}
         holder = object_of(text) if text else {}
         return holder if isinstance(holder, dict) else {"pid": "?", "host": "?", "since": text}
+
+
+def _check_named(flag: str, place: Path | None, exists: Callable[[Path], bool], kind: str) -> None:
+    if place is not None and not exists(place):
+        raise DataError(f"there is no such {kind}", key=flag, got=str(place), fix="Correct it, or leave it out.")
 
 
 def _check_size(value: object) -> None:

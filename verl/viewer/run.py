@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -50,12 +53,22 @@ class ViewedRun:
             complete: all of them, however long it takes.
         """
         self.folder.refresh()
-        self.log.refresh(self.folder.metrics_file())
+        with self._noticed("the metrics"):
+            self.log.refresh(self.folder.metrics_file())
         while samples:
-            self.lineage.refresh(self.folder.path, READ_SECONDS)
-            self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
+            self.lineage.refresh(self.folder.path, self.folder.allowed, READ_SECONDS)
+            with self._noticed("the samples"):
+                self.index.refresh(self.folder.samples_folder(), self.folder.allowed)
             samples = complete and not self.is_complete
         return self
+
+    @contextmanager
+    def _noticed(self, what: str) -> Iterator[None]:
+        """An error of the disk is a notice of this run: the other runs of the page are shown nevertheless."""
+        try:
+            yield
+        except OSError as error:
+            self.folder.notices[what] = f"{what} cannot be read: {error}"
 
     @property
     def is_complete(self) -> bool:
@@ -64,7 +77,8 @@ class ViewedRun:
 
     def changed(self) -> str:
         """A text that is another one when there is something new."""
-        return f"{self.log.position}.{self.index.version}.{self.lineage.version}"
+        state, _ = self.folder.state(self.log.last_step)
+        return f"{self.log.position}.{self.index.version}.{self.lineage.version}.{state}"
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -179,12 +193,22 @@ class ViewedRun:
         if not spans:
             return {"roles": [], "progress": []}
         begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+        seconds = end - begin - self._down_seconds()
         roles, progress = [], []
         for role, work in by_role(spans).items():
             busy, last = busy_seconds(work), max(work, key=lambda span: span.end)
-            roles.append({"role": role, "busy": busy, "idle": end - begin - busy})
+            roles.append({"role": role, "busy": busy, "idle": seconds - busy})
             progress.append({"role": role, "step": last.step, "time": last.end - begin, "name": last.stage})
         return {"roles": roles, "progress": progress}
+
+    def _down_seconds(self) -> float:
+        """Between the end of each process of the run and the first stage of the next one: nobody was idle."""
+        spans = self.lineage.spans
+        parts = [spans[one:other] for one, other in pairwise([0, *self.lineage.processes, len(spans)]) if one < other]
+        return sum(
+            max(0.0, min(span.begin for span in after) - max(span.end for span in before))
+            for before, after in pairwise(parts)
+        )
 
     def events(self) -> list[Row]:
         """Checkpoints, validations, restarts and notices, in the order of time; null: not known."""
