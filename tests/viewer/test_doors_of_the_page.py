@@ -41,6 +41,11 @@ def test_another_name_of_this_machine_is_refused(site, host, path):
     assert site.send(path, host=host).status == 403
 
 
+def test_a_tunnel_from_another_port_learns_which_one_to_forward(site):
+    reply = site.send("/api/runs", host=f"127.0.0.1:{site.port + 1}")
+    assert reply.status == 403 and f"ssh -L {site.port}:127.0.0.1:{site.port}" in reply.body.decode()
+
+
 @pytest.mark.parametrize(
     "headers",
     [{"origin": "http://evil.example"}, {"origin": "null"}, {"sec_fetch_site": "cross-site"},

@@ -229,9 +229,10 @@ class Server:
             ApiError: it is.
         """
         names = (*LOCAL_NAMES, *self.names)
-        host = request.headers.get("host", "")
-        if host not in names and not any(host == f"{name}:{self.address.rpartition(':')[2]}" for name in names):
-            raise ApiError(403, "The Host header must name this machine.", "forbidden")
+        host, port = request.headers.get("host", ""), self.address.rpartition(":")[2]
+        if host not in names and not any(host == f"{name}:{port}" for name in names):
+            hint = f"a tunnel forwards the same port number (ssh -L {port}:127.0.0.1:{port})"
+            raise ApiError(403, f"The Host header must name this machine and its port: {hint}.", "forbidden")
         if self.browsers is not None:
             self.browsers.check_source(request)
         elif "origin" in request.headers:
