@@ -16,6 +16,7 @@ from tests.viewer.chromium import started
 from tests.viewer.recorded_runs import EACH, GROUPS, HOSTILE, WORDS, RecordedRun
 from tests.viewer.served import TOKEN, served
 from verl.journal.ending import recorded_end
+from verl.observability.samples import dump_generations
 
 VIEWS = {
     "curves": "#/overview?run=0&run=1", "steps": "#/steps?run=0", "groups": "#/step?run=0&step=2",
@@ -24,6 +25,17 @@ VIEWS = {
 }  # fmt: skip
 ACCESSIBLE = (Path(__file__).parent / "accessible.js").read_text(encoding="utf-8")
 """The checks that matter most; it returns the faults."""
+COUNTS_REQUESTS = """
+window.requests = 0;
+const { fetch } = window;
+window.fetch = (...all) => { window.requests += 1; return fetch(...all); };
+"""
+LOOKS_AGAIN = """
+const before = window.requests;
+document.dispatchEvent(new Event("visibilitychange"));
+return window.requests - before;
+"""
+"""Requests that the page sends at once when a person comes back to it."""
 pytestmark = pytest.mark.slow
 
 
@@ -110,9 +122,11 @@ def test_the_way_leads_from_a_curve_to_the_token(page):
     page.focus(page.one(".tokens"))
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     shown = facts(page.one(".token-view .readout"))
-    number = int(shown["Id"])
+    number, sample = int(shown["Id"]), int(facts(page.one("section[aria-label^=Ledger] dl"))["sample"])
     assert (number, shown["Text"], shown["Token"]) == (2, json.dumps(WORDS[2]), "3 of 5")
     assert float(shown["Advantage"]) == 0.5 - 2 and float(shown["Entropy"]) == pytest.approx(0.2)
+    assert float(shown["Trainer log-prob"]) == pytest.approx(-0.2 - sample / 10, abs=1e-6)
+    assert float(shown["Sampler log-prob"]) == pytest.approx(0.05 - sample / 10, abs=1e-6)
     assert float(shown["Sampler − trainer"]) == pytest.approx(0.25, abs=1e-6)
     assert float(shown["Ratio"]) == pytest.approx(0.77880078, abs=1e-6), "exp(-0.25)"
     assert shown["Version"] == str(step) and shown["Mask"] == "1"
@@ -222,14 +236,59 @@ def test_a_run_that_is_running_updates_by_itself(chromium, tmp_path):
             chromium.one("main h3", "openai/gsm8k")  # the first validation was logged: a new curve
             chromium.open("#/steps?run=0")
             assert [row[0] for row in chromium.rows("Steps")] == ["2", "1"]
+            chromium.run(COUNTS_REQUESTS)
+            assert chromium.run(LOOKS_AGAIN) > 0
             chromium.one("#pause").click()
             assert chromium.one("#pause").get_attribute("aria-pressed") == "true"
             run.add_step()
+            assert chromium.run(LOOKS_AGAIN) == 0
             chromium.one("#pause").click()
+            assert chromium.run(LOOKS_AGAIN) > 0
             wait_until(lambda: [row[0] for row in chromium.rows("Steps")] == ["3", "2", "1"])
             run.add_step()
         wait_until(lambda: chromium.shown("#state") == "complete", lambda: chromium.shown("header"))
         wait_until(lambda: chromium.rows("Steps")[0][0] == "4")
+        assert chromium.faults() == []
+
+
+def test_a_run_without_log_probs_of_the_sampler_shows_those_of_the_trainer(page):
+    page.open("#/samples?run=0")
+    script = """
+    const { tokenView } = await import("/page/tokens.js");
+    const tokens = { text: ["a"], ids: [7], log_prob: [-1.5], trainer_log_prob: [-1.5], difference: null };
+    const view = tokenView(tokens, { measure: "log_prob", place: 0, remember: () => {} });
+    const [pressed, readout] = ["[aria-pressed=true]", ".readout"].map((name) => view.querySelector(name).textContent);
+    return [pressed, readout, view.querySelector("[data-key=by-log_prob]").disabled];
+    """
+    pressed, readout, is_off = page.run(f"return (async () => {{{script}}})()")
+    assert pressed == "Trainer log-prob" and is_off, "no number of the sampler is made up"
+    assert "Trainer log-prob-1.5" in readout and "Sampler log-prob" not in readout
+
+
+def test_an_event_stands_at_the_next_point_of_a_thinned_curve(page):
+    page.open("#/samples?run=0")
+    script = """
+    const { Chart } = await import("/page/chart.js");
+    const series = [{ name: "a", run: 0, x: [0, 10, 20], y: [1, 2, 3], steps: [1, 5, 9] }];
+    const chart = new Chart({ title: "t", axis: "time", series });
+    const events = [0, 1, 4, 6, 8, 9, 10, null].map((step) => ({ run: 0, step }));
+    return [...events, { run: 1, step: 5 }].map((event) => chart.xOf(event));
+    """
+    places = page.run(f"return (async () => {{{script}}})()")
+    assert places == [None, 0, 10, 10, 20, 20, None, None, None]
+
+
+def test_a_group_of_more_samples_than_are_listed_says_how_many(chromium, tmp_path):
+    run = tmp_path / "large"
+    outputs = [f"answer {number}" for number in range(60)]
+    dump_generations(run / "samples", 1, ["q"] * 60, outputs, ["x"] * 60, list(map(float, range(60))))
+    with linked(run) as link:
+        chromium.enter(link)
+        chromium.open("#/sample?run=0&id=1-59")
+        assert len(chromium.rows("Other samples of the group")) == 49
+        assert "Of its 60 samples the 50 best" in chromium.text(chromium.one("section[aria-label='The group']"))
+        chromium.follow(chromium.one("a", "All of them"))
+        assert "60" in chromium.shown("main")
         assert chromium.faults() == []
 
 

@@ -78,7 +78,7 @@ async function open() {
     navigation(view, page.run);
     if (!(view in VIEWS)) throw new ServerError(`There is no view “${view}”.`, "Choose one above.");
     const refresh = await VIEWS[view](page);
-    mine.goesOn = await refresh?.();
+    mine.hasMore = await refresh?.();
     part("problem").hidden = true;
     mine.refresh = refresh;
     if (current === mine) arrive(mine);
@@ -103,20 +103,18 @@ function arrive({ key, isFirst }) {
   news(title.textContent);
 }
 
-function lastSteps() {
-  return runs.map((one) => `${one.name} is ${one.state} at step ${one.last_step ?? "none"}`).join(", ");
-}
+const lastSteps = () => runs.map((one) => `${one.name} is ${one.state} at step ${one.last_step ?? "none"}`).join(", ");
 
 async function poll() {
   clearTimeout(timer);
   if (document.hidden || paused) return;
   try {
     const before = lastSteps();
-    const active = current?.goesOn || runs.some((one) => one.state === "running" || isUnfinished(one));
+    const active = current?.hasMore || runs.some((one) => one.state === "running" || isUnfinished(one));
     const answer = await nextRuns();
     if (answer) runs = answer.runs;
     if (active || lastSteps() !== before) {
-      if (current) current.goesOn = await current.refresh?.();
+      if (current) current.hasMore = await current.refresh?.();
       navigation(current.view, parse(location.hash).query.get("run") ?? "0");
     }
     if (lastSteps() !== before) news(lastSteps());
@@ -125,7 +123,7 @@ async function poll() {
     if (error.name !== "AbortError") report(error);
   }
   clearTimeout(timer);
-  timer = setTimeout(poll, current?.goesOn ? 0 : PERIOD);
+  timer = setTimeout(poll, current?.hasMore ? 0 : PERIOD);
 }
 
 addEventListener("hashchange", open);

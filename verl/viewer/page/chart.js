@@ -106,10 +106,11 @@ export class Chart {
     this.describe();
   }
 
+  /** The place of the point next to an event; null: the curve ends before it, or begins after it. */
   xOf(event) {
-    const line = this.series.find(({ run }) => run === event.run);
-    const place = line?.steps.indexOf(event.step) ?? -1;
-    return place < 0 ? null : line.x[place];
+    const { x, steps } = this.series.find(({ run }) => run === event.run) ?? { steps: [] };
+    const isInside = event.step !== null && event.step >= steps[0] && event.step <= steps.at(-1);
+    return isInside ? x[nearest(steps, event.step)] : null;
   }
 
   drawEvents(plot) {
@@ -118,7 +119,8 @@ export class Chart {
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([4, 4]);
     for (const event of this.events) {
-      const value = this.xOf(event);
+      const near = this.xOf(event);
+      const value = near !== null && this.axis === "step" ? event.step : near; // a curve may lack the step
       if (value === null || value < plot.scales.x.min || value > plot.scales.x.max) continue;
       const left = Math.round(plot.valToPos(value, "x", true));
       ctx.strokeStyle = ctx.fillStyle = color(`event-${event.kind}`) || color("muted");
@@ -157,10 +159,10 @@ export class Chart {
       const shown = this.smooth > 0 ? smoothed(y, this.smooth)[i] : y[i];
       const raw = this.smooth > 0 ? ` (${number(y[i])})` : "";
       const value = y[i] === null ? "not a number" : number(shown) + raw;
-      return { run, step: steps[i], text: `${lines.length > 1 ? name + " " : ""}step ${steps[i]}: ${value}` };
+      return { run, x: x[i], text: `${lines.length > 1 ? name + " " : ""}step ${steps[i]}: ${value}` };
     });
-    const here = this.events.filter((event) => parts.some(({ run, step }) => run === event.run && step === event.step));
-    const kinds = [...new Set(here.map(({ kind }) => kind))];
+    const isHere = (event) => parts.some(({ run, x }) => run === event.run && x === this.xOf(event));
+    const kinds = [...new Set(this.events.filter(isHere).map(({ kind }) => kind))];
     const thinned = lines.some((one) => one.thinned) && h("span", {}, "smallest and largest value per interval");
     replace(this.readout, parts.map((part) => h("span", { class: `key run-${part.run % COLORS}` }, part.text)),
       kinds.map((kind) => h("span", { class: `event ${kind}` }, kind)), thinned);

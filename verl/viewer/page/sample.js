@@ -5,7 +5,7 @@ import { get, link } from "./api.js";
 import { Chart } from "./chart.js";
 import { anchor, empty, facts, h, heading, longText, number, table, unseen } from "./dom.js";
 import { pager, trail } from "./groups.js";
-import { sampleColumns } from "./samples.js";
+import { CLIPPED, sampleColumns } from "./samples.js";
 import { tokenView } from "./tokens.js";
 
 const NO_TOKENS = "This sample has no numbers of its tokens. trainer.rollout_data_tokens writes them.";
@@ -26,14 +26,13 @@ function textFacts(object) {
 
 function summary(one) {
   return facts([["Score", number(one.score)], ["Tokens", number(one.length)], ["Finish", one.finish], ["Row", one.row],
-    ["Clipped", one.clipped], ["Staleness", one.staleness], ["Step", one.step], ["State", one.state],
-    ["Reason", one.reason], ["Id", one.id]]);
+    [CLIPPED, one.clipped], ["Staleness", one.staleness], ["Step", one.step],
+    ["State", one.state], ["Reason", one.reason], ["Id", one.id]]);
 }
 
 function way(page, { step, uid }, label) {
-  const run = page.run;
-  return trail(page, [`Step ${step}`, link("step", { run, step })], ["Group", link("samples", { run, step, uid })],
-    [label, null]);
+  return trail(page, [`Step ${step}`, link("step", { run: page.run, step })],
+    ["Group", link("samples", { run: page.run, step, uid })], [label, null]);
 }
 
 /** `remember` takes what the link has to hold of the tokens' view. */
@@ -60,12 +59,14 @@ function ledger({ state, reason, meaning, ledger: line }) {
   return [h("p", {}, why), facts(textFacts(line))];
 }
 
-function others(page, one, rows) {
+function others(page, one, { rows, total }) {
   const to = (row) => anchor(link("compare", { run: page.run, id: one.id, with: row.id }),
     ["Compare", unseen(` with the sample of score ${number(row.score)}`)], { key: `with-${row.id}` });
   const columns = sampleColumns(page).filter(({ label }) => label !== "Step");
   const left = rows.filter((row) => row.id !== one.id);
-  return left.length ? table("Other samples of the group", [...columns, { label: "Compare", cell: to }], left)
+  const note = total > rows.length && h("p", { class: "note" }, `Of its ${total} samples the ${rows.length} best. `,
+    anchor(link("samples", { run: page.run, step: one.step, uid: one.uid }), "All of them"));
+  return left.length ? [table("Other samples of the group", [...columns, { label: "Compare", cell: to }], left), note]
     : empty("It is the only sample of its group.");
 }
 
@@ -85,7 +86,7 @@ export async function sample(page) {
       ...textFacts(one.extra)])),
     section("Ledger: what became of it", ledger(one)),
     section("The group", anchor(link("prompt", { run, id }), "This prompt over training", { class: "button" }),
-      others(page, one, group.rows)));
+      others(page, one, group)));
 }
 
 export async function compare(page) {

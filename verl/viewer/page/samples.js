@@ -9,7 +9,7 @@ const FILTERS = [
   ["step", "Step", "number"], ["uid", "Group", "text"],
   ["min_score", "Score from", "number"], ["max_score", "Score to", "number"],
   ["min_length", "Tokens from", "number"], ["max_length", "Tokens to", "number"],
-  ["finish", "Finish", "text"], ["min_clipped", "Clipped share from", "number"],
+  ["finish", "Finish", "text"], ["min_clipped", "Share outside clip range (trainer/sampler) from", "number"],
   ["min_staleness", "Staleness from", "number"], ["state", "State", ["trained", "waiting", "dropped"]],
   ["reason", "Reason", "text"], ["text", "Text contains", "search"],
 ];
@@ -27,6 +27,7 @@ function form(page) {
     anchor(link("samples", { run: page.run }), "Clear the filters", { class: "button", key: "clear" }));
 }
 
+export const CLIPPED = "Outside clip range (trainer/sampler)";
 export function sampleColumns(page) {
   const run = page.run;
   const open = ({ id, excerpt }) =>
@@ -38,7 +39,7 @@ export function sampleColumns(page) {
     { label: "Tokens", sort: "length", number: true, cell: (row) => number(row.length) },
     { label: "Finish", sort: "finish", cell: (row) => row.finish ?? "–" },
     { label: "Staleness", sort: "staleness", number: true, cell: (row) => number(row.staleness) },
-    { label: "Clipped", sort: "clipped", number: true, cell: (row) => number(row.clipped) },
+    { label: CLIPPED, sort: "clipped", number: true, cell: (row) => number(row.clipped) },
     { label: "State", sort: "reason", cell: stateCell },
   ];
 }

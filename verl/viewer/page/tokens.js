@@ -5,10 +5,12 @@
 import { button, fact, h, number, readable, replace, tint } from "./dom.js";
 
 const PAGE = 4000;
+const LOG_PROB = { low: "likely", high: "unlikely", amount: (value) => -value, negated: true };
 
 /** Numbers of a token. `amount` turns a value into what the color shows; `kinds` names the colors instead. */
 const MEASURES = {
-  log_prob: { label: "Log-prob", low: "likely", high: "unlikely", amount: (value) => -value },
+  log_prob: { label: "Sampler log-prob", ...LOG_PROB },
+  trainer_log_prob: { label: "Trainer log-prob", ...LOG_PROB },
   ratio: { label: "Ratio", low: "below 1", high: "above 1", amount: (value) => Math.log(Math.max(value, 1e-9)),
     signed: true },
   advantage: { label: "Advantage", low: "negative", high: "positive", amount: (value) => value, signed: true },
@@ -43,24 +45,19 @@ function kindPainter(name, values) {
 
 /** {paint(element, value), legend: elements} of a measure over the values of one sample. */
 function painter(name, values) {
-  const { amount, kinds, low, high, signed } = MEASURES[name];
+  const { amount, kinds, low, high, signed, negated } = MEASURES[name];
   if (kinds) return kindPainter(name, values);
   const largest = largestOf(values, amount);
   const paint = (element, value) => paintShare(element, value === null ? 0 : clamp(amount(value) / largest, -1, 1));
   const mark = (text, share) => paintShare(h("span", {}, text), share);
-  const edge = (sign) => {
-    if (name === "ratio") return number(Math.exp(sign * largest));
-    return number(name === "log_prob" ? -largest : sign * largest);
-  };
+  const edge = (sign) => number(name === "ratio" ? Math.exp(sign * largest) : negated ? -largest : sign * largest);
   const middle = name === "ratio" ? "1" : "0";
-  const top = mark(`${high}, ${edge(1)} and ${name === "log_prob" ? "less" : "more"}`, 1);
+  const top = mark(`${high}, ${edge(1)} and ${negated ? "less" : "more"}`, 1);
   const bottom = signed ? [mark(`${low}, ${edge(-1)} and less`, -1), mark(middle, 0)] : [mark(`${low}, 0`, 0)];
   return { legend: [...bottom, top], paint };
 }
 
-function clamp(value, least, most) {
-  return Math.max(least, Math.min(most, value));
-}
+const clamp = (value, least, most) => Math.max(least, Math.min(most, value));
 
 /** All digits that a 32-bit number has. */
 function exact(value) {
@@ -69,13 +66,14 @@ function exact(value) {
 
 function described(tokens, i) {
   const values = Object.entries(MEASURES).map(([name, { label }]) => [label, exact(tokens[name]?.[i])]);
-  const text = JSON.stringify(tokens.text[i]);
-  return [["Token", `${i + 1} of ${tokens.text.length}`], ["Text", text], ["Id", exact(tokens.ids?.[i])], ...values]
-    .filter(([, value]) => value !== null);
+  const token = [["Text", JSON.stringify(tokens.text[i])], ["Id", exact(tokens.ids?.[i])], ...values];
+  return [["Token", `${i + 1} of ${tokens.text.length}`], ...token].filter(([, value]) => value !== null);
 }
 
 /** `measure` and `place` come from the link; `remember` writes them into it. */
-export function tokenView(tokens, { measure, place, remember }) {
+export function tokenView(values, { measure, place, remember }) {
+  const isOfTrainer = values.trainer_log_prob && !values.difference; // then the server sends it as `log_prob`, too
+  const tokens = isOfTrainer ? { ...values, log_prob: null } : values;
   const count = tokens.text.length;
   const has = (name) => tokens[name]?.some((value) => value !== null);
   const known = has(measure) ? measure : Object.keys(MEASURES).find(has);
