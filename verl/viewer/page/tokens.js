@@ -34,10 +34,10 @@ function paintShare(element, share) {
 }
 
 function kindPainter(name, values) {
-  const present = [...new Set(values)].sort((a, b) => a - b);
+  const present = [...new Set(values)].filter((value) => value !== null).sort((a, b) => a - b);
   const paint = (element, value) => {
     element.className = "token";
-    return tint(element, name === "mask" ? value : present.indexOf(value));
+    return value === null ? element : tint(element, name === "mask" ? value : present.indexOf(value));
   };
   const legend = present.slice(0, 12).map((value) => paint(h("span", {}, MEASURES[name].kinds(value)), value));
   return { legend, paint };
