@@ -15,8 +15,12 @@ from verl.errors import ConfigError
 from verl.rewards import RewardFunction, Scorer, ScoringLimits, dispatch, load_reward_function, load_reward_manager
 from verl.rewards.early import EarlyScorer
 from verl.rewards.gate import CallGate
+from verl.rewards.invoke import invoke_async
 from verl.rewards.managers.foreign import ForeignManager
 from verl.rewards.managers.loop import RewardManagerBase
+from verl.rewards.runners import LoopRunner, ThreadRunner
+from verl.rewards.runners.base import too_slow
+from verl.rewards.samples import all_failed
 
 WAIT = 60.0
 
@@ -111,17 +115,41 @@ def test_child_processes_share_the_places_of_their_parent(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
     code = f"""
         import os
+        from tests.harness.waiting import wait_until
+
+        def count(mark):
+            return sum(name.endswith(mark) for name in os.listdir({str(tmp_path)!r}))
+
         def compute_score(solution_str):
-            folder = {str(tmp_path)!r}
-            mine = os.path.join(folder, f"{{os.getpid()}}.here")
-            open(mine, "w").close()
-            inside = [name for name in os.listdir(folder) if name.endswith(".here")]
-            os.remove(mine)
-            return float(len(inside))
+            file = os.path.join({str(tmp_path)!r}, solution_str)
+            open(file + ".begun", "w").close()
+            wait_until(lambda: count(".begun") >= 2)  # alone, a call would stay for ever
+            inside = count(".begun") - count(".ended")
+            open(file + ".ended", "w").close()
+            return float(inside)
     """
     function = load_reward_function(reward_file(tmp_path, code))
-    scorer = Scorer(function, ScoringLimits(max_concurrent=1, num_workers=4))
-    assert [result.score for result in scorer.score(samples(*"abcdefgh"))] == [1.0] * 8
+    scorer = Scorer(function, ScoringLimits(max_concurrent=2, num_workers=4, timeout=WAIT))
+    assert max(result.score for result in scorer.score(samples(*"abcdefgh"))) == 2.0
+    scorer.close()
+
+
+@pytest.mark.parametrize("kind", ["built in", "inline"])
+async def test_a_call_that_waits_for_its_place_leaves_the_loop_free(kind, monkeypatch):
+    monkeypatch.setitem(dispatch.SCORERS, "d", lambda solution_str, ground_truth: 1.0)
+    function = RewardFunction.of(dispatch.default_compute_score)
+    limits = ScoringLimits(max_concurrent=1, max_rpm=6e6, isolation="none" if kind == "inline" else "auto")
+    scorer, held = Scorer(function, limits), limits.gate.place()
+    await held.reached()
+    rescue = threading.Timer(WAIT, held.free)  # for a loop that stands still
+    rescue.start()
+    scoring = asyncio.ensure_future(scorer.score_async(*samples("a")))
+    while not limits.gate._waiting and not scoring.done():
+        await asyncio.sleep(0)
+    assert not scoring.done() and rescue.is_alive()
+    rescue.cancel()
+    held.free()
+    assert (await scoring).score == 1.0 and limits.gate._free == 1
     scorer.close()
 
 
@@ -135,30 +163,54 @@ def test_scorers_of_one_run_share_their_places():
     validation.close()
 
 
+class Hanging:
+    """Scores at once, or for ``bad`` when the test lets it end."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, solution_str: str) -> float:
+        if solution_str == "bad":
+            self.begun.set()
+            self.go_on.wait(WAIT)
+        return 1.0
+
+
 def test_a_call_that_is_given_up_frees_its_place():
-    go_on = threading.Event()
-
-    def compute_score(solution_str):
-        return 1.0 if solution_str == "good" else float(go_on.wait(WAIT))
-
-    scorer = Scorer(RewardFunction.of(compute_score), ScoringLimits(max_concurrent=1, num_workers=2, timeout=0.3))
-    bad, good = scorer.score(samples("bad", "good"))
-    assert bad.failure.kind == "timeout" and good.score == 1.0
-    go_on.set()
-    scorer.close()
+    hanging = Hanging()
+    runner = ThreadRunner(RewardFunction.of(hanging), None, 2, CallGate(at_once=1))
+    bad, good = (runner.submit([sample]) for sample in samples("bad", "good"))
+    assert hanging.begun.wait(WAIT) and not good.done()
+    runner._pool.give_up_overdue(0.0, lambda calls: all_failed(calls, too_slow(0.0, "here")))
+    assert bad.result(WAIT)[0].failure.kind == "timeout" and good.result(WAIT)[0].score == 1.0
+    hanging.go_on.set()
+    runner.close()
 
 
 def test_a_coroutine_that_blocks_its_loop_frees_its_place():
-    go_on = threading.Event()
+    hanging = Hanging()
 
     async def compute_score(solution_str):
-        return 1.0 if solution_str == "good" else float(go_on.wait(WAIT))
+        return hanging(solution_str)
 
-    scorer = Scorer(RewardFunction.of(compute_score), ScoringLimits(max_concurrent=1, timeout=0.3))
-    bad, good = scorer.score(samples("bad", "good"))
-    assert bad.failure.kind == "timeout" and good.score == 1.0
-    go_on.set()
-    scorer.close()
+    function = RewardFunction.of(compute_score)
+    runner = LoopRunner(lambda calls: invoke_async(function, calls), 10 * WAIT, CallGate(at_once=1))
+    bad, good = (runner.submit([sample]) for sample in samples("bad", "good"))
+    assert hanging.begun.wait(WAIT) and not good.done()
+    runner._state.calls[0].started -= 20 * WAIT  # the clock of the first call
+    assert bad.result(WAIT)[0].failure.kind == "timeout" and good.result(WAIT)[0].score == 1.0
+    hanging.go_on.set()
+    runner.close()
+
+
+def test_work_that_raises_fails_its_call_and_frees_its_place():
+    async def work(calls):
+        raise LookupError("no such row")
+
+    runner = LoopRunner(work, WAIT, CallGate(at_once=1))
+    calls = [runner.submit([sample]) for sample in samples("a", "b")]
+    assert ["no such row" in call.result(WAIT)[0].failure.message for call in calls] == [True, True]
+    runner.close()
 
 
 async def test_a_waiting_call_that_is_cancelled_takes_no_place():

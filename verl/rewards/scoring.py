@@ -103,8 +103,14 @@ class Scorer:
 
     async def score_async(self, sample: RewardSample) -> RewardResult:
         """The result of one sample, without blocking the event loop (a batch function gets lists of one)."""
-        if isinstance(self._runner, InlineRunner):
-            (result,) = await asyncio.to_thread(self._runner.call, [sample])
+        runner = self._runner
+        if isinstance(runner, InlineRunner) or (isinstance(runner, BuiltinRunner) and not runner.waits(sample)):
+            place = self.limits.gate.place()
+            try:
+                await place.reached()
+                (result,) = await asyncio.to_thread(invoke, self.function, [sample])
+            finally:
+                place.free()
         else:
             (result,) = await asyncio.wrap_future(self._submit([sample]))
         return self._settled(sample, result)

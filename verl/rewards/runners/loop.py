@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.rewards.gate import OPEN, CallGate, CallPlace
+from verl.rewards.invoke import raised
 from verl.rewards.runners.base import Results, Runner, answer, too_slow
 from verl.rewards.runners.thread import interrupt
 from verl.rewards.samples import RewardFailure, all_failed
@@ -125,7 +126,10 @@ async def _run(state: _State, number: int, places: asyncio.Semaphore) -> None:
             results = all_failed(call.samples, too_slow(state.timeout, "and was cancelled"))
         except asyncio.CancelledError as error:
             results = all_failed(call.samples, RewardFailure("raised", "it was cancelled", exception=error))
-        call.place.free()
+        except Exception as error:  # boundary: whatever the work meets, its caller must not wait for ever
+            results = all_failed(call.samples, raised(error))
+        finally:
+            call.place.free()
     state.answer(number, results)
 
 
