@@ -50,17 +50,20 @@ def test_a_judge_gives_the_rewards_and_its_columns_are_logged(here):
     )
 
 
-def test_samples_of_a_judge_that_writes_prose_are_masked(here):
+def test_samples_of_a_judge_that_writes_prose_score_zero(here):
     def moody(payload):
         return longest(payload) if len(shown(payload, "first") + shown(payload, "second")) % 2 else reply("Both!")
 
     with serving({PATH: moody}) as server:
         seen = train(*SERVED, at(server))
     (batch,), (metrics,) = seen.batches, seen.metrics
-    out = batch.non_tensor_batch["unscorable"].astype(bool)
-    assert 0 < out.sum() < len(batch) and metrics["reward/unscorable"] == out.sum()
-    assert batch.tensors["token_level_scores"].sum(-1)[out].tolist() == [0.0] * int(out.sum())
-    assert batch.tensors["response_mask"].sum(-1)[out].sum() == 0
+    gaps, columns = batch.non_tensor_batch["judge_length_gap"].tolist(), batch.non_tensor_batch
+    unread = [float(gap % 2 == 0) for gap in gaps]  # 7 characters of the rival and 7 + gap together
+    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
+    assert scores == [float(gap > 0 and not none) for gap, none in zip(gaps, unread, strict=True)]
+    assert columns["judge_no_verdict"].tolist() == unread and 0 < sum(unread) < len(batch)
+    assert metrics["reward/judge_no_verdict"] == sum(unread) and metrics["reward/unscorable"] == 0
+    assert not columns["unscorable"].any() and (batch.tensors["response_mask"].sum(-1) > 0).all()
 
 
 def test_a_run_ends_with_the_budget_of_its_judge(here):

@@ -75,6 +75,9 @@ def failure_metrics(results: Sequence[RewardResult], ours: bool = False) -> dict
     undecided = sum(bool(result.undecided) for result in results)
     if ours or undecided:
         metrics["reward/undecided"] = Metric(float(undecided), "sum")
+    judged = [result.extra["judge_no_verdict"] for result in results if "judge_no_verdict" in result.extra]
+    if judged:
+        metrics["reward/judge_no_verdict"] = Metric(float(sum(map(bool, judged))), "sum")
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,8 @@ from tests.harness.judges import PATH
 from tests.harness.servers import Hangup, Silence, raw, serving
 from tests.harness.waiting import wait_until
 from verl.errors import ConfigError
-from verl.rewards.judges import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply
+from verl.rewards.judges import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply, JudgeVerdictError
+from verl.rewards.scoring import SAMPLE_TIMEOUT
 
 
 def says(text: object = "fine", tokens: object = 7, reason: str = "stop", status: int = 200):
@@ -129,10 +131,6 @@ async def test_a_wait_beyond_the_deadline_is_not_begun():
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (says(""), "is empty"),
-        (says(" \n"), "is empty"),
-        (says(None), "is empty"),
-        (says("VERDICT: 10", reason="length"), "was cut"),
         ((200, {"choices": []}), "in the form of OpenAI"),
         ((200, ["no"]), "in the form of OpenAI"),
         (b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n{]", "in the form of OpenAI"),
@@ -141,9 +139,60 @@ async def test_a_wait_beyond_the_deadline_is_not_begun():
 async def test_an_unusable_reply_is_an_error_and_is_not_kept(answer, words):
     with serving({PATH: [answer, says("better")]}) as server:
         client = JudgeClient(server.url)
-        with pytest.raises(JudgeError, match=words):
+        with pytest.raises(JudgeError, match=words) as raised:
             await client.ask("a")
+        assert not isinstance(raised.value, JudgeVerdictError), "the server is at fault, not the text"
         assert (await client.ask("a")).text == "better"
+
+
+def refuses(message: str, status: int = 400, code: object = None):
+    return raw(status, {"error": {"message": message, "code": code}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "tokens"),
+    [
+        (says(""), "is empty", 7),
+        (says(" \n"), "is empty", 7),
+        (says(None), "is empty", 7),
+        (says("VERDICT: 10", reason="length"), "was cut", 7),
+        (refuses("It is used up.", code="context_length_exceeded"), "refuses the text with status 400", 0),
+        (refuses("This model's maximum context length is 64 tokens."), "refuses the text", 0),
+        (refuses("The input (99 tokens) is longer than the model's context length."), "refuses the text", 0),
+        (refuses("`inputs` tokens + `max_new_tokens` must be <= 64. Given: 99", 422), "refuses the text", 0),
+        (refuses("The response was filtered", code="content_filter"), "refuses the text", 0),
+        (refuses("no", 413), "refuses the text", 0),
+    ],
+)
+async def test_a_text_that_leaves_no_verdict_is_an_error_of_its_kind(answer, words, tokens):
+    with serving({PATH: [answer, says("better")]}) as server:
+        client = JudgeClient(server.url)
+        first, second = await asyncio.gather(client.ask("a"), client.ask("a"), return_exceptions=True)
+        assert isinstance(first, JudgeVerdictError) and isinstance(second, JudgeVerdictError)
+        assert words in str(first) and words in str(second)
+        assert (first.calls, first.tokens, second.calls, second.tokens) == (1, tokens, 0, 0), "counted once"
+        assert (await client.ask("a")).text == "better"
+
+
+@pytest.mark.parametrize("fault", [refuses("max_tokens is too large: 9"), refuses("no such model", 404)])
+async def test_a_refusal_of_the_settings_is_none_of_the_text(fault):
+    with serving({PATH: fault}) as server, pytest.raises(JudgeError, match="refuses the request") as raised:
+        await JudgeClient(server.url).ask("a")
+    assert not isinstance(raised.value, JudgeVerdictError)
+
+
+async def test_a_connect_that_times_out_is_tried_again(monkeypatch):
+    with serving({PATH: says()}) as server:
+        client = JudgeClient(server.url, retry_seconds=0.001)
+        exchange, faults = client._client._exchange, [TimeoutError(errno.ETIMEDOUT, "Connection timed out")]
+
+        async def lossy(*request):
+            if faults:
+                raise faults.pop()
+            return await exchange(*request)
+
+        monkeypatch.setattr(client._client, "_exchange", lossy)
+        assert await client.ask("a") == JudgeReply("fine", 2, 7)
 
 
 @pytest.mark.parametrize(
@@ -180,20 +229,21 @@ async def test_a_budget_of_tokens_needs_a_server_that_counts_them():
             await JudgeClient(server.url, budget_tokens=100).ask("a")
 
 
-async def test_few_requests_are_at_the_server_at_once():
+async def test_as_many_requests_as_are_allowed_are_at_the_server():
     now, most = [0], [0]
+    meeting = asyncio.Barrier(2)
 
     async def answer():
         now[0] += 1
         most[0] = max(most[0], now[0])
-        await asyncio.sleep(0)
+        await meeting.wait()  # alone at the server, a request would stay for ever
         now[0] -= 1
         return says()
 
     with serving({PATH: lambda payload: answer()}) as server:
         client = JudgeClient(server.url, max_concurrent=2)
         await asyncio.gather(*(client.ask(str(i)) for i in range(12)))
-    assert most[0] <= 2 and server.count(PATH) == 12
+    assert most[0] == 2 and server.count(PATH) == 12
 
 
 @pytest.mark.parametrize(
@@ -202,8 +252,20 @@ async def test_few_requests_are_at_the_server_at_once():
         (None, {}, "needs the address"),
         ("ftp://h", {}, "not the address of a server"),
         ("h:1", {"budget_cost": 1.0}, "needs the price"),
+        ("h:1", {"max_concurrent": 0}, "max_concurrent: out of range. Got 0. Allowed: 1 or more"),
+        ("h:1", {"budget_calls": -1}, "budget_calls: out of range. Got -1. Allowed: 0 or more"),
+        ("h:1", {"budget_tokens": -1.0}, "budget_tokens: out of range"),
+        ("h:1", {"budget_cost": float("nan"), "price": 1.0}, "budget_cost: out of range. Got nan"),
+        ("h:1", {"price": -1.0}, "price: out of range"),
+        ("h:1", {"max_cached": -1}, "max_cached: out of range"),
+        ("h:1", {"retry_seconds": -1}, "retry_seconds: out of range"),
+        ("h:1", {"timeout": 0}, "timeout: out of range. Got 0. Allowed: above 0"),
     ],
 )
 def test_a_client_that_cannot_work_is_refused(address, settings, words):
     with pytest.raises(ConfigError, match=words):
         JudgeClient(address, **settings)
+
+
+def test_a_client_gives_up_before_the_call_that_waits_for_it():
+    assert JudgeClient("h:1").timeout < SAMPLE_TIMEOUT

@@ -1,6 +1,6 @@
 """Language models that judge answers, as functions which a reward function calls with a client."""
 
-from verl.rewards.judges.client import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply
+from verl.rewards.judges.client import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply, JudgeVerdictError
 from verl.rewards.judges.verdicts import compare, pairwise_winrate, rubric_score
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "JudgeClient",
     "JudgeError",
     "JudgeReply",
+    "JudgeVerdictError",
     "compare",
     "pairwise_winrate",
     "rubric_score",

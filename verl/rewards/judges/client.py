@@ -10,10 +10,12 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from verl.errors import ConfigError, RewardError
 from verl.json_text import Json, JsonObject
@@ -23,10 +25,30 @@ from verl.serving.client import Client, Reply, WireError
 
 LONGEST_DELAY, SHOWN = 30.0, 300
 """Seconds between two attempts, and characters of a refusal that an error shows."""
+OF_TEXT = re.compile(
+    rb"context.?(length|size|window)|too long|`inputs` (tokens|must have)|content.?(filter|management)", re.IGNORECASE
+)
+"""In a refusal of a prompt that is too long (OpenAI, vLLM, SGLang, TGI, llama.cpp, ours) or that a filter rejects."""
 
 
 class JudgeError(RewardError):
-    """The judge gave no usable answer: the sample has no score."""
+    """The judge could not be used: its server, its settings or its budget are at fault. The sample has no score."""
+
+
+class JudgeVerdictError(JudgeError):
+    """The judge read the text and gave no verdict in form, or its server refuses the text. A policy can cause that.
+
+    Attributes:
+        calls, tokens: what the reply took, where no `JudgeReply` says it.
+    """
+
+    calls = tokens = 0
+
+    def spending(self, calls: int, tokens: int = 0) -> JudgeVerdictError:
+        """The same error with what the reply took."""
+        error = JudgeVerdictError(self.message, key=self.key, got=self.got, allowed=self.allowed, fix=self.fix)
+        error.calls, error.tokens = calls, tokens
+        return error
 
 
 class JudgeBudgetError(JudgeError):
@@ -50,16 +72,19 @@ class JudgeReply:
 class JudgeClient:
     """A language model at an OpenAI-compatible address. Safe between threads and event loops.
 
-    Make one per reward file: cache and budget are the client's. They hold for a run, which calls its async reward
-    function in one process; a resumed run begins with both empty.
+    Make one per reward file: cache, budget and places are the client's. They hold for a run, which calls its async
+    reward function in one process; a resumed run begins with them empty. With the managers ``prime`` and ``remote``,
+    and in a function that is no coroutine, each child process has a client, and each its cache, budget and places.
 
     Args:
         address: ``reward_router_address``, or a URL such as ``https://api.openai.com/v1``.
         model: the name in requests.
         api_key: sent as a bearer token.
         options: further fields of requests; they replace ``temperature`` 0 and ``max_tokens`` 1024.
-        timeout: seconds for a reply, all attempts together, not counting the wait for a place.
-        max_concurrent: requests at once.
+        timeout: seconds for a reply, all attempts together, not counting the wait for a place. Keep it below
+            ``reward.timeout``, which ends the call with everything in it.
+        max_concurrent: requests at once; the wait for a place uses up ``reward.timeout``. That for one of
+            ``reward.max_concurrent`` does not.
         max_cached: replies that are stored; the least recently used one is dropped.
         budget_calls: most requests, repeated ones included.
         budget_tokens: tokens of prompts and replies after which no request is sent; requests in flight still count.
@@ -68,7 +93,7 @@ class JudgeClient:
         retry_seconds: the longest wait before the second attempt; it doubles with each further one.
 
     Raises:
-        ConfigError: no address, or a budget of costs without a price.
+        ConfigError: no address, a number out of range, or a budget of costs without a price.
     """
 
     def __init__(
@@ -78,8 +103,8 @@ class JudgeClient:
         *,
         api_key: str | None = None,
         options: JsonObject | None = None,
-        timeout: float = 60.0,
-        max_concurrent: int = 64,
+        timeout: float = 25.0,
+        max_concurrent: int = 256,
         max_cached: int = 10_000,
         budget_calls: int | None = None,
         budget_tokens: float | None = None,
@@ -92,6 +117,10 @@ class JudgeClient:
             raise ConfigError("a judge needs the address of its server", key="address", got=address, fix=fix)
         if budget_cost is not None and not price:
             raise ConfigError("a budget of costs needs the price of 1,000 tokens", key="price", got=price)
+        _check("above 0", timeout=timeout)
+        _check("0 or more", retry_seconds=retry_seconds, max_cached=max_cached, price=price, budget_calls=budget_calls,
+               budget_tokens=budget_tokens, budget_cost=budget_cost)  # fmt: skip
+        _check("1 or more", max_concurrent=max_concurrent)
         url = address.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else None
         self._client = Client(url, max_concurrent, headers, setting="address")
@@ -113,7 +142,8 @@ class JudgeClient:
         """The judge's reply to a prompt; the same prompt is sent once, also by several samples at the same time.
 
         Raises:
-            JudgeBudgetError: the budget is used up. JudgeError: no reply in time, a refusal, an empty or cut reply.
+            JudgeVerdictError: an empty or cut reply, or a prompt that is too long or filtered.
+            JudgeBudgetError: the budget is used up. JudgeError: no reply in time, or another refusal.
         """
         body = {**self._options, "messages": [{"role": "user", "content": prompt}]}
         key = _digest(body)
@@ -139,7 +169,9 @@ class JudgeClient:
             with self._lock:
                 if self._replies.get(key) is pending:
                     del self._replies[key]
-            if isinstance(error, Exception):
+            if isinstance(error, JudgeVerdictError):
+                pending.set_exception(error.spending(0))
+            elif isinstance(error, Exception):
                 pending.set_exception(error)
             else:
                 pending.set_result(None)
@@ -164,14 +196,16 @@ class JudgeClient:
             delay = min(LONGEST_DELAY, self.retry_seconds * 2**attempt) * self._random.uniform(0.5, 1.0)
             try:
                 reply = await self._client.ask("POST", "/v1/chat/completions", body, max(0.0, end - clock()))
-            except TimeoutError:
-                break
             except (OSError, WireError) as error:
-                failure = f"{type(error).__name__}: {error}"
+                if not isinstance(error, TimeoutError) or clock() < end:  # a connect may time out earlier
+                    failure = f"{type(error).__name__}: {error}"
             else:
                 if reply.status == 200:
                     return self._read(reply, calls)
                 failure = f"status {reply.status}: {reply.body[:SHOWN].decode(errors='replace')}"
+                if reply.status == 413 or (reply.status in (400, 422) and OF_TEXT.search(reply.body)):
+                    fix = "If it is too long, raise the judge's context or lower data.max_response_length."
+                    raise JudgeVerdictError(f"the judge refuses the text with {failure}", fix=fix).spending(calls)
                 if reply.status != 429 and reply.status < 500:
                     raise JudgeError(f"the judge refuses the request with {failure}", fix="Check model and options.")
                 delay = max(delay, _retry_after(reply))
@@ -212,10 +246,17 @@ class JudgeClient:
             )  # fmt: skip
         if reason == "length":
             fix = "Raise options={'max_tokens': ...} of the JudgeClient."
-            raise JudgeError("the judge's reply was cut before its verdict", fix=fix)
+            raise JudgeVerdictError("the judge's reply was cut before its verdict", fix=fix).spending(calls, spent)
         if not isinstance(text, str) or not text.strip():
-            raise JudgeError("the judge's reply is empty", got=text)
+            raise JudgeVerdictError("the judge's reply is empty", got=text).spending(calls, spent)
         return JudgeReply(text, calls, spent)
+
+
+def _check(allowed: Literal["above 0", "0 or more", "1 or more"], **settings: float | None) -> None:
+    least = 1 if allowed == "1 or more" else 0
+    for key, value in settings.items():
+        if value is not None and not (value > 0 if allowed == "above 0" else value >= least):
+            raise ConfigError("out of range", key=key, got=value, allowed=allowed)
 
 
 def _digest(value: Json) -> str:
