@@ -3,7 +3,7 @@
     python benchmarks/bench_judge.py [--prompts 32] [--samples 8] [--tokens 64] [--slots 32] [--at-once 1] [--steps 4]
 
 GRPO steps of a small random model on a CPU. A reward function grades each answer with `verl.rewards.judges`. The judge
-is an HTTP server in a process of its own (`verl.serving`) that waits 20 ms before it answers, `--at-once` answers at a
+is an HTTP server in another process (`verl.serving`) that waits 20 ms before it answers, `--at-once` answers at a
 time (``reward.max_concurrent``). Prompts and answers differ, so that no reply comes from the cache.
 
 Two runs with the same samples: ``reward.while_sampling`` false and true. Printed in seconds, medians of the steps
@@ -68,7 +68,7 @@ class Clock(Callback):
 
     def on_step_end(self, trainer: Any, batch: Any) -> None:
         seconds = trainer.ctx.timers.seconds
-        self.steps.append((seconds["gen"], seconds.get("reward", 0.0)))
+        self.steps.append((seconds["gen"], seconds["reward"]))
         self.calls.append(sum(batch.non_tensor_batch["judge_calls"]))
 
 
