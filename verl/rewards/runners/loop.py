@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from verl.outcomes import on_error
 from verl.rewards.gate import OPEN, CallGate, CallPlace
 from verl.rewards.invoke import raised
 from verl.rewards.runners.base import Results, Runner, answer, too_slow
@@ -117,19 +118,18 @@ async def _run(state: _State, number: int, places: asyncio.Semaphore) -> None:
         call = state.calls.get(number)
         if call is None:
             return
-        call.place = state.gate.place()
-        try:
-            await call.place.reached()
-            call.started = time.monotonic()
-            results = await asyncio.wait_for(_Steps(state, number, state.work(call.samples)), state.timeout)
-        except TimeoutError:
-            results = all_failed(call.samples, too_slow(state.timeout, "and was cancelled"))
-        except asyncio.CancelledError as error:
-            results = all_failed(call.samples, RewardFailure("raised", "it was cancelled", exception=error))
-        except Exception as error:  # boundary: whatever the work meets, its caller must not wait for ever
-            results = all_failed(call.samples, raised(error))
-        finally:
-            call.place.free()
+        samples, call.place = call.samples, state.gate.place()
+        with on_error(lambda error: state.answer(number, all_failed(samples, raised(error)))):
+            try:
+                await call.place.reached()
+                call.started = time.monotonic()
+                results = await asyncio.wait_for(_Steps(state, number, state.work(samples)), state.timeout)
+            except TimeoutError:
+                results = all_failed(samples, too_slow(state.timeout, "and was cancelled"))
+            except asyncio.CancelledError as error:
+                results = all_failed(samples, RewardFailure("raised", "it was cancelled", exception=error))
+            finally:
+                call.place.free()
     state.answer(number, results)
 
 
