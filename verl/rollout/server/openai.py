@@ -6,7 +6,7 @@ weights, abort and sleep exist where it runs with ``VLLM_SERVER_DEV_MODE=1``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import RolloutError
@@ -97,11 +97,7 @@ class VLLMDialect(Dialect):
         log_probs = [listed[token]["logprob"] for token, listed in zip(request.scored, positions)]
         if not request.top_k:
             return Scores.of(request.scored, log_probs, None)
-        # A token that is not among the most likely ones is listed besides, with its rank.
-        top = [
-            [(token, one["logprob"]) for token, one in listed.items() if int(one["rank"]) <= request.top_k]
-            for listed in positions
-        ]
+        top = [_most_likely(listed, token, request.top_k) for token, listed in zip(request.scored, positions)]
         return Scores.of(request.scored, log_probs, top)
 
     async def exchange(self, request: Request, payload: dict[str, Any], post: Post) -> JsonObject:
@@ -188,6 +184,16 @@ class VLLMDialect(Dialect):
                 return False
             raise
         return True
+
+
+def _most_likely(listed: Mapping[int, JsonObject], sent: int, top_k: int) -> list[tuple[int, object]]:
+    """At most ``top_k`` tokens and their log-probs.
+
+    The token that was sent is listed in any case, with its rank. With the log-prob of the last one of the others it has
+    that one's rank: it is left out then.
+    """
+    ranked = sorted(listed, key=lambda token: (int(listed[token]["rank"]), token == sent))
+    return [(token, listed[token]["logprob"]) for token in ranked[:top_k] if int(listed[token]["rank"]) <= top_k]
 
 
 class OpenAIDialect(Dialect):
