@@ -42,6 +42,12 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(result)
 
 
+def take_error(work: asyncio.Future[Any]) -> None:
+    """A callback for work whose error is reported elsewhere: asyncio shall not log it as never retrieved."""
+    if not work.cancelled():
+        work.exception()
+
+
 def run_now(work: Coroutine[Any, Any, T]) -> T:
     """The result; where this thread already runs an event loop (a notebook), another thread does the work meanwhile."""
     try:

@@ -9,6 +9,10 @@ class EngineLostError(RolloutError):
     """An engine is dead, does not answer in time, or answers nonsense."""
 
 
+class EngineSilentError(EngineLostError):
+    """An engine did not answer within the time limit of an attempt."""
+
+
 LOSSES = (EngineLostError, WorkerError, ConnectionError)
 """What a replica raises when it, and not the request, is at fault."""
 

@@ -27,6 +27,7 @@ from verl.config.machine.topology import beyond_one_machine, processes_of
 from verl.config.rules.checks import raise_all
 from verl.errors import VerlError, WorkerError
 from verl.metrics import notice
+from verl.outcomes import take_error
 from verl.rollout.base import Moved
 from verl.rollout.hosted import RemoteSampler, WeightIntake
 from verl.rollout.reports import ReplicaState
@@ -251,7 +252,7 @@ class ReplicaKeeper:
     def _check_health(self, replica: Placed) -> None:
         if replica.health_check is None:
             replica.health_check = asyncio.ensure_future(replica.unit.handle.call(WeightIntake.status))
-            replica.health_check.add_done_callback(_take_error)
+            replica.health_check.add_done_callback(take_error)  # the replica's death says more
         if replica.health_check.done():
             check, replica.health_check = replica.health_check, None
             if not check.cancelled() and check.exception() is None:
@@ -348,7 +349,7 @@ class ReplicaKeeper:
         finally:
             self._starting.remove(replica)
             task.cancel()
-            task.add_done_callback(_take_error)
+            task.add_done_callback(take_error)
 
     async def _feed(self, unit: Unit, rank: int) -> None:
         """Trainers have calls of their own in work; this one comes between two of them."""
@@ -392,12 +393,6 @@ def processes_of_run(roles: Roles, keeper: ReplicaKeeper | None) -> list[Process
 def waits_for_replica(keeper: ReplicaKeeper | None) -> bool:
     """Whether a replica is being replaced, which the run waits for."""
     return keeper is not None and keeper.is_mending
-
-
-def _take_error(task: asyncio.Task[Any]) -> None:
-    """The error of a health check says no more than the replica's death does: asyncio shall not log it."""
-    if not task.cancelled():
-        task.exception()
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -12,16 +12,19 @@ import torch
 from tests.harness.models import tiny_model_dir
 from tests.harness.prompt_log_probs import sglang_answer, table_of, vllm_answer
 from tests.harness.servers import Hangup, serving
+from tests.harness.waiting import HANGS
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
+from verl.metrics import notices
 from verl.models import load_causal_lm
+from verl.outcomes import run_now
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.lost import EngineLostError
 from verl.rollout.scores import ScoreRequest
 from verl.rollout.server.child import host_process
 from verl.rollout.server.host import Host
 from verl.rollout.server.sampler import ServerSampler
-from verl.rollout.server.scoring import ScoringPool, ScoringReplica, WatchedHost
+from verl.rollout.server.scoring import MAX_RESTARTS, ScoringPool, ScoringReplica, WatchedHost
 from verl.rollout.threaded import threaded
 from verl.serving import loopback
 
@@ -212,14 +215,95 @@ def test_no_more_rows_are_in_flight_than_there_are_places(folder, model):
         assert server.count(PATHS["vllm"]) == 20 and most <= 4
 
 
-@pytest.mark.slow
-def test_rows_wait_for_the_only_host_until_it_is_back(folder, model):
+def test_rows_of_a_server_that_refuses_do_not_crowd_the_other(folder, model):
+    most = in_flight = 0
+
+    async def answer(payload):
+        nonlocal most, in_flight
+        in_flight += 1
+        most = max(most, in_flight)
+        for _ in range(20):  # turns of the server's loop, in which further requests would arrive
+            await asyncio.sleep(0)
+        in_flight -= 1
+        return vllm_answer(model, payload)
+
+    with serving({PATHS["vllm"]: (503, {})}) as refusing, serving({PATHS["vllm"]: answer}) as good:
+        servers = pool(folder, refusing.url, good.url, max_attempts=2)
+        for scores in asyncio.run(servers.score_all([SAMPLED] * 20)):
+            assert len(scores.log_probs) == 3
+        assert good.count(PATHS["vllm"]) == 20 and refusing.count(PATHS["vllm"]) >= 1 and most <= 4
+
+
+def test_of_tied_tokens_the_sent_one_is_the_first_that_is_left_out(folder):
+    entries = [None, *({str(token): {"logprob": -1.0, "rank": rank} for token, rank in listed} for listed in (
+        [(42, 2), (7, 1), (9, 2)], [(43, 1), (9, 2)], [(44, 3), (7, 1), (9, 2)],
+    ))]  # fmt: skip
+    answer = 200, {"choices": [{"prompt_logprobs": entries}]}
+    row = ScoreRequest("row", (41, 42, 43, 44), 1, top_k=2)
+    scores = ask(folder, {PATHS["vllm"]: answer}, row)
+    assert scores.top_ids.tolist() == [[7, 9], [43, 9], [7, 9]]
+    assert scores.log_probs.tolist() == [-1.0] * 3
+
+
+def watched(folder, command=lambda rollout, section: host_process(rollout, section, "cpu", "the host"), timeouts=()):
+    """A host, whose samplers over one process after the other have these time limits."""
     rollout, section = RolloutConfig(prompt_length=8, response_length=8), HFModelConfig(path=folder)
+    limits = iter(timeouts)
 
     def connect(process):
-        return ServerSampler(process.url, model=folder, api="verl", api_key=process.key)
+        limit = next(limits, 300.0)
+        sampler = ServerSampler(process.url, model=folder, api="verl", api_key=process.key, timeout=limit)
+        run_now(sampler.connect())
+        return sampler
 
-    host = WatchedHost("the host", lambda: host_process(rollout, section, "cpu", "the host"), connect, 300.0)
+    return WatchedHost("the host", lambda: command(rollout, section), connect, 300.0)
+
+
+@pytest.mark.slow
+def test_a_host_that_hangs_is_started_again_also_after_a_failed_start(folder, model):
+    faults = iter([folder, folder + "-is-not-there"])
+
+    def command(rollout, section):
+        path = next(faults, folder)
+        return host_process(rollout, HFModelConfig(path=path), "cpu", "the host")
+
+    host = watched(folder, command, timeouts=[2.0])  # of the process that is stopped
+    servers = ScoringPool([host], VOCABULARY, 4, max_attempts=3, retry_delay=0.0)
+    try:
+        host.mending().result(HANGS)
+        first = host.process
+        os.kill(first.process.pid, signal.SIGSTOP)
+        (scores,) = asyncio.run(servers.score_all([ROW]))
+        assert_exact(scores, model)
+        assert servers.take_counts() == {"requests": 2, "retries": 1, "restarts": 2}
+        assert not first.is_alive and "did not answer within 2 s" in notices()["the host, start 2"]
+        assert "is-not-there" in notices()["the host, start 2 failed"]
+    finally:
+        host.close()
+
+
+@pytest.mark.slow
+def test_a_host_that_never_comes_back_is_given_up_after_its_restarts(folder):
+    paths = iter([folder])
+
+    def command(rollout, section):
+        return host_process(rollout, HFModelConfig(path=next(paths, "/is-not-there")), "cpu", "the host")
+
+    host = watched(folder, command)
+    servers = ScoringPool([host], VOCABULARY, 4, max_attempts=3, retry_delay=0.0)
+    try:
+        asyncio.run(servers.check(ROW))
+        os.kill(host.process.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLostError, match=r"(?s)no server is left of 1: the host.*is-not-there"):
+            asyncio.run(servers.score_all([ROW]))
+        assert host.restarts == MAX_RESTARTS == 3
+    finally:
+        host.close()
+
+
+@pytest.mark.slow
+def test_rows_wait_for_the_only_host_until_it_is_back(folder, model):
+    host = watched(folder)
     servers = ScoringPool([host], VOCABULARY, 4, max_attempts=3, retry_delay=2.0)
     try:
         asyncio.run(servers.check(ROW))

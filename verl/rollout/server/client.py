@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from verl.errors import RolloutError
 from verl.json_text import Json
-from verl.rollout.lost import EngineBusyError, EngineLostError
+from verl.rollout.lost import EngineBusyError, EngineLostError, EngineSilentError
 from verl.serving.client import Client, Reply, ServerBusyError, WireError
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class HttpClient(Client):
         try:
             return await work
         except TimeoutError as error:
-            raise EngineLostError(f"{self.url}{path} did not answer within {timeout:g} s") from error
+            raise EngineSilentError(f"{self.url}{path} did not answer within {timeout:g} s") from error
         except (OSError, WireError) as error:
             kind = EngineBusyError if isinstance(error, ServerBusyError) else EngineLostError
             raise kind(f"{self.url}{path} is not answering: {error or type(error).__name__}") from error

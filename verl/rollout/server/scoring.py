@@ -10,18 +10,21 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from verl.errors import RolloutError
 from verl.metrics import notice
-from verl.outcomes import on_error
+from verl.outcomes import on_error, take_error
 from verl.rollout.base import Sampler
-from verl.rollout.lost import EngineLostError
+from verl.rollout.lost import EngineLostError, EngineSilentError
 from verl.rollout.scores import ScoreRequest, Scores, invalid_scores
 from verl.rollout.server.client import LONGEST_DELAY
 from verl.rollout.server.process import HostProcess
 
 AVOIDED_SECONDS = 5.0
 """For which a server that lost a row gets others only where there is no better one."""
+MAX_RESTARTS = 3
+"""Of a host in a row, without an answer in between, after which it gets no more rows."""
 
 
 class ScoringReplica:
@@ -38,6 +41,13 @@ class ScoringReplica:
         self.name, self.sampler = name, sampler
         self.load, self.lost_at = 0, 0.0
 
+    def answered(self) -> None:
+        """It has scored a row."""
+
+    def lost(self, error: EngineLostError, sent_at: float) -> None:
+        """It has lost a row that it got at ``sent_at``, by `time.monotonic`."""
+        self.lost_at = time.monotonic()
+
     def mending(self) -> Future[None] | None:
         """The start of a process in the place of one that ended; None where none has."""
         return None
@@ -47,7 +57,9 @@ class ScoringReplica:
 
 
 class WatchedHost(ScoringReplica):
-    """A host of this library, which is started again when its process has ended.
+    """A host of this library, which is started again when its process has ended or hangs.
+
+    It hangs where a row reached its time limit and no row was answered in that time.
 
     Args:
         start: begins a process.
@@ -63,25 +75,45 @@ class WatchedHost(ScoringReplica):
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"verl-{name}")
         self._is_closed = False
         self._former: list[Sampler | None] = []  # their connections end with the event loop that made them
+        self._in_a_row, self._hang = 0, ""
+        self._up_at = self._answered_at = 0.0
         self.process = start()
-        self._coming: Future[None] | None = self._threads.submit(self._come_up, self.process)
+        self._coming: Future[None] = self._threads.submit(self._come_up, self.process)
+
+    def answered(self) -> None:
+        self._answered_at, self._in_a_row = time.monotonic(), 0
+
+    def lost(self, error: EngineLostError, sent_at: float) -> None:
+        super().lost(error, sent_at)
+        # A row of an earlier process says nothing about this one.
+        if isinstance(error, EngineSilentError) and sent_at > max(self._answered_at, self._up_at):
+            self._hang = f"it hangs: {error}"
 
     def mending(self) -> Future[None] | None:
         if self._is_closed:
             raise EngineLostError(f"{self.name} is closed")
-        if self._coming is not None and not (self._coming.done() and self._coming.exception() is None):
-            return self._coming  # it starts, or did not come up: that error is every later row's, too
-        if self.process.is_alive:
+        if not self._coming.done():
+            return self._coming
+        error = self._coming.exception()
+        if error is None and self.process.is_alive and not self._hang:
             return None
-        self.restarts += 1
-        notice(f"{self.name}, start {self.restarts + 1}", f"it is started again: {self.process.exit_report}")
-        self.process.close()
+        if error is not None and (self.sampler is None or self._in_a_row >= MAX_RESTARTS):
+            return self._coming  # that error is every later row's, too
+        reason = str(error) if error is not None else self._hang or self.process.exit_report
+        if self._in_a_row >= MAX_RESTARTS:
+            self._coming = Future()
+            message = f"{self.name} was lost {self._in_a_row + 1} times in a row without an answer in between"
+            self._coming.set_exception(EngineLostError(f"{message}, the last time: {reason}"))
+            return self._coming
+        self.restarts, self._in_a_row = self.restarts + 1, self._in_a_row + 1
+        notice(f"{self.name}, start {self.restarts + 1}", f"it is started again: {reason}")
         self._coming = self._threads.submit(self._again)
         return self._coming
 
     def _again(self) -> None:
-        subject = f"{self.name}, start {self.restarts + 1} failed"
-        with on_error(lambda error: notice(subject, f"it gets no more rows: {error}")):
+        after = "it gets no more rows" if self._in_a_row >= MAX_RESTARTS else "one more start follows"
+        with on_error(lambda error: notice(f"{self.name}, start {self.restarts + 1} failed", f"{after}: {error}")):
+            self.process.close()  # of one that hangs it takes seconds
             self.process = self._start()
             self._come_up(self.process)
 
@@ -92,6 +124,7 @@ class WatchedHost(ScoringReplica):
             asyncio.run(process.wait_until_up(self._seconds))
             self._former.append(self.sampler)
             self.sampler, self.lost_at = self._connect(process), 0.0
+            self._hang, self._up_at = "", time.monotonic()
 
     def close(self) -> None:
         """End the process; one that is just starting ends as well."""
@@ -119,6 +152,7 @@ class ScoringPool:
         self.slots, self.max_attempts, self.retry_delay = slots, max_attempts, retry_delay
         self._attempts = self._retries = 0
         self._taken: dict[str, int] = {}
+        self._freed = asyncio.Event()
 
     def take_counts(self) -> dict[str, int]:
         """Since the last call: ``requests`` (attempts), ``retries`` (those after a loss) and ``restarts`` of hosts."""
@@ -145,6 +179,8 @@ class ScoringPool:
             RolloutError: a server refuses a row, or its answer cannot be that row's.
         """
         # Taken by each row's task in the caller's loop, in order of the rows; released with its answer or its error.
+        # A row inside still waits for a place at a server: while one is down, the others do not get its share at once.
+        self._freed = asyncio.Event()  # of this event loop
         places = asyncio.Semaphore(self.slots * len(self.replicas))
 
         async def one(request: ScoreRequest) -> Scores:
@@ -167,13 +203,20 @@ class ScoringPool:
             self._attempts += 1
             self._retries += attempt > 0
             replica.load += 1
+            sent_at = time.monotonic()
             try:
-                return await self._scored_by(replica, request)
+                scores = await self._scored_by(replica, request)
             except EngineLostError as error:
-                last, replica.lost_at = error, time.monotonic()
+                last = error
+                replica.lost(error, sent_at)
                 losers.append(replica)
+            else:
+                replica.answered()
+                return scores
             finally:
                 replica.load -= 1
+                self._freed.set()  # each row that waits looks again
+                self._freed = asyncio.Event()
         raise EngineLostError(
             f"{request.id} was lost in {self.max_attempts} attempts, the last time: {last}",
             key="actor_rollout_ref.rollout.server.max_attempts",
@@ -198,7 +241,7 @@ class ScoringPool:
         return scores
 
     async def _choose(self, losers: Sequence[ScoringReplica]) -> ScoringReplica:
-        """The least loaded server that is up, one that has not lost the row if there is any.
+        """The least loaded server that is up, one that has not lost the row if there is any, once it has a free place.
 
         Raises:
             EngineLostError: none is up, and none will be.
@@ -207,11 +250,15 @@ class ScoringPool:
         while True:
             starts = {replica: replica.mending() for replica in self.replicas}
             is_up = [replica for replica, start in starts.items() if start is None]
-            if not is_up:
+            now = time.monotonic()
+            avoided = {r: (r in losers, now - r.lost_at < AVOIDED_SECONDS) for r in is_up}
+            # A row waits for a good server sooner than it spends an attempt at one that has just lost rows.
+            best_of_up = [r for r in is_up if avoided[r] == min(avoided.values())]
+            with_room = [r for r in best_of_up if r.load < self.slots]
+            if not with_room:
                 await self._wait(starts)
                 continue
-            now = time.monotonic()
-            best = min(is_up, key=lambda r: (r in losers, now - r.lost_at < AVOIDED_SECONDS, r.load))
+            best = min(with_room, key=lambda r: r.load)
             rounds = losers.count(best)
             if has_paused or not rounds:
                 return best
@@ -219,22 +266,21 @@ class ScoringPool:
             has_paused = True  # its process may have ended meanwhile
 
     async def _wait(self, starts: Mapping[ScoringReplica, Future[None] | None]) -> None:
-        """Until one that starts is up, or has failed to."""
+        """Until a place is free, or one that starts is up or has failed to come up."""
         coming = [asyncio.wrap_future(start) for start in starts.values() if start is not None and not start.done()]
-        if not coming:
+        if not coming and None not in starts.values():
             reasons = "; ".join(f"{r.name}: {start.exception()}" for r, start in starts.items() if start is not None)
             raise EngineLostError(f"no server is left of {len(self.replicas)}: {reasons}")
-        for start in coming:
-            start.add_done_callback(_take_error)
-        await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+        for start in coming:  # why it failed is reported once no other server is left
+            start.add_done_callback(take_error)
+        freed = asyncio.ensure_future(self._freed.wait())
+        either: list[asyncio.Future[Any]] = [freed, *coming]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            freed.cancel()
 
     def close(self) -> None:
         """End the servers that were started here."""
         for replica in self.replicas:
             replica.close()
-
-
-def _take_error(start: asyncio.Future[None]) -> None:
-    """The pool reports why a start failed once no other server is left: asyncio shall not log it."""
-    if not start.cancelled():
-        start.exception()
