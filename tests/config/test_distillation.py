@@ -143,6 +143,15 @@ def test_a_teacher_of_another_engine_is_a_role_and_its_servers_have_no_effect(wo
     assert f"{ONE}.inference: has no effect: the teacher is a role" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["7", "a.b"])
+def test_a_teacher_in_a_role_may_have_any_name(words, caplog, name):
+    rest = [word for word in words if not word.startswith(T)]
+    path = next(word for word in words if word.startswith(f"{ONE}.model_path=")).partition("=")[2]
+    described = f"{{model_path: {path}, num_replicas: 1, inference: {{name: vllm}}}}"
+    load_config("ppo_trainer", [*rest, f"{T}={{{name}: {described}}}"])
+    assert ".num_replicas: has no effect: the teacher is a role" in caplog.text
+
+
 @pytest.mark.parametrize("more", [AT, (f"+{ONE}.num_replicas=2",)])
 def test_a_teacher_behind_servers_is_no_role(words, caplog, more):
     config = load_config("ppo_trainer", [*words, *more, f"{D}.nnodes=1", "actor_rollout_ref.ref.strategy=megatron",

@@ -128,9 +128,8 @@ def tell(cfg: PPOTrainerConfig) -> None:
                 notice(f"{teacher.key}.inference.{name}", "has no effect: the servers of a teacher sample nothing"
                        if teacher.num_replicas else "has no effect: it is set where the server is started")  # fmt: skip
             continue
-        described = cfg.distillation.teacher_models[teacher.setting.split(".")[2]]
         for idle in ("inference", "num_replicas"):
-            if described.get(idle):
+            if teacher.described.get(idle):
                 why = f"has no effect: the teacher is a role, and runs as {_A}.ref says. Behind servers it is with "
                 notice(
                     f"{teacher.key}.{idle}", f"{why}inference.name=hf and num_replicas, or with inference.server.url"

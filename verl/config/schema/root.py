@@ -503,6 +503,7 @@ class Teacher:
         strategy, fsdp, megatron, torchtitan: as the reference policy has them.
         inference: of its servers, as it was typed; ``name`` is the policy's where it was not.
         num_replicas: servers that the run starts.
+        described: the description as it was typed.
     """
 
     name: str
@@ -516,6 +517,7 @@ class Teacher:
     pool: str = "teacher"
     inference: Mapping[str, Any] = field(default_factory=dict)
     num_replicas: int = 0
+    described: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -562,6 +564,7 @@ def teachers_of(cfg: PPOTrainerConfig) -> Iterator[Teacher]:
                 torchtitan=ref.torchtitan,
                 inference={"name": engine, **(inference if isinstance(inference, Mapping) else {})},
                 num_replicas=replicas if type(replicas) is int else 0,
+                described=described,
             )
 
 
