@@ -16,10 +16,12 @@ import pytest
 from tests.harness.models import tiny_model_dir
 from tests.harness.served_judges import greedy_reply, judges_over, question, reply_of
 from tests.harness.waiting import wait_until
-from verl.agent_loop.judges import JudgeSections, count_servers
+from verl.agent_loop import judges as module
+from verl.agent_loop.judges import SHARED, JudgeSections, Progress, count_servers
 from verl.config import PPOTrainerConfig, replace
 from verl.errors import VerlError
 from verl.metrics import notices
+from verl.rollout.lost import EngineLostError
 from verl.rollout.model_facts import ModelFacts
 from verl.rollout.sglang import sampler as sglang
 from verl.rollout.vllm import arguments as vllm
@@ -72,6 +74,16 @@ def test_an_answer_is_that_of_the_model_and_needs_the_key(judges, folder):
 
 
 @pytest.mark.slow
+def test_equal_requests_with_equal_seeds_draw_equally(judges):
+    def drawn(seed):
+        return reply_of(question(judges.address, "grade 7", temperature=1, max_tokens=32, seed=seed))
+
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(drawn, [3, 3, 3]))
+    assert len({*answers, drawn(3)}) == 1 and drawn(4) != answers[0]
+
+
+@pytest.mark.slow
 def test_what_a_judge_cannot_follow_is_refused_by_name(judges):
     for field, value, words in (("max_tokens", 5000, f"{RM}.rollout.max_model_len"), ("logit_bias", {"1": 2}, "logit")):
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -117,6 +129,90 @@ def test_a_server_that_stays_silent_and_cannot_restart_is_given_up(tmp_path):
         lone.close()
 
 
+HANGING = """import time
+from pathlib import Path
+from verl.rollout.hf.sampler import HFSampler
+
+draw = HFSampler._draw
+
+
+def draw_later(sampler, rows, parts):
+    while Path({mark!r}).exists():
+        time.sleep(0.05)
+    return draw(sampler, rows, parts)
+
+
+HFSampler._draw = draw_later
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(folder, tmp_path, monkeypatch):
+    mark = tmp_path / "hangs"
+    mark.touch()
+    (tmp_path / "hanging_engine.py").write_text(HANGING.format(mark=str(mark)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    lone = judges_over(folder, hang_seconds=10.0)
+    sections = lone._sections
+    lone._sections = JudgeSections(sections.rollout, replace(sections.model, external_lib="hanging_engine"))
+    lone.start("cpu")
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(question, lone.address, "grade 7")
+            wait_until(lambda: lone.restarts, lambda: lone.error)
+            mark.unlink()
+            assert reply_of(asking.result()) == greedy_reply(folder, "grade 7")
+        assert "has 1 request(s) and has computed nothing for 10 s" in notices()[f"{RM}, restart 1"]
+    finally:
+        lone.close()
+
+
+def test_a_server_hangs_that_is_silent_or_has_requests_and_stands_still():
+    progress = Progress(10.0, now=0.0)
+    progress.heard(1.0, {"steps": 3, "requests": 0})
+    progress.heard(12.0, {"steps": 3, "requests": 0})
+    assert not progress.hang(12.0, load=0), "it has nothing to do"
+    progress.heard(23.0, {"steps": 3, "requests": 0})
+    assert progress.hang(23.0, load=2) == "it has 2 request(s) and has computed nothing for 10 s"
+    progress.heard(23.0, {"steps": 4, "requests": 0})
+    assert not progress.hang(33.0, load=2)
+    progress.heard(33.0)
+    assert progress.hang(34.0, load=2) == "it has 2 request(s) and has computed nothing for 10 s"
+    assert progress.hang(44.0, load=0) == "it has not answered for 10 s"
+
+
+@pytest.mark.slow
+def test_a_restart_that_the_system_refuses_counts_as_a_failed_start(folder, monkeypatch):
+    lone = judges_over(folder, **{"server.max_restarts": 1})
+    lone.start("cpu")
+
+    def refuse(*_, **__):
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(module, "host_process", refuse)
+    try:
+        os.kill(pids(lone)[0], signal.SIGKILL)
+        wait_until(lambda: lone.error)
+        assert "was lost 2 times in a row" in lone.error and "OSError: no descriptor is left" in lone.error
+    finally:
+        lone.close()
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_closed_while_it_starts_ends(folder):
+    lone = judges_over(folder)
+    released = []
+    lone.resources.callback(released.append, "its GPUs")
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(lone.start, "cpu")
+        wait_until(lambda: lone._thread is not None)
+        lone.close()
+        with pytest.raises(EngineLostError, match="closed while it started"):
+            starting.result()
+    assert released == ["its GPUs"]
+    assert not any(process.is_alive for process in lone._processes.values())
+
+
 PROGRAM = """import sys, time
 from tests.harness.served_judges import judges_over
 judges = judges_over(sys.argv[1])
@@ -143,19 +239,27 @@ def section(folder, name, **rollout):
 
 
 def test_engines_get_the_settings_of_the_reward_model(folder):
-    settings = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.3, "seed": 7, "max_num_seqs": 64}
+    settings = {
+        "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.3, "seed": 7, "max_num_seqs": 64,
+        "enforce_eager": False, "dtype": "float16", "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+    assert settings.keys() == {*SHARED}
     of_vllm = JudgeSections.of(section(folder, "vllm", **settings, **{"engine_kwargs": {"vllm": {"swap_space": 4}}}))
     passed = vllm.from_config(of_vllm.rollout, of_vllm.model, "cuda", ModelFacts.of(folder))
     expected = {
         "model": str(folder), "tensor_parallel_size": 2, "gpu_memory_utilization": 0.3, "seed": 7, "max_num_seqs": 64,
-        "max_model_len": 1024, "load_format": "auto", "dtype": "bfloat16", "swap_space": 4, "enable_sleep_mode": False,
+        "max_model_len": 1024, "load_format": "auto", "dtype": "float16", "swap_space": 4, "enable_sleep_mode": False,
+        "enforce_eager": False, "max_num_batched_tokens": 2048,
     }  # fmt: skip
     assert {name: passed[name] for name in expected} == expected
     of_sglang = JudgeSections.of(section(folder, "sglang", **settings, max_model_len=512))
     command = sglang.command(of_sglang.rollout, of_sglang.model, "cuda", 30000)
-    for flag, value in (("tp-size", "2"), ("mem-fraction-static", "0.3"), ("context-length", "512"),
-                        ("host", "127.0.0.1"), ("model-path", str(folder))):  # fmt: skip
+    for flag, value in (
+        ("tp-size", "2"), ("mem-fraction-static", "0.3"), ("context-length", "512"), ("dtype", "float16"),
+        ("random-seed", "7"), ("max-running-requests", "64"), ("host", "127.0.0.1"), ("model-path", str(folder)),
+    ):  # fmt: skip
         assert command[command.index(f"--{flag}") + 1] == value
+    assert "--disable-cuda-graph" not in command
 
 
 def test_a_pool_holds_as_many_servers_as_have_room(folder):

@@ -12,12 +12,13 @@ slow answer. After ``rollout.server.max_restarts`` in a row every request fails,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
-import json
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +28,19 @@ from verl.agent_loop.server.conversation import ANY_MODEL, Conversation
 from verl.agent_loop.server.endpoint import Endpoint
 from verl.agent_loop.server.forms import ClientForm
 from verl.agent_loop.server.prompts import Prompts
-from verl.config import replace, to_dict
+from verl.config import replace
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.reward import JUDGE_ENGINES, RewardModelConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.errors import ModelError
+from verl.errors import ModelError, VerlError
 from verl.metrics import notice
 from verl.outcomes import on_error, settle
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.gated import UNLIMITED
-from verl.rollout.lost import EngineBusyError, EngineLostError
+from verl.rollout.lost import EngineBusyError, EngineLostError, EngineSilentError
 from verl.rollout.model_facts import ModelFacts
-from verl.rollout.server.client import HttpClient
+from verl.rollout.server.child import host_process
+from verl.rollout.server.client import HttpClient, checked_json
 from verl.rollout.server.own import INFO
 from verl.rollout.server.process import HostProcess
 from verl.rollout.server.sampler import ServerSampler
@@ -51,13 +53,14 @@ HEARTBEAT_SECONDS = 0.5
 """Between two questions whether a server is alive."""
 ANSWER_SECONDS = 24 * 3600.0
 """Servers are watched; how long an answer takes is limited by the reward function that waits for it."""
+HANG_SECONDS = 600.0
+"""After which a server without an answer, or without progress, hangs, unless ``trainer.hang_seconds`` is set."""
+PROGRESS = ("requests", "response_tokens", "prompt_tokens", "steps")
+"""Counters of a server, one of which grows while it works on a request."""
 CLOSE_SECONDS = 60.0
-PATIENCE = 2
-"""Questions in a row that a living server may leave without an answer."""
 END_SECONDS = 1.0
 """Connections break a moment before the process exits."""
 REMEMBERED = 100_000
-FILE = "judge.yaml"
 SHARED = ("dtype", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs", "seed",
           "tensor_model_parallel_size")  # fmt: skip
 """Settings of the reward model's servers that the section of a sampler has, too."""
@@ -96,10 +99,9 @@ class JudgeSections:
         return cls(rollout, model)
 
     @property
-    def text(self) -> str:
-        """The configuration file of a server, whose sampler queries no other one."""
-        rollout = replace(self.rollout, server=type(self.rollout.server)())
-        return json.dumps({"actor_rollout_ref": {"rollout": to_dict(rollout), "model": to_dict(self.model)}})
+    def of_server(self) -> RolloutConfig:
+        """The section ``rollout`` of a server, whose sampler queries no other one."""
+        return replace(self.rollout, server=type(self.rollout.server)())
 
 
 def count_servers(judge: RewardModelConfig) -> int:
@@ -113,7 +115,7 @@ class JudgeEndpoint(Endpoint):
     """The clients' side of a judge: each request stands alone, and nothing of it is kept.
 
     Random numbers of a request follow from its body and from how many equal ones came before, and not from the order in
-    which reward functions send theirs.
+    which reward functions send theirs. Equal requests that name a seed draw equal answers, one after the other.
 
     Args:
         sampler: of the judge.
@@ -130,6 +132,8 @@ class JudgeEndpoint(Endpoint):
         self._sampler, self._prompts, self._names = sampler, Prompts(tokenizer), (path, ANY_MODEL)
         self._context, self._seed = sections.rollout.max_model_len or UNLIMITED, sections.rollout.seed
         self._seen: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
+        self._of_seed: dict[str, asyncio.Lock] = {}
 
     def _owner(self, token: str) -> Conversation | None:
         if not hmac.compare_digest(self.key.encode(), token.encode(errors="surrogatepass")):
@@ -147,17 +151,78 @@ class JudgeEndpoint(Endpoint):
 
     async def _complete(self, form: type[ClientForm], request: HttpRequest) -> HttpResponse:
         owner: Conversation = request.owner
-        if len(self._seen) >= REMEMBERED:
-            self._seen.clear()
         digest = hashlib.sha256(request.body).hexdigest()
-        owner.client.uid, owner.client.sample_index = digest, self._seen[digest]
-        self._seen[digest] += 1
         self.requests += 1
-        answered = await super()._complete(form, request)
+        self._in_flight[digest] += 1
+        try:
+            if _names_seed(request):
+                owner.client.uid, owner.client.sample_index = digest, 0
+                # They have one key, and a sampler takes no two requests of one key at a time.
+                async with self._of_seed.setdefault(digest, asyncio.Lock()):
+                    answered = await super()._complete(form, request)
+            else:
+                owner.client.uid, owner.client.sample_index = digest, self._number(digest)
+                answered = await super()._complete(form, request)
+        finally:
+            self._in_flight[digest] -= 1
+            if not self._in_flight[digest]:
+                del self._in_flight[digest]
+                self._of_seed.pop(digest, None)
         if owner.lost is None:
             return answered
         error = ApiError(503, f"The judge does not answer: {owner.lost.message}", "judge_lost")
         return HttpResponse(form.error(error), status=error.status)
+
+    def _number(self, digest: str) -> int:
+        """How many equal requests came before; no two in flight have one number."""
+        if len(self._seen) >= REMEMBERED:
+            self._seen = Counter({one: self._seen[one] for one in self._in_flight})
+        number = self._seen[digest]
+        self._seen[digest] += 1
+        return number
+
+
+def _names_seed(request: HttpRequest) -> bool:
+    try:
+        body = request.json()
+    except ApiError:
+        return False  # the form refuses it, and says why
+    return isinstance(body, Mapping) and body.get("seed") is not None
+
+
+class Progress:
+    """Whether a server does what it is there for, by what it says of itself.
+
+    Args:
+        limit: seconds for which it may leave questions without an answer, or requests without progress.
+        now: the time of its start.
+    """
+
+    def __init__(self, limit: float, now: float):
+        self.limit = limit
+        self._heard_at = self._moved_at = now
+        self._counts: tuple[object, ...] = ()
+
+    def heard(self, now: float, stats: Mapping[str, object] | None = None) -> None:
+        """It answered; ``stats`` are its counters, where the answer has them."""
+        self._heard_at = now
+        counts = self._counts if stats is None else tuple(stats.get(name) for name in PROGRESS)
+        if counts != self._counts:
+            self._counts, self._moved_at = counts, now
+
+    def hang(self, now: float, load: int) -> str:
+        """Why it counts as lost; empty where it does not.
+
+        Args:
+            load: requests that it has. Without any it need not move.
+        """
+        if not load:
+            self._moved_at = now
+        if now - self._heard_at > self.limit:
+            return f"it has not answered for {self.limit:g} s"
+        if now - self._moved_at > self.limit:
+            return f"it has {load} request(s) and has computed nothing for {self.limit:g} s"
+        return ""
 
 
 class Judges:
@@ -166,12 +231,14 @@ class Judges:
     Args:
         judge: the section ``reward.reward_model``.
         tokenizer: loads that of the judge.
-        hang_seconds: a server that is silent for longer is restarted; None: only one that has ended is.
+        hang_seconds: a server that is silent, or has requests and computes nothing, for longer is restarted; None:
+            `HANG_SECONDS`.
 
     Attributes:
         address: host, port and key, for ``http://{address}/v1/chat/completions``.
         restarts: since `start`.
         error: why the servers were given up; empty while they are not.
+        resources: closed after the servers' end: what they hold, like GPUs that were reserved for them.
 
     Example:
         >>> judges = Judges(config.reward.reward_model, lambda: hf_tokenizer(path)); judges.start("cpu"); judges.close()
@@ -180,7 +247,8 @@ class Judges:
     def __init__(self, judge: RewardModelConfig, tokenizer: Callable[[], Tokenizer], hang_seconds: float | None = None):
         self.count, self._settings = count_servers(judge), judge.rollout
         self._sections = JudgeSections.of(judge)
-        self._limit = ANSWER_SECONDS if hang_seconds is None else hang_seconds
+        self._limit = HANG_SECONDS if hang_seconds is None else hang_seconds
+        self.resources = contextlib.ExitStack()
         slots = judge.rollout.max_num_seqs
         # A death costs a request two attempts: the one that it breaks, and one at a port where nobody listens.
         resends = 2 * (judge.rollout.server.max_restarts + 1)
@@ -195,6 +263,7 @@ class Judges:
         self._starting: set[int] = set()
         self._device, self._gpus = "cpu", [""] * self.count
         self._up: Future[None] = Future()
+        self._is_closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -214,14 +283,14 @@ class Judges:
         def work() -> None:
             settle(outcome, lambda: asyncio.run(self._serve()))
             error = outcome.exception()
-            if error is not None and not self._up.done():
-                self._up.set_exception(error)
+            if not self._up.done():
+                self._up.set_exception(error or EngineLostError("the judge was closed while it started"))
             elif error is not None:
                 self.error = f"{type(error).__name__}: {error}"
 
-        self._thread = threading.Thread(target=work, name="verl-judges", daemon=True)
-        self._thread.start()
         with on_error(lambda _: self.close()):
+            self._thread = threading.Thread(target=work, name="verl-judges", daemon=True)
+            self._thread.start()
             self._up.result()
 
     @property
@@ -247,17 +316,25 @@ class Judges:
 
     def close(self) -> None:
         """End the servers; nothing happens the second time."""
+        self._is_closing.set()  # for a thread that has no loop yet
         thread, loop, self._thread = self._thread, self._loop, None
-        if thread is not None:
-            if loop is not None and not loop.is_closed():
-                loop.call_soon_threadsafe(self._end.set)
+        if thread is not None and thread.is_alive():
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has just ended
+                    loop.call_soon_threadsafe(self._end.set)
             thread.join(CLOSE_SECONDS)
+            if thread.is_alive():
+                notice(KEY, f"its servers have not ended within {CLOSE_SECONDS:g} s; they end with this process")
         self._listener.close()
+        self.resources.close()
 
     # ---- in the thread -----------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        self._end = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self._is_closing.is_set():
+            return
         ending = asyncio.ensure_future(self._end.wait())
         await self._endpoint.server.start(self._listener)
         keepers: list[asyncio.Task[None]] = []
@@ -274,7 +351,7 @@ class Judges:
             await asyncio.wait([ending, *keepers], return_when=asyncio.FIRST_COMPLETED)
             lost = next((keeper.exception() for keeper in keepers if keeper.done()), None)
             if lost is not None:
-                self.error = str(lost)
+                self.error = f"{type(lost).__name__}: {lost}"
                 await self._service.give_up(self.error)
                 await ending
         finally:
@@ -290,15 +367,12 @@ class Judges:
         Raises:
             EngineLostError: it did not come up.
         """
-        from torch import get_num_threads
-
         self._starting.add(number)
         try:
-            variables = {"OMP_NUM_THREADS": str(max(1, get_num_threads() // self.count))}
-            if self._gpus[number]:
-                variables["CUDA_VISIBLE_DEVICES"] = self._gpus[number]
-            process = self._processes[number] = HostProcess(
-                [], self._device, f"judge server {number}", (FILE, self._sections.text), self._key, variables
+            rollout, model, name = self._sections.of_server, self._sections.model, f"judge server {number}"
+            variables = {"CUDA_VISIBLE_DEVICES": self._gpus[number]} if self._gpus[number] else None
+            process = self._processes[number] = host_process(
+                rollout, model, self._device, name, environment=variables, key=self._key, count=self.count
             )
             await process.wait_until_up(self._settings.server.max_start_wait_time)
             sampler = await asyncio.to_thread(self._sampler_over, process.url)
@@ -331,29 +405,33 @@ class Judges:
                 try:
                     await self._launch(number)
                     break
-                except EngineLostError as error:
-                    reason, in_a_row = str(error), in_a_row + 1
+                except (VerlError, OSError) as error:  # no memory for a process, no descriptor, no folder
+                    reason, in_a_row = f"{type(error).__name__}: {error}", in_a_row + 1
                     await asyncio.to_thread(self._processes[number].close)
             else:
                 message = f"judge server {number} was lost {in_a_row} times in a row without an answer in between"
                 raise EngineLostError(f"{message}, the last time: {reason}")
 
     async def _until_lost(self, number: int) -> tuple[str, bool]:
-        """Return once a server has ended or is silent: what happened, and whether it has answered requests."""
+        """Return once a server has ended or hangs: what happened, and whether it has answered requests."""
         process = self._processes[number]
-        client, reason, failures = HttpClient(process.url, key=process.key), "", 0
+        client, reason = HttpClient(process.url, key=process.key), ""
+        progress = Progress(self._limit, time.monotonic())
         while process.is_alive and not reason:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             await self._service.look()  # else it remembers every request that moved
             try:
-                await client.ask("GET", INFO, timeout=self._limit / PATIENCE)
-                failures = 0
+                answer = checked_json(await client.ask("GET", INFO, timeout=self._limit), f"{process.url}{INFO}")
+                progress.heard(time.monotonic(), answer["stats"])
             except EngineBusyError:
-                failures = 0  # as many connections as it takes: it is alive
-            except EngineLostError as error:
+                progress.heard(time.monotonic())  # as many connections as it takes: it is alive
+            except EngineSilentError as error:
+                reason = error.message
+            except EngineLostError:
                 await self._let_end(process)
-                failures += 1
-                reason = f"{process.name}: {error.message}" if failures == PATIENCE else ""
+            load = sum(one.load for one in self._service.replicas if one.name == process.name)
+            reason = reason or progress.hang(time.monotonic(), load)
+        reason = f"{process.name}: {reason}"
         completed = self._service.replica_stats().get(process.name, {}).get("completed", 0)
         await self._service.discard(process.name)
         reason = reason if process.is_alive else process.exit_report

@@ -56,8 +56,9 @@ class ServedTeachers:
         self._vocab_size = int((facts_of(policy.model.path) or {}).get("vocab_size") or UNLIMITED)
         self._top_k = min(loss.topk, self._vocab_size) if loss.loss_mode in TOP_K_KINDS else 0
         self._temperature = float(policy.rollout.temperature)
-        self._rollout, self._models, self._device, self._hosts = policy.rollout, models, device, 0
+        self._rollout, self._models, self._device, self._started = policy.rollout, models, device, 0
         self._teachers = {teacher.name: teacher for teacher in teachers_of(config) if teacher.is_served}
+        self._count = sum(teacher.num_replicas for teacher in self._teachers.values())
         self._pools: dict[str, ScoringPool] = {}
         with on_error(lambda _: self.close()):
             for name, teacher in self._teachers.items():
@@ -100,7 +101,7 @@ class ServedTeachers:
     def _pool(self, teacher: Teacher) -> ScoringPool:
         rollout = replace(teacher.servers(self._rollout), calculate_log_probs=False)
         server, slots = rollout.server, min(rollout.max_num_seqs, rollout.server.max_connections)
-        replicas = self._started(teacher, rollout) if teacher.num_replicas else self._named(teacher, rollout)
+        replicas = self._hosts(teacher, rollout) if teacher.num_replicas else self._named(teacher, rollout)
         return ScoringPool(replicas, self._vocab_size, slots, server.max_attempts, server.retry_delay)
 
     def _named(self, teacher: Teacher, rollout: RolloutConfig) -> list[ScoringReplica]:
@@ -110,7 +111,7 @@ class ServedTeachers:
             for url in addresses(rollout.server.url)
         ]
 
-    def _started(self, teacher: Teacher, rollout: RolloutConfig) -> Sequence[ScoringReplica]:
+    def _hosts(self, teacher: Teacher, rollout: RolloutConfig) -> Sequence[ScoringReplica]:
         model, on = self._models[teacher.name], self._device
         count = devices.device_count(on)
         if not count:
@@ -125,10 +126,10 @@ class ServedTeachers:
         with on_error(lambda _: ScoringPool(hosts, 0, 0, 0, 0.0).close()):
             for number in range(teacher.num_replicas):
                 name = f"{teacher.name}, server {number}"
-                variables = devices_of_server(self._hosts % count, 1, on)  # those of all teachers take turns
-                start = partial(host_process, rollout, model, on, name, environment=variables)
+                variables = devices_of_server(self._started % count, 1, on)  # those of all teachers take turns
+                start = partial(host_process, rollout, model, on, name, environment=variables, count=self._count)
                 hosts.append(WatchedHost(name, start, connect, rollout.server.max_start_wait_time))
-                self._hosts += 1
+                self._started += 1
         return hosts
 
     def _requests(self, batch: DataProto, rows: Sequence[str]) -> dict[int, ScoreRequest]:

@@ -175,7 +175,8 @@ class TrainerConfig(RunConfig):
     hang_seconds: float | None = setting(
         None,
         "end the run with an error after this many seconds without a stage's begin or end, a mini-batch or a token; it "
-        "names the process that hangs (stacks: hang.txt); null: never",
+        "names the process that hangs (stacks: hang.txt); null: never; a judge that the run serves restarts after as many, "
+        "or 600",
         upstream=ABSENT,
         within=POSITIVE,
     )

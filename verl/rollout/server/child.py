@@ -49,16 +49,21 @@ def host_process(
     name: str,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    *,
+    key: str | None = None,
+    count: int = 1,
 ) -> HostProcess:
-    """A host with these sections of the configuration, as many threads as this process, and a new key.
+    """A host with these sections of the configuration.
 
     Args:
         arguments: of its command line.
         environment: added to this process's.
+        key: that several hosts share; None makes one.
+        count: of hosts that divide this process's threads among them.
     """
     sections = {"actor_rollout_ref": {"rollout": to_dict(rollout), "model": to_dict(model)}}
-    variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), **(environment or {})}
-    return HostProcess(arguments, device, name, (FILE, json.dumps(sections)), environment=variables)
+    variables = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count)), **(environment or {})}
+    return HostProcess(arguments, device, name, (FILE, json.dumps(sections)), key, variables)
 
 
 class ChildHandle(Handle):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.errors import ConfigError
-
-_held: list[Any] = []
-"""Handles of the actors that hold GPUs: an actor ends with its last handle, or with the cluster."""
 
 
 class GpuHolder:
@@ -22,8 +20,26 @@ class GpuHolder:
         return [str(number) for number in ray.get_gpu_ids()]
 
 
-def reserve_gpus(count: int, key: str, seconds: float) -> list[str]:
-    """The names of GPUs on the node of this process, until the cluster ends.
+@dataclass(frozen=True)
+class ReservedGpus:
+    """GPUs that Ray counts as used until `release`, or until the cluster ends.
+
+    Args:
+        names: as CUDA_VISIBLE_DEVICES has them.
+        holder: the handle of the actor that holds them; it ends with its last handle.
+    """
+
+    names: list[str]
+    holder: Any
+
+    def release(self) -> None:
+        """Give them back; nothing happens where the cluster has ended."""
+        if ray.is_initialized():
+            ray.kill(self.holder)
+
+
+def reserve_gpus(count: int, key: str, seconds: float) -> ReservedGpus:
+    """GPUs on the node of this process.
 
     Args:
         key: the setting that names the number.
@@ -36,7 +52,7 @@ def reserve_gpus(count: int, key: str, seconds: float) -> list[str]:
     holder: Any = ray.remote(GpuHolder).options(num_cpus=0, num_gpus=count, scheduling_strategy=here).remote()
     try:
         names = ray.get(holder.names.remote(), timeout=seconds)
-    except (GetTimeoutError, RayActorError) as error:
+    except (GetTimeoutError, RayActorError, ActorUnschedulableError) as error:  # the last: the node never has as many
         ray.kill(holder)
         free = int(ray.available_resources().get("GPU", 0))
         raise ConfigError(
@@ -46,5 +62,4 @@ def reserve_gpus(count: int, key: str, seconds: float) -> list[str]:
             allowed=f"{free} are free in the cluster",
             fix="Make it smaller, or give the workers fewer: trainer.n_gpus_per_node.",
         ) from error
-    _held.append(holder)
-    return names
+    return ReservedGpus(names, holder)

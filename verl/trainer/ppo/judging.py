@@ -5,6 +5,8 @@ They live on the controller's machine, where reward functions run.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from verl import device as devices
 from verl import env
 from verl.agent_loop.judges import KEY, Judges
@@ -41,14 +43,17 @@ def start_judges(judges: Judges, config: PPOTrainerConfig, device: str) -> None:
     if device not in ("cpu", "cuda"):
         message, fix = "servers of a judge on this device", f"Start one yourself and set {KEY}.rollout.name=server."
         raise NotBuiltError(message, key="trainer.device", got=device, allowed=["cpu", "cuda"], fix=fix)
-    judges.start(device, [] if device == "cpu" else gpus_of_judges(config, judges.count))
+    judges.start(device, [] if device == "cpu" else gpus_of_judges(config, judges.count, judges.resources))
 
 
-def gpus_of_judges(config: PPOTrainerConfig, count: int) -> list[str]:
+def gpus_of_judges(config: PPOTrainerConfig, count: int, resources: ExitStack) -> list[str]:
     """The GPUs of each server, as CUDA_VISIBLE_DEVICES names them.
 
     With ``enable_resource_pool`` they are those that the workers do not have: on Ray it reserves them on this machine.
     Without, servers share the first ones with the workers.
+
+    Args:
+        resources: its closing gives back what was reserved.
 
     Raises:
         ConfigError: the machine has too few, or all are in use.
@@ -58,7 +63,10 @@ def gpus_of_judges(config: PPOTrainerConfig, count: int) -> list[str]:
     if model.enable_resource_pool and topology.runtime == "ray":
         from verl.single_controller.ray.reserved import reserve_gpus  # loads Ray
 
-        names = reserve_gpus(count * each, f"{KEY}.n_gpus_per_node", config.trainer.ray_wait_register_center_timeout)
+        seconds = config.trainer.ray_wait_register_center_timeout
+        reserved = reserve_gpus(count * each, f"{KEY}.n_gpus_per_node", seconds)
+        resources.callback(reserved.release)
+        names = reserved.names
     else:
         visible = env.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(n) for n in range(devices.device_count("cuda"))]
