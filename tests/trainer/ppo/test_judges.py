@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,12 @@ from tests.harness.runs import logged, train
 from tests.harness.served_judges import ASKING_SCORER, RM, score_of
 from tests.harness.waiting import wait_until
 from verl.config import load_config
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.metrics import notices
-from verl.trainer.ppo import judging
+from verl.rollout.lost import EngineLostError
+from verl.trainer.ppo import judging, stages
 from verl.trainer.ppo.callbacks import Callback
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 STARTED = (
     "reward_model.enable=true", f"{RM}.model_path=judge", f"{RM}.rollout.name=hf_server", "reward.timeout=3000",
@@ -96,6 +99,32 @@ def test_a_judge_that_is_killed_in_the_middle_of_a_step_changes_no_score(undistu
     assert "judge server 0 ended with signal SIGKILL" in notices()[f"{RM}, restart 1"]
 
 
+@pytest.mark.slow
+def test_a_judge_that_is_given_up_ends_the_run_before_an_update(undisturbed, monkeypatch):
+    updates, train_role = [], stages.train
+    monkeypatch.setattr(stages, "train", lambda role, *rest: updates.append(role) or train_role(role, *rest))
+    killer = KillInFlight()
+    with pytest.raises(EngineLostError, match=r"max_restarts: .*judge server 0 was lost 1 times in a row"):
+        train(*STARTED, f"{RM}.rollout.server.max_restarts=0", "trainer.experiment_name=lost", watch=killer)
+    killer.killing.join()
+    assert not updates
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_begin_ends_its_servers(undisturbed, monkeypatch):
+    seen = []
+
+    def fail(trainer):
+        seen.extend(psutil.Process(server.process.pid) for server in trainer.judges._processes.values())
+        raise DataError("no validation today", key="data.val_files")
+
+    monkeypatch.setattr(RayPPOTrainer, "_begin", fail)
+    with pytest.raises(DataError, match="no validation today"):
+        train(*STARTED, "trainer.experiment_name=unbegun")
+    (server,) = seen
+    assert not server.is_running()
+
+
 def test_gpus_of_servers_follow_those_of_the_workers(here, monkeypatch):
     tiny_model_dir("judge")
     words = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "trainer.device=cpu",
@@ -104,9 +133,9 @@ def test_gpus_of_servers_follow_those_of_the_workers(here, monkeypatch):
              *STARTED, f"{RM}.enable_resource_pool=true", f"{RM}.nnodes=1", f"{RM}.n_gpus_per_node=2"]  # fmt: skip
     config = load_config("ppo_trainer", words)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    assert judging.gpus_of_judges(config, 2) == ["5", "7"]
+    assert judging.gpus_of_judges(config, 2, ExitStack()) == ["5", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match=r"2 server\(s\) of 1 GPU\(s\) each do not fit: 1 are the workers'"):
-        judging.gpus_of_judges(config, 2)
+        judging.gpus_of_judges(config, 2, ExitStack())
     shared = load_config("ppo_trainer", [*words[:-3], f"{RM}.rollout.data_parallel_size=2"])
-    assert judging.gpus_of_judges(shared, 2) == ["4", "5"]
+    assert judging.gpus_of_judges(shared, 2, ExitStack()) == ["4", "5"]

@@ -6,6 +6,7 @@ Subclass it to change a part: each is an attribute, created in its own method.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -169,17 +170,18 @@ class RayPPOTrainer:
         """Create the worker groups, one colocated process set per pool, and load the models."""
         on = self.device_name or device.resolve_device(self.config.trainer.device)
         self.resource_pool_manager.create_resource_pool()
-        if self.judges is None:
-            self._init_workers(on)
-            return
-        with on_error(lambda _: self._close_judges()):
-            with timed("starting the judge"):
-                judging.start_judges(self.judges, self.config, on)
+        with on_error(lambda _: self._close_servers()):
+            if self.judges is not None:
+                with timed("starting the judge"):
+                    judging.start_judges(self.judges, self.config, on)
             self._init_workers(on)
 
-    def _close_judges(self) -> None:
-        if self.judges is not None:
-            self.judges.close()
+    def _close_servers(self) -> None:
+        """Those of judges and of teachers."""
+        with contextlib.ExitStack() as closing:  # each of them, also where the other's end fails
+            for servers in (self.teachers, self.judges):
+                if servers is not None:
+                    closing.callback(servers.close)
 
     def _init_workers(self, on: str) -> None:
         self.roles = Roles()
@@ -237,15 +239,8 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train to the end: resume if configured, validate, step, log; callbacks run in their order."""
-        stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
-        self.state = RunState(self.config, self.reward_fn, self.total_training_steps, self.steps_per_epoch, stop)
-        self.state.teachers = self.teachers
-        self.ctx = self.state.open(0)
-        self.validator = None
-        if self.val_loader is not None:
-            self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.texts)
-        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
-        self.tracking, self._folders = None, {}
+        with on_error(lambda _: self._close_servers()):
+            stop = self._begin()
         folder, limit = Path(self.config.trainer.default_local_dir), self.config.trainer.hang_seconds
         looks, mends = partial(processes_of_run, self.roles, self.replicas), self._is_mending
         try:
@@ -260,14 +255,25 @@ class RayPPOTrainer:
                 self._check_judges()
             raise
         finally:
-            self._close_judges()
+            self._close_servers()
             self.schedule.close()
-            if self.teachers is not None:
-                self.teachers.close()
             if self.replicas is not None:
                 self.replicas.close()
             self.checkpoints.close()
             self.state.close()
+
+    def _begin(self) -> StopSignals:
+        """Make what a run has besides its workers."""
+        stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
+        self.state = RunState(self.config, self.reward_fn, self.total_training_steps, self.steps_per_epoch, stop)
+        self.state.teachers, self.state.judges = self.teachers, self.judges
+        self.ctx = self.state.open(0)
+        self.validator = None
+        if self.val_loader is not None:
+            self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.texts)
+        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
+        self.tracking, self._folders = None, {}
+        return stop
 
     def _is_mending(self) -> bool:
         """Whether something that the run waits for is being replaced."""
@@ -367,7 +373,6 @@ class RayPPOTrainer:
             getattr(callback, hook)(self, *arguments)
 
     def _step_metrics(self, batch: DataProto) -> dict[str, float]:
-        self._check_judges()
         ctx = self.ctx
         ranks = self.resource_pool_manager.get_n_gpus()
         skipped = 0.0 if ctx.run.needs_old_log_prob else 1.0
