@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
+import psutil
 import pytest
 import torch
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.prompt_log_probs import sglang_answer, table_of, vllm_answer
-from tests.harness.servers import Hangup, serving
+from tests.harness.servers import Hangup, raw, serving
 from tests.harness.waiting import HANGS
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import NotBuiltError, RolloutError
@@ -190,6 +192,19 @@ def test_a_row_whose_connection_breaks_goes_to_another_server(folder, model):
     assert set(servers.take_counts().values()) == {0}
 
 
+def test_a_busy_server_gets_a_row_again_after_the_pause_that_it_requests(folder, model):
+    times = []
+
+    def answer(payload):
+        times.append(time.monotonic())
+        return vllm_answer(model, payload) if len(times) > 1 else raw(429, {}, **{"retry-after": "1"})
+
+    with serving({PATHS["vllm"]: answer}) as server:
+        asyncio.run(pool(folder, server.url, max_attempts=2).score_all([SAMPLED]))
+    first, second = times
+    assert second - first >= 1
+
+
 def test_a_row_that_every_server_loses_is_an_error_after_its_attempts(folder):
     with serving({PATHS["vllm"]: Hangup()}) as broken:
         servers = pool(folder, broken.url, max_attempts=3)
@@ -257,6 +272,15 @@ def watched(folder, command=lambda rollout, section: host_process(rollout, secti
         return sampler
 
     return WatchedHost("the host", lambda: command(rollout, section), connect, 300.0)
+
+
+def test_hosts_divide_the_threads_of_the_process_that_starts_them(folder, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    host = host_process(RolloutConfig(), HFModelConfig(path=folder), "cpu", "the host", count=3)
+    try:
+        assert psutil.Process(host.process.pid).environ()["OMP_NUM_THREADS"] == "2"
+    finally:
+        host.close()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.outcomes import on_error, take_error
 from verl.rollout.base import Sampler
-from verl.rollout.lost import EngineLostError, EngineSilentError
+from verl.rollout.lost import EngineBusyError, EngineLostError, EngineSilentError
 from verl.rollout.scores import ScoreRequest, Scores, invalid_scores
 from verl.rollout.server.client import LONGEST_DELAY
 from verl.rollout.server.process import HostProcess
@@ -32,6 +32,7 @@ class ScoringReplica:
 
     Attributes:
         load: rows that it has.
+        rests_until: the end of the pause that it requested, by `time.monotonic`.
         restarts: how often it was started again.
     """
 
@@ -39,7 +40,7 @@ class ScoringReplica:
 
     def __init__(self, name: str, sampler: Sampler | None):
         self.name, self.sampler = name, sampler
-        self.load, self.lost_at = 0, 0.0
+        self.load, self.lost_at, self.rests_until = 0, -AVOIDED_SECONDS, 0.0
 
     def answered(self) -> None:
         """It has scored a row."""
@@ -47,6 +48,8 @@ class ScoringReplica:
     def lost(self, error: EngineLostError, sent_at: float) -> None:
         """It has lost a row that it got at ``sent_at``, by `time.monotonic`."""
         self.lost_at = time.monotonic()
+        if isinstance(error, EngineBusyError) and isinstance(error.got, float):  # its Retry-After
+            self.rests_until = self.lost_at + min(LONGEST_DELAY, error.got)
 
     def mending(self) -> Future[None] | None:
         """The start of a process in the place of one that ended; None where none has."""
@@ -123,7 +126,7 @@ class WatchedHost(ScoringReplica):
                 raise EngineLostError(f"{self.name} was closed while it started")
             asyncio.run(process.wait_until_up(self._seconds))
             self._former.append(self.sampler)
-            self.sampler, self.lost_at = self._connect(process), 0.0
+            self.sampler, self.lost_at = self._connect(process), -AVOIDED_SECONDS
             self._hang, self._up_at = "", time.monotonic()
 
     def close(self) -> None:
@@ -251,7 +254,7 @@ class ScoringPool:
             starts = {replica: replica.mending() for replica in self.replicas}
             is_up = [replica for replica, start in starts.items() if start is None]
             now = time.monotonic()
-            avoided = {r: (r in losers, now - r.lost_at < AVOIDED_SECONDS) for r in is_up}
+            avoided = {r: (r in losers, now < max(r.lost_at + AVOIDED_SECONDS, r.rests_until)) for r in is_up}
             # A row waits for a good server sooner than it spends an attempt at one that has just lost rows.
             best_of_up = [r for r in is_up if avoided[r] == min(avoided.values())]
             with_room = [r for r in best_of_up if r.load < self.slots]
@@ -259,10 +262,12 @@ class ScoringPool:
                 await self._wait(starts)
                 continue
             best = min(with_room, key=lambda r: r.load)
-            rounds = losers.count(best)
-            if has_paused or not rounds:
+            pause, rounds = best.rests_until - now, losers.count(best)
+            if rounds and not has_paused:
+                pause = max(pause, min(LONGEST_DELAY, self.retry_delay * 2 ** (rounds - 1)))
+            if pause <= 0:
                 return best
-            await asyncio.sleep(min(LONGEST_DELAY, self.retry_delay * 2 ** (rounds - 1)))
+            await asyncio.sleep(pause)
             has_paused = True  # its process may have ended meanwhile
 
     async def _wait(self, starts: Mapping[ScoringReplica, Future[None] | None]) -> None:
