@@ -94,9 +94,9 @@ class JudgeSections:
             max_model_len=settings.max_model_len or (None if longest == UNLIMITED else longest),
             **{name: settings[name] for name in SHARED},
             **{f"engine_kwargs.{name}": settings.engine_kwargs.get(name) or {} for name in engines},
-            **{"server.timeout": ANSWER_SECONDS, "server.max_start_wait_time": settings.server.max_start_wait_time},
         )
-        return cls(rollout, model)
+        limits = {"timeout": ANSWER_SECONDS, "max_start_wait_time": settings.server.max_start_wait_time}
+        return cls(replace(rollout, server=replace(rollout.server, **limits)), model)
 
     @property
     def of_server(self) -> RolloutConfig:

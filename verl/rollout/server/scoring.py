@@ -223,7 +223,7 @@ class ScoringPool:
         raise EngineLostError(
             f"{request.id} was lost in {self.max_attempts} attempts, the last time: {last}",
             key="actor_rollout_ref.rollout.server.max_attempts",
-            fix="Do the servers run? server.timeout is the time limit of an attempt.",
+            fix="Do the servers run? actor_rollout_ref.rollout.server.timeout is the time limit of an attempt.",
         ) from last
 
     async def _scored_by(self, replica: ScoringReplica, request: ScoreRequest) -> Scores:
