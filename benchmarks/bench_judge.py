@@ -1,6 +1,6 @@
 """A judge of 256 samples: alone, after sampling, and overlapped with it.
 
-    python benchmarks/bench_judge.py [--prompts 32] [--samples 8] [--tokens 64] [--slots 32] [--at-once 1] [--steps 4]
+    PYTHONPATH=. python benchmarks/bench_judge.py [--prompts 32] [--samples 8] [--tokens 64] [--at-once 1] [--steps 4]
 
 GRPO steps of a small random model on a CPU. A reward function grades each answer with `verl.rewards.judges`. The judge
 is an HTTP server in another process (`verl.serving`) that waits 20 ms before it answers, `--at-once` answers at a

@@ -129,16 +129,13 @@ def test_a_server_that_stays_silent_and_cannot_restart_is_given_up(tmp_path):
         lone.close()
 
 
-HANGING = """import time
-from pathlib import Path
-from verl.rollout.hf.sampler import HFSampler
+HANGING = """from verl.rollout.hf.sampler import HFSampler
 
 draw = HFSampler._draw
 
 
 def draw_later(sampler, rows, parts):
-    while Path({mark!r}).exists():
-        time.sleep(0.05)
+    open({gate!r}, "rb").close()  # returns once the test has opened the pipe, too
     return draw(sampler, rows, parts)
 
 
@@ -148,9 +145,9 @@ HFSampler._draw = draw_later
 
 @pytest.mark.slow
 def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(folder, tmp_path, monkeypatch):
-    mark = tmp_path / "hangs"
-    mark.touch()
-    (tmp_path / "hanging_engine.py").write_text(HANGING.format(mark=str(mark)))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "hanging_engine.py").write_text(HANGING.format(gate=str(gate)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     lone = judges_over(folder, hang_seconds=10.0)
     sections = lone._sections
@@ -160,8 +157,9 @@ def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(folder, tmp_
         with ThreadPoolExecutor(1) as threads:
             asking = threads.submit(question, lone.address, "grade 7")
             wait_until(lambda: lone.restarts, lambda: lone.error)
-            mark.unlink()
+            opened = os.open(gate, os.O_RDWR)
             assert reply_of(asking.result()) == greedy_reply(folder, "grade 7")
+            os.close(opened)
         assert "has 1 request(s) and has computed nothing for 10 s" in notices()[f"{RM}, restart 1"]
     finally:
         lone.close()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.harness.waiting import wait_until
 from tests.rewards.files import Letters, batch, reward_file, samples
 from verl.errors import ConfigError
 from verl.rewards import RewardFunction, Scorer, ScoringLimits, dispatch, load_reward_function, load_reward_manager
@@ -85,13 +86,12 @@ def test_no_more_calls_run_than_max_concurrent_says(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["function", "manager"])
 def test_no_more_coroutines_run_than_max_concurrent_says(kind):
-    now, most = [0], [0]
+    now, most, together = [0], [0], asyncio.Barrier(3)
 
     async def compute_score(solution_str=""):
         now[0] += 1
         most[0] = max(most[0], now[0])
-        for _ in range(20):  # every other coroutine that may begin has its turn
-            await asyncio.sleep(0)
+        await together.wait()
         now[0] -= 1
         return 1.0
 
@@ -144,8 +144,7 @@ async def test_a_call_that_waits_for_its_place_leaves_the_loop_free(kind, monkey
     rescue = threading.Timer(WAIT, held.free)  # for a loop that stands still
     rescue.start()
     scoring = asyncio.ensure_future(scorer.score_async(*samples("a")))
-    while not limits.gate._waiting and not scoring.done():
-        await asyncio.sleep(0)
+    await asyncio.to_thread(wait_until, lambda: limits.gate._waiting or scoring.done())
     assert not scoring.done() and rescue.is_alive()
     rescue.cancel()
     held.free()
@@ -217,8 +216,14 @@ async def test_a_waiting_call_that_is_cancelled_takes_no_place():
     gate = CallGate(at_once=1)
     first, second, third = gate.place(), gate.place(), gate.place()
     await first.reached()
-    waiting = asyncio.ensure_future(second.reached())
-    await asyncio.sleep(0)
+    begun = asyncio.Event()
+
+    async def reach():
+        begun.set()
+        await second.reached()
+
+    waiting = asyncio.ensure_future(reach())
+    await begun.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -96,11 +96,13 @@ async def test_a_busy_or_broken_server_is_tried_again(fault):
 
 async def test_waits_double_and_a_server_can_lengthen_them(monkeypatch):
     waits: list[float] = []
-    sleep = asyncio.sleep
 
     async def note(seconds, *rest):
         waits.append(seconds)
-        await sleep(0)
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        loop.call_soon(turn.set_result, None)  # others have their turn, as in a real wait
+        await turn
 
     monkeypatch.setattr("verl.rewards.judges.client.asyncio.sleep", note)
     longer = raw(429, {}, **{"retry-after": "20"})

@@ -30,7 +30,7 @@ from verl.rollout.server.scoring import MAX_RESTARTS, ScoringPool, ScoringReplic
 from verl.rollout.threaded import threaded
 from verl.serving import loopback
 
-VOCABULARY = 259
+VOCABULARY, PLACES = 259, 4
 ROW = ScoreRequest("row 3 of the batch of step 7", (40, 41, 42, 43, 44), 2, top_k=VOCABULARY)
 SAMPLED = ScoreRequest("row 3 of the batch of step 7", (40, 41, 42, 43, 44), 2)
 PATHS = {"vllm": "/v1/completions", "sglang": "/generate"}
@@ -50,7 +50,26 @@ def model(folder):
 def pool(folder, *urls, **settings):
     options = {"max_attempts": 1, "retry_delay": 0.0, **settings}
     replicas = [ScoringReplica(url, ServerSampler(url, model=folder, api_key=options.pop("key", None))) for url in urls]
-    return ScoringPool(replicas, options.pop("vocabulary", VOCABULARY), 4, **options)
+    return ScoringPool(replicas, options.pop("vocabulary", VOCABULARY), PLACES, **options)
+
+
+class FullServer:
+    """Answers once there are as many rows as the server has places.
+
+    Attributes:
+        replica: the server as the pool knows it.
+        most: rows that the pool had there at once.
+    """
+
+    replica: ScoringReplica
+
+    def __init__(self, model):
+        self.model, self.most, self._full = model, 0, asyncio.Barrier(PLACES)
+
+    async def answer(self, payload):
+        self.most = max(self.most, self.replica.load)
+        await self._full.wait()
+        return vllm_answer(self.model, payload)
 
 
 def ask(folder, paths, request, **settings):
@@ -214,39 +233,22 @@ def test_a_row_that_every_server_loses_is_an_error_after_its_attempts(folder):
 
 
 def test_no_more_rows_are_in_flight_than_there_are_places(folder, model):
-    most = in_flight = 0
-
-    async def answer(payload):
-        nonlocal most, in_flight
-        in_flight += 1
-        most = max(most, in_flight)
-        for _ in range(20):  # turns of the server's loop, in which further requests would arrive
-            await asyncio.sleep(0)
-        in_flight -= 1
-        return vllm_answer(model, payload)
-
-    with serving({PATHS["vllm"]: answer}) as server:
-        asyncio.run(pool(folder, server.url).score_all([SAMPLED] * 20))
-        assert server.count(PATHS["vllm"]) == 20 and most <= 4
+    answers = FullServer(model)
+    with serving({PATHS["vllm"]: answers.answer}) as server:
+        servers = pool(folder, server.url)
+        (answers.replica,) = servers.replicas
+        asyncio.run(servers.score_all([SAMPLED] * 20))
+        assert server.count(PATHS["vllm"]) == 20 and answers.most == PLACES
 
 
 def test_rows_of_a_server_that_refuses_do_not_crowd_the_other(folder, model):
-    most = in_flight = 0
-
-    async def answer(payload):
-        nonlocal most, in_flight
-        in_flight += 1
-        most = max(most, in_flight)
-        for _ in range(20):  # turns of the server's loop, in which further requests would arrive
-            await asyncio.sleep(0)
-        in_flight -= 1
-        return vllm_answer(model, payload)
-
-    with serving({PATHS["vllm"]: (503, {})}) as refusing, serving({PATHS["vllm"]: answer}) as good:
+    answers = FullServer(model)
+    with serving({PATHS["vllm"]: (503, {})}) as refusing, serving({PATHS["vllm"]: answers.answer}) as good:
         servers = pool(folder, refusing.url, good.url, max_attempts=2)
+        _, answers.replica = servers.replicas
         for scores in asyncio.run(servers.score_all([SAMPLED] * 20)):
             assert len(scores.log_probs) == 3
-        assert good.count(PATHS["vllm"]) == 20 and refusing.count(PATHS["vllm"]) >= 1 and most <= 4
+        assert good.count(PATHS["vllm"]) == 20 and refusing.count(PATHS["vllm"]) >= 1 and answers.most == PLACES
 
 
 def test_of_tied_tokens_the_sent_one_is_the_first_that_is_left_out(folder):
@@ -318,6 +320,7 @@ def test_a_host_that_never_comes_back_is_given_up_after_its_restarts(folder):
     try:
         asyncio.run(servers.check(ROW))
         os.kill(host.process.process.pid, signal.SIGKILL)
+        host.process.process.wait(HANGS)  # its connections break a moment before, and attempts have no pause here
         with pytest.raises(EngineLostError, match=r"(?s)no server is left of 1: the host.*is-not-there"):
             asyncio.run(servers.score_all([ROW]))
         assert host.restarts == MAX_RESTARTS == 3
@@ -333,6 +336,7 @@ def test_rows_wait_for_the_only_host_until_it_is_back(folder, model):
         asyncio.run(servers.check(ROW))
         first = host.process
         os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(HANGS)
         for scores in asyncio.run(servers.score_all([ROW] * 6)):
             assert_exact(scores, model)
         assert host.process is not first and not first.is_alive and servers.take_counts()["restarts"] == 1
