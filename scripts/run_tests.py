@@ -5,8 +5,10 @@
 A commit has to pass all tests but the `slow` ones, and of those the few that tests/representatives.toml lists.
 There are three passes. Parallel: two workers, of which only one at a time runs a test of several processes. Waiting, at
 the same time: a third pytest runs, one after another, what mostly waits; its output is shown when it has ended. Alone:
-what a clock or another test may fail. With ``--all`` the environments of trackers and of vLLM have a pass each, where
-they exist, and a table of all groups is printed. However this process ends, nothing that it started outlives it.
+what a clock or another test may fail. With ``--all`` tests of several processes, those that wait included, have a pass
+to themselves: ranks that exchange messages take up to twelve times as long where other tests need the same cores. The
+environments of trackers and of vLLM then have a pass each, where they exist, and a table of all groups is printed.
+However this process ends, nothing that it started outlives it.
 
 Every pass writes a line per test into .pytest_cache/outcomes as it goes (`tests/outcomes.py`); ``--last-failed`` leaves
 out what has passed by these files, also after a run that was killed. Failed tests that start processes or depend on a
@@ -35,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.conftest import ALONE, REPRESENTATIVES, WAITING  # noqa: E402
+from tests.conftest import ALONE, PROCESSES, REPRESENTATIVES, WAITING  # noqa: E402
 from tests.outcomes import read  # noqa: E402
 from verl.lifeline import guarded  # noqa: E402
 
@@ -135,18 +137,21 @@ def chosen_passes(options: argparse.Namespace, further: list[str]) -> list[Pass]
     """The three passes over the tests of the library, and those of the environments that exist."""
     tier = [] if options.all else [COMMIT]
     folder = [f"tests/{options.group}"] if options.group else []
+    starts: dict[str, tuple[str, ...]] = {"waiting": WAITING, "alone": ALONE}
+    if options.all:
+        starts = {"processes": (*PROCESSES, *WAITING), "alone": ALONE}
     if folder or any(Path(word.partition("::")[0]).exists() for word in further):
-        waiting, alone = folder, folder
+        paths = dict.fromkeys(starts, folder)
     else:  # collecting all others costs half a minute
-        waiting, alone = ([f"tests/{start}" for start in starts] for starts in (WAITING, ALONE))
+        paths = {name: [f"tests/{start}" for start in of_pass] for name, of_pass in starts.items()}
+    marks = {"waiting": "waiting", "processes": "(waiting or processes)", "alone": "alone"}
     workers = str(min(2, os.cpu_count() or 1))
+    in_parallel = (*folder, "-n", workers, "--no-loadscope-reorder")
+    chosen = [("parallel", in_parallel, [f"not {marks[name]}" for name in starts])]
+    chosen += [(name, paths[name], [marks[name]]) for name in starts]
     passes = [
-        Pass(name, sys.executable, (*words, "-m", " and ".join([*tier, *marks])), options.kept)
-        for name, words, *marks in (
-            ("parallel", (*folder, "-n", workers, "--no-loadscope-reorder"), "not alone", "not waiting"),
-            ("waiting", waiting, "waiting"),
-            ("alone", alone, "alone"),
-        )
+        Pass(name, sys.executable, (*words, "-m", " and ".join([*tier, *expressions])), options.kept)
+        for name, words, expressions in chosen
     ]
     real = "tests/engines_real"
     environments = {
@@ -155,11 +160,11 @@ def chosen_passes(options: argparse.Namespace, further: list[str]) -> list[Pass]
     }
     if options.group in environments:
         passes = []
-    for name, (environment, paths) in environments.items():
+    for name, (environment, real_paths) in environments.items():
         if options.group not in ("", name) or not options.all:
             continue
         if (ROOT / environment / ".installed").exists():
-            passes.append(Pass(name, str(ROOT / environment / "bin" / "python"), paths, options.kept))
+            passes.append(Pass(name, str(ROOT / environment / "bin" / "python"), real_paths, options.kept))
         else:
             print(f"{name} are left out: there is no {environment} (make test-{name} makes it)")
     return passes

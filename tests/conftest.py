@@ -17,6 +17,8 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray's workers would get a fifteenth of a core that another test computes on, and all that wait for them with them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 
@@ -50,10 +52,13 @@ WAITING = (
     "trainer/on_ray/test_topologies.py",
 )
 
-# What one worker runs from its first to its last test: runs of several processes, which would be too many at once, and
-# those on the model of tests/harness/arithmetic.py, which takes a minute to make.
+# Runs of several processes, which would be too many at once.
+PROCESSES = ("dist/", "distributed/", "e2e/test_published_model.py", "faults/", "megatron/")
+
+# What one worker runs from its first to its last test: these, and those on the model of
+# tests/harness/arithmetic.py, which takes a minute to make.
 ONE_WORKER = {
-    "several processes": ("dist/", "distributed/", "e2e/test_published_model.py", "faults/", "megatron/"),
+    "several processes": PROCESSES,
     "arithmetic": (
         "e2e/test_extending.py",
         "e2e/test_learning",
@@ -115,6 +120,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("waiting")
         elif file.startswith(ALONE):
             item.add_marker("alone")
+        elif file.startswith(PROCESSES):
+            item.add_marker("processes")
         if item.nodeid in REPRESENTATIVES:
             item.add_marker("representative")
         if isinstance(item, pytest.Function) and _is_timed(item):

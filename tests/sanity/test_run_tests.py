@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from _pytest.mark.expression import Expression
 
 from scripts import run_tests
 from tests.outcomes import read
@@ -152,6 +153,17 @@ def test_each_pass_leaves_out_what_passed_in_that_pass_before(tmp_path: Path):
     first.file.write_text("")
     assert f"--without-passed={tmp_path}/outcomes/parallel.jsonl" in first.command()
     assert not any("--without-passed" in word for word in second.command())
+
+
+@pytest.mark.parametrize("words", [[], ["--all"], ["--all", "--group=trainer"]], ids=" ".join)
+def test_every_test_is_in_exactly_one_pass_and_ranks_have_theirs(words: list[str]):
+    options, further = run_tests.arguments([*words, "--trackers=none", "--vllm=none"])
+    expressions = [one.words[-1] for one in run_tests.chosen_passes(options, further)]
+    for marker in ("unmarked", "waiting", "processes", "alone"):
+        marks = {marker, "slow", "representative"}
+        chosen = [Expression.compile(text).evaluate(lambda name, m=marks, **_: name in m) for text in expressions]
+        assert sum(chosen) == 1, (marker, expressions)
+        assert chosen[0] == (marker == "unmarked" or (marker == "processes" and not words))
 
 
 def test_outcomes_of_a_run_that_was_killed_are_read_as_far_as_they_go(tmp_path: Path):
