@@ -23,6 +23,7 @@ from tests.harness.vision import (
 )
 from verl.errors import RolloutError
 from verl.models import export_weights, load_causal_lm
+from verl.models.vision import family_of
 from verl.models.vision import inputs as vision_inputs
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.hf.sampler import HFSampler
@@ -170,3 +171,15 @@ def test_no_placeholder_is_drawn(seeing_model, family):
     marks = {config.image_token_id, config.video_start_token_id if family == "glm4v" else config.video_token_id}
     size = config.get_text_config().vocab_size
     assert size < 512 and not tokens & marks and len(tokens) > 0.9 * (size - len(marks))
+
+
+def test_text_is_sampled_from_a_model_whose_placeholder_has_no_logit(seeing_model):
+    """As in checkpoints of Gemma 3 that were cut to the tokens of text: the placeholder is beyond the vocabulary."""
+    model = load_causal_lm(str(seeing_model("gemma3")))
+    size = model.config.get_text_config().vocab_size
+    model.config.image_token_id = size
+    sampler = HFSampler(model)
+    (done,) = sample(sampler, [Request("a", (9, 11), SamplingParams(max_tokens=4, ignore_eos=True), uid="a")])
+    assert family_of(model.config).never_drawn == () and len(done.token_ids) == 4
+    model.config.image_token_id = size - 1
+    assert family_of(model.config).never_drawn == (size - 1,)

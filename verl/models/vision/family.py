@@ -107,8 +107,16 @@ class VisionFamily(ABC):
 
     @property
     def never_drawn(self) -> tuple[int, ...]:
-        """Tokens that samplers keep the policy from drawing: later turns would take them for those of a picture."""
-        return tuple(sorted({self.token_id(kind) for kind in self.kinds}))
+        """Tokens that samplers keep the policy from drawing: later turns would take them for those of a picture.
+
+        A placeholder may be beyond the vocabulary, as in some checkpoints of Gemma 3. No logit stands for it.
+        """
+        vocab_size = self.config.get_text_config().vocab_size
+        return tuple(sorted(token for token in self._marks() if token < vocab_size))
+
+    def _marks(self) -> set[int]:
+        """The placeholders, and what else begins a picture."""
+        return {self.token_id(kind) for kind in self.kinds}
 
     def _is_placeholder(self, ids: np.ndarray, kind: Kind) -> np.ndarray:
         """(L,) bool: which tokens of a row stand for a picture of this kind."""

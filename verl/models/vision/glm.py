@@ -14,9 +14,8 @@ class GlmVision(Qwen3Vision):
     def token_id(self, kind: Kind) -> int:
         return int(self.config.image_token_id)
 
-    @property
-    def never_drawn(self) -> tuple[int, ...]:
-        return (*super().never_drawn, int(self.config.video_start_token_id))
+    def _marks(self) -> set[int]:
+        return {*super()._marks(), int(self.config.video_start_token_id)}
 
     def _is_placeholder(self, ids: np.ndarray, kind: Kind) -> np.ndarray:
         """Frames stand between the marks of a video, which begins with that of its first frame."""
