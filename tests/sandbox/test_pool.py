@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -136,19 +135,6 @@ def test_programs_run_side_by_side_but_no_more_than_there_are_places():
     assert len(spans) == 4
     at_once = [sum(begin <= moment <= end for begin, end in spans) for moment, _ in spans]
     assert 2 <= max(at_once) <= 3
-
-
-def test_the_event_loop_goes_on_while_programs_run(pool: Pool):
-    async def both() -> tuple[str, int]:
-        ticks = 0
-        task = asyncio.create_task(pool.run_async("import time; time.sleep(1.0); print('slow')"))
-        while not task.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return (await task).stdout, ticks
-
-    said, ticks = asyncio.run(both())
-    assert said == "slow\n" and ticks > 5
 
 
 def test_a_pool_whose_keeper_was_killed_starts_a_new_one():

@@ -50,16 +50,13 @@ def list_checkpoints(root: str | Path) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda c: -c.manifest.sequence)
 
 
-def find_checkpoint(
-    root: str | Path, mode: str = "auto", path: str | Path | None = None, checksums: bool = True
-) -> Path | None:
+def find_checkpoint(root: str | Path, mode: str = "auto", path: str | Path | None = None) -> Path | None:
     """The step folder to continue from.
 
     Args:
         root: the run folder (``trainer.default_local_dir``).
         mode: ``disable`` is None; ``resume_path`` is ``path``, which must be sound; ``auto`` is the checkpoint saved
             last among the sound ones, and those that are damaged or unfinished are named in a notice.
-        checksums: read every file to compare it; else only sizes are compared.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, the chosen one holds files that it was not saved with, or the
@@ -73,8 +70,8 @@ def find_checkpoint(
     if mode == "disable":
         return None
     if mode == "resume_path":
-        return _named(path, checksums)
-    return _newest_sound(Path(env.expand(str(root))), checksums)
+        return _named(path)
+    return _newest_sound(Path(env.expand(str(root))))
 
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
@@ -83,7 +80,7 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
     return None if newest is None else str(newest)
 
 
-def _named(path: str | Path | None, checksums: bool) -> Path:
+def _named(path: str | Path | None) -> Path:
     if not path:
         raise ConfigError(
             "resume_mode=resume_path needs a path", key="trainer.resume_from_path", fix="Name a global_step_N folder."
@@ -101,7 +98,7 @@ def _named(path: str | Path | None, checksums: bool) -> Path:
             fix=f"Name one of them: {inner[0].folder}.",
         )
     manifest = Manifest.read(folder)
-    problem = manifest.problem(folder, checksums)
+    problem = manifest.problem(folder)
     if problem:
         raise CheckpointError(
             f"this checkpoint cannot be used: {problem}", key="trainer.resume_from_path", got=str(path)
@@ -122,13 +119,13 @@ def _without_others(folder: Path, manifest: Manifest) -> Path:
     return folder
 
 
-def _newest_sound(root: Path, checksums: bool) -> Path | None:
+def _newest_sound(root: Path) -> Path | None:
     for folder in _step_folders(root):
         _refuse_foreign(folder)
         if not (folder / MANIFEST).is_file():
             notice(f"checkpoint {folder}", f"it has no {MANIFEST}, so it was never finished; it is not used")
     for checkpoint in list_checkpoints(root):
-        problem = checkpoint.manifest.problem(checkpoint.folder, checksums)
+        problem = checkpoint.manifest.problem(checkpoint.folder)
         if not problem:
             return _without_others(checkpoint.folder, checkpoint.manifest)
         notice(f"checkpoint {checkpoint.folder}", f"{problem}; it is not used")

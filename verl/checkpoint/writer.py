@@ -205,11 +205,6 @@ class CheckpointWriter:
                 self._take(part, files)
         self.release()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a save is not in place yet."""
-        return self._save is not None
-
     def release(self) -> None:
         """Let the newest save become the checkpoint, at once or, in the background, when it is written."""
         if self._save is not None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl.config.schema.node import key_of
 from verl.config.schema.role import FSDPEngineConfig
 from verl.metrics import notice
 from verl.models.layers import transformer_layers
@@ -33,7 +32,6 @@ class ShardingLayout:
         offload: weights, gradients and optimizer live on the host.
         prefetch: gather the next unit while one computes.
         min_num_params: a unit is what has that many parameters; 0 takes transformer layers.
-        offload_key: the setting behind ``offload``, for messages.
     """
 
     mesh: DeviceMesh
@@ -43,7 +41,6 @@ class ShardingLayout:
     offload: bool = False
     prefetch: bool = False
     min_num_params: int = 0
-    offload_key: str = "offload_policy"
 
     @classmethod
     def of(cls, engine: FSDPEngineConfig, mesh: DeviceMesh, device: str, dtype: torch.dtype) -> ShardingLayout:
@@ -56,7 +53,6 @@ class ShardingLayout:
             offload=engine.offload_policy,
             prefetch=engine.forward_prefetch,
             min_num_params=engine.wrap_policy.min_num_params,
-            offload_key=key_of(engine, "offload_policy"),
         )
 
     @property

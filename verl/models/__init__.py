@@ -1,7 +1,7 @@
 """Hugging Face models as this library uses them: loading, value heads, folders on disk, FLOPs."""
 
 from verl.models.config import load_model_config
-from verl.models.flops import ModelFlops, device_peak_flops, mfu
+from verl.models.flops import ModelFlops, device_peak_flops
 from verl.models.loading import load_causal_lm, load_value_model
 from verl.models.weights import count_parameters, export_weights, load_weights
 
@@ -14,5 +14,4 @@ __all__ = [
     "load_model_config",
     "load_value_model",
     "load_weights",
-    "mfu",
 ]

@@ -118,13 +118,6 @@ def device_peak_flops(device_name: str) -> float | None:
     return None
 
 
-def mfu(flops: float, seconds: float, peak: float | None, num_devices: int = 1) -> float | None:
-    """Share of the devices' peak that was used; None where the peak is unknown."""
-    if not peak or seconds <= 0:
-        return None
-    return flops / seconds / (peak * num_devices)
-
-
 def _head_dim(c: dict[str, Any]) -> int:
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 

@@ -3,7 +3,7 @@
 from verl.protocol.batch import DataProto, DataProtoItem
 from verl.protocol.columns import union_numpy_dict, union_tensor_dict
 from verl.protocol.equality import deep_equal
-from verl.protocol.fields import CANDIDATES, Field, declare_field, declared_field, declared_fields
+from verl.protocol.fields import CANDIDATES, Field, declare_field, declared_field
 from verl.protocol.future import DataProtoFuture
 from verl.protocol.gather import all_gather_data_proto
 from verl.protocol.padding import (
@@ -30,7 +30,6 @@ __all__ = [
     "collate_fn",
     "declare_field",
     "declared_field",
-    "declared_fields",
     "deep_equal",
     "fold_batch_dim",
     "is_reference",

@@ -11,7 +11,6 @@ plane axis), further axes stand between ``B`` and the time axis, which is counte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -86,11 +85,6 @@ def declare_field(
 
 def declared_field(name: str) -> Field | None:
     return _FIELDS.get(name)
-
-
-def declared_fields() -> Iterator[Field]:
-    """All declarations so far, in order."""
-    return iter(tuple(_FIELDS.values()))
 
 
 def missing_key_error(key: str, present: list[str], where: str = "the batch") -> BatchError:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -65,7 +63,6 @@ class Pool:
         # Callers' threads: a slot for the length of a run; inside it the lock, while a keeper is chosen or started.
         self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(self.size)
         self._keepers: list[KeeperProcess] = []
-        self._threads: ThreadPoolExecutor | None = None
         self._finalizer = weakref.finalize(self, _close_all, self._keepers)
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
@@ -107,17 +104,6 @@ class Pool:
             self._run(program, cases, limits or Limits(), take)
         return results
 
-    async def run_async(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-        """`run` without blocking the event loop."""
-        return await self.in_thread(self.run, program, stdin, limits)
-
-    async def in_thread(self, function: Any, *arguments: Any) -> Any:
-        """Call a blocking function of this pool in one of its threads."""
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
     def prepare(self) -> dict[str, str]:
         """Start what the first run would start. Returns the layers that are missing (and allowed to), with reasons."""
         return dict(self._keeper().missing)
@@ -143,9 +129,6 @@ class Pool:
         """End all runs and processes. The pool starts again with the next run."""
         with self._lock:
             _close_all(self._keepers)
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=False)
 
     def __enter__(self) -> Pool:
         return self

@@ -6,7 +6,7 @@ from verl.weight_sync.cuda_ipc import CudaIpcTransport
 from verl.weight_sync.delta import DeltaDecoder, DeltaEncoder
 from verl.weight_sync.delta_transport import DeltaTransport
 from verl.weight_sync.disk import DiskTransport
-from verl.weight_sync.fan_out import StreamReceiver, deliver, fan_out
+from verl.weight_sync.fan_out import StreamReceiver, deliver
 from verl.weight_sync.inventory import WeightInventory
 from verl.weight_sync.shared_memory import SharedMemoryTransport
 from verl.weight_sync.transport import Transport
@@ -25,5 +25,4 @@ __all__ = [
     "WeightInventory",
     "chunk_weights",
     "deliver",
-    "fan_out",
 ]

@@ -85,6 +85,6 @@ def taking(chunks: Iterable[WeightChunk]) -> Iterator[Iterator[WeightChunk]]:
     try:
         yield stream
     finally:
-        close = getattr(stream, "close", None)  # generators have it, and branches of `fan_out`
+        close = getattr(stream, "close", None)  # generators have it, and branches of `deliver`
         if close is not None:
             close()

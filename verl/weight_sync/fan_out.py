@@ -103,16 +103,6 @@ class _Source:
         self._change.notify_all()
 
 
-def fan_out(chunks: Iterable[WeightChunk], number: int) -> list[Branch]:
-    """The same stream ``number`` times, in step: at most one chunk of it is alive.
-
-    The branches wait for each other, so each is read in a thread of its own; one that stops early must be closed.
-    What the source raises, each branch raises.
-    """
-    source = _Source(chunks, number)
-    return [Branch(source, branch) for branch in range(number)]
-
-
 class _Taker:
     """One receiver in a thread and an event loop of its own, which do not keep the process from ending."""
 

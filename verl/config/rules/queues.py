@@ -19,7 +19,6 @@ from verl.metrics import notice
 
 _MODE, _RULES, _ASYNC = "trainer.v1.trainer_mode", "trainer.v1.sampler", "async_training"
 _R, _MINI, _TRAIN = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
-_BY_COMPLETION = f"Set {_RULES}.order=admission"
 
 
 def problems(cfg: PPOTrainerConfig) -> Problems:

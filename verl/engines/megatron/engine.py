@@ -52,7 +52,6 @@ from verl.errors import ConfigError
 from verl.metrics import MetricSet, log
 from verl.models import count_parameters
 from verl.models.config import import_external
-from verl.models.flops import ModelFlops
 from verl.models.loading import value_head
 from verl.models.lora import LoraSettings
 from verl.models.megatron import megatron_family, soft_caps
@@ -230,9 +229,6 @@ class MegatronEngine(TorchEngine):
     @property
     def num_parameters(self) -> int:
         return count_parameters(self.blueprint)
-
-    def train_flops(self, lengths: Sequence[int]) -> float:
-        return ModelFlops.of(self.model.config, self.num_parameters).train(lengths)
 
     # ---- passes ------------------------------------------------------------------------------------------------
 

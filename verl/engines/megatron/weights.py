@@ -94,8 +94,6 @@ class WeightTable:
         self.model = ModelWeights(
             tuple(w for slot_weights in of.values() for w in slot_weights), settings["num_layers"]
         )
-        trained = tuple(w for slot, slot_weights in of.items() for w in slot_weights if not slot.fixed)
-        self.trained_model = ModelWeights(trained, settings["num_layers"])
         self.dtypes = {w.name: torch.float32 for slot, slot_weights in of.items() for w in slot_weights if slot.fixed}
         self.bound = list(self._bind(chunks, whole))
         self.trained = [b for b in self.bound if not b.slot.fixed]

@@ -52,11 +52,10 @@ class Resharder:
     """One rank's part in a plan.
 
     Args:
-        rank: this process's number in the plan.
+        rank: this process's, which is its number in the plan.
         dtype: of all shards on both sides, but those of ``dtypes``.
         dtypes: name of a weight's template -> its own.
         device: where the sampling shards are made.
-        group: a process group in which ranks have the plan's numbers; null: the default one.
         bucket_bytes: most bytes that a rank receives in one batch (one weight at least).
 
     Attributes:
@@ -72,10 +71,9 @@ class Resharder:
         dtype: torch.dtype,
         dtypes: Mapping[str, torch.dtype] | None = None,
         device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        self.plan, self.rank, self.group = plan, rank, group
+        self.plan, self.rank = plan, rank
         self.dtype, self.device, self.bucket_bytes = dtype, torch.device(device), bucket_bytes
         self.dtypes = dict(dtypes or {})
         self.sent_bytes = self.peak_bytes = self._held = 0
@@ -167,7 +165,7 @@ class Resharder:
             self.sent_bytes += room.nbytes
             for part, place in _places(message, room):
                 place.copy_(part)
-        operations = [dist.P2POp(run, room, group=self.group, group_peer=peer) for run, peer, room in (*taken, *sent)]
+        operations = [dist.P2POp(run, room, peer) for run, peer, room in (*taken, *sent)]
         # Every rank of the plan, one batch of weights after the other; a rank that no part goes to or from sits out.
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()

@@ -119,14 +119,6 @@ class Plan:
         named = [(layer, name, entry) for entry in self.entries for layer, name in entry.names()]
         return iter(sorted(named, key=lambda item: item[0]))
 
-    def group_of(self, rank: int) -> list[int]:
-        """The ranks from which, and to which, a rank's parts travel, itself included."""
-        ranks = {rank}
-        for entry in self.entries:
-            ranks.update(entry.routes.sender[entry.routes.receiver == rank].tolist())
-            ranks.update(entry.routes.receiver[entry.routes.sender == rank].tolist())
-        return sorted(ranks)
-
     def __str__(self) -> str:
         price, model = self.price, max(self.model.num_bytes, 1)
         lines = [
