@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl import env, registry
 from verl.config.loading import recipes
 from verl.config.machine import models, pools, topology
-from verl.config.machine.pools import EngineRole, Pools, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, Pools, roles
 from verl.config.rules import optimizers
 from verl.config.rules.checks import (
     Problems,
@@ -93,14 +93,9 @@ _ATTENTION = {
 """What transformers calls them, and the package that each needs; a name with a slash is fetched from the hub."""
 
 
-def kernel_problems(cfg: PPOTrainerConfig) -> Problems:
-    """Of every model of an RL run."""
+def kernel_problems(cfg: PPOTrainerConfig | SupervisedConfig) -> Problems:
+    """Of every model of a run."""
     return _of(list(roles(cfg)), cfg.trainer.device) + optimizers.missing(cfg)
-
-
-def sft_kernel_problems(cfg: SupervisedConfig) -> Problems:
-    """Of the one model of a supervised run."""
-    return _of([role_of_supervised(cfg)], cfg.trainer.device) + optimizers.sft_missing(cfg)
 
 
 def _of(model_roles: list[EngineRole], device: str | None) -> Problems:

@@ -21,7 +21,7 @@ from verl.config.machine.config_json import (
     experts_of,
     facts_of,
 )
-from verl.config.machine.pools import OWN_PROCESSES, EngineRole, role_of_supervised, roles, starts_no_engine
+from verl.config.machine.pools import OWN_PROCESSES, EngineRole, roles, starts_no_engine
 from verl.config.rules.checks import Problems, caught, divisors_of, uneven
 from verl.config.schema.node import ConfigNode
 from verl.config.schema.root import PPOTrainerConfig
@@ -37,15 +37,10 @@ _HEADS = ("lm_head", "embed_out")
 _T, _P = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
-def problems(cfg: PPOTrainerConfig) -> Problems:
-    """Of every model of an RL run on a backend that shards by FSDP, and of its sampler."""
-    return [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role), *_tied(role))] + of_sampler(cfg)
-
-
-def sft_problems(cfg: SupervisedConfig) -> Problems:
-    """Of the one model of a supervised run."""
-    role = role_of_supervised(cfg)
-    return of_role(role) + _quantized(role) + _tied(role)
+def problems(cfg: PPOTrainerConfig | SupervisedConfig) -> Problems:
+    """Of every model on a backend that shards by FSDP, and of the sampler of an RL run."""
+    problems = [p for role in roles(cfg) for p in (*of_role(role), *_quantized(role), *_tied(role))]
+    return problems + of_sampler(cfg) if isinstance(cfg, PPOTrainerConfig) else problems
 
 
 def of_role(role: EngineRole) -> Problems:

@@ -417,8 +417,11 @@ def trained_roles(cfg: PPOTrainerConfig) -> Iterator[tuple[str, str, Any, str]]:
         yield "rm", "reward.reward_model", reward_model, "fsdp_config"
 
 
-def roles(cfg: PPOTrainerConfig) -> Iterator[EngineRole]:
-    """The models that a run holds on a training backend."""
+def roles(cfg: PPOTrainerConfig | SupervisedConfig) -> Iterator[EngineRole]:
+    """The models that a run holds on a training backend; a supervised run holds one."""
+    if not isinstance(cfg, PPOTrainerConfig):
+        yield role_of_supervised(cfg)
+        return
     policy, model, pools = cfg.actor_rollout_ref, cfg.reward.reward_model, Pools.of(cfg)
     held = {
         "actor": (policy.model.path, _adapter(_MODEL, policy.model), _MODEL, policy.model),

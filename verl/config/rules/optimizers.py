@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from verl import registry
-from verl.config.machine.pools import EngineRole, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, roles
 from verl.config.rules.checks import Problems, caught
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import one_of
@@ -51,24 +51,14 @@ IDLE_OF_MEGATRON = {
 """Fields of Megatron's OptimizerConfig that change no number of the update, and why each has no effect here."""
 
 
-def problems(cfg: PPOTrainerConfig) -> Problems:
-    """Of every role that is trained."""
-    return [p for key, role in _trained(cfg) for p in of_section(key, role.section.optim, _backend(role))]
+def problems(cfg: PPOTrainerConfig | SupervisedConfig) -> Problems:
+    """Of every model that is trained."""
+    return [p for key, optim, role in _trained(cfg) for p in of_section(key, optim, _backend(role))]
 
 
-def sft_problems(cfg: SupervisedConfig) -> Problems:
-    """Of a supervised run."""
-    return of_section("optim", cfg.optim, _backend(role_of_supervised(cfg)))
-
-
-def missing(cfg: PPOTrainerConfig) -> Problems:
+def missing(cfg: PPOTrainerConfig | SupervisedConfig) -> Problems:
     """Classes of other modules than torch's that this machine does not have."""
-    return [p for key, role in _trained(cfg) for p in _elsewhere(key, role.section.optim)]
-
-
-def sft_missing(cfg: SupervisedConfig) -> Problems:
-    """Of a supervised run."""
-    return _elsewhere("optim", cfg.optim)
+    return [p for key, optim, _ in _trained(cfg) for p in _elsewhere(key, optim)]
 
 
 def of_section(key: str, optim: OptimizerConfig, backend: str) -> Problems:
@@ -153,10 +143,13 @@ def classes() -> list[str]:
     return sorted(name for name, thing in made.items() if issubclass(thing, optim.Optimizer) and name != "Optimizer")
 
 
-def _trained(cfg: PPOTrainerConfig) -> Iterator[tuple[str, EngineRole]]:
+def _trained(cfg: PPOTrainerConfig | SupervisedConfig) -> Iterator[tuple[str, OptimizerConfig, EngineRole]]:
+    """Key and section of each optimizer, and the model that it trains."""
     for role in roles(cfg):
-        if role.key in ("actor_rollout_ref.actor", "critic"):
-            yield f"{role.key}.optim", role
+        if not isinstance(cfg, PPOTrainerConfig):
+            yield "optim", cfg.optim, role
+        elif role.key in ("actor_rollout_ref.actor", "critic"):
+            yield f"{role.key}.optim", role.section.optim, role
 
 
 def _backend(role: EngineRole) -> str:

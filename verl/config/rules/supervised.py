@@ -142,12 +142,12 @@ def check_printed_sft(cfg: SupervisedConfig) -> None:
         ConfigError: as `validate_sft` does, without what only this machine, or torchrun, decides.
     """
     with unrecorded():
-        collect((_sft_names, *_ALWAYS, optimizers.sft_problems, profiling.sft_problems), cfg)
+        collect((_sft_names, *_ALWAYS, optimizers.problems, profiling.sft_problems), cfg)
 
 
 def validate_sft(cfg: SupervisedConfig) -> None:
     """All problems of a supervised run, also on pairs of answers, in one `ConfigError`; a notice of each idle setting."""
-    rules = (host.trackers, host.sft_hardware, host.sft_files, host.sft_kernel_problems, *_ALWAYS, optimizers.sft_problems, _sft_engine, models.sft_problems, runs.sft_row_problems,
+    rules = (host.trackers, host.sft_hardware, host.sft_files, host.kernel_problems, *_ALWAYS, optimizers.problems, _sft_engine, models.problems, runs.sft_row_problems,
              _teacher, profiling.sft_problems, resume_folder)  # fmt: skip
     with unrecorded():
         collect(rules, cfg)
@@ -188,7 +188,7 @@ def _tell_engines(cfg: SupervisedConfig) -> None:
 def _sft_engine(cfg: SupervisedConfig) -> Problems:
     strategy = cfg.engine.strategy
     problems = [] if strategy == "auto" else known_name(registry.ENGINES, "engine.strategy", strategy, ONE_DEVICE)
-    return problems or validate_megatron.supervised_problems(cfg) + validate_torchtitan.supervised_problems(cfg)
+    return problems or validate_megatron.problems(cfg) + validate_torchtitan.supervised_problems(cfg)
 
 
 def _sft_names(cfg: SupervisedConfig) -> Problems:

@@ -10,7 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
-from verl.config.machine.pools import EngineRole, role_of_supervised, roles
+from verl.config.machine.pools import EngineRole, roles
 from verl.config.rules import megatron_fields
 from verl.config.rules.checks import Problems, divisors_of, uneven
 from verl.config.schema.node import ConfigNode, was_typed
@@ -39,7 +39,7 @@ _DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _HALF = ("fp16", "float16", "half")
 
 
-def problems(cfg: PPOTrainerConfig) -> Problems:
+def problems(cfg: PPOTrainerConfig | SupervisedConfig) -> Problems:
     """What is wrong with the roles on Megatron-Core; without one nothing is."""
     megatron_roles = [role for role in roles(cfg) if role.is_megatron]
     problems: Problems = []
@@ -47,15 +47,6 @@ def problems(cfg: PPOTrainerConfig) -> Problems:
         problems += _shared(role)
         problems += megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
     return problems or _one_set_of_groups(megatron_roles)
-
-
-def supervised_problems(cfg: SupervisedConfig) -> Problems:
-    """The same for a supervised run, whose processes torchrun starts."""
-    role = role_of_supervised(cfg)
-    if not role.is_megatron:
-        return []
-    fields = megatron_fields.problems(f"{role.key}.megatron", role.section.megatron)
-    return _shared(role) + fields
 
 
 def missing_or_other(key: str) -> Problems:
