@@ -69,7 +69,8 @@ def test_a_service_that_is_not_there_is_an_error():
 
 
 def test_after_five_failures_in_a_row_it_is_left_alone_for_a_while(http: HttpService, monkeypatch: pytest.MonkeyPatch):
-    asker = Service(http.url, "some.key", attempts=1)
+    monkeypatch.setattr(service_module, "ATTEMPTS", 1)
+    asker = Service(http.url, "some.key")
     http.script = [500] * 5
     for _ in range(5):
         with pytest.raises(ServiceError, match="status 500"):

@@ -69,7 +69,7 @@ def replace_parameters(model: nn.Module, make: Make) -> None:
 
 
 @torch.no_grad()
-def compute_loose(model: PreTrainedModel, device: str = "cpu") -> list[str]:
+def compute_loose(model: PreTrainedModel) -> list[str]:
     """Give a model without values the buffers that its family computes; those of the files are zeros.
 
     Returns:
@@ -78,7 +78,7 @@ def compute_loose(model: PreTrainedModel, device: str = "cpu") -> list[str]:
     stored, empty = set(model.state_dict()), list(_empty(model))
     for path, module, tensor in empty:
         value = torch.full(tensor.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
-        setattr(module, path.rpartition(".")[2], value.to(device))
+        setattr(module, path.rpartition(".")[2], value)
     # A tower is a model inside the model, and its class alone knows its buffers: the innermost model computes them.
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     of_module = {id(module): part for part in models for module in part.modules()}

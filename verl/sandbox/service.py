@@ -13,7 +13,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +21,8 @@ from verl.errors import ConfigError, VerlError
 from verl.json_text import read_json
 
 ATTEMPTS = 3
+"""Most requests for one question."""
+HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 FIRST_PAUSE = 0.25
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 LARGEST_ANSWER = 64 << 20
@@ -39,32 +40,22 @@ class Service:
     Args:
         url: ``http://host:port/path``.
         key: the setting that holds it, for messages.
-        attempts: most requests for one question.
         max_concurrent: most requests at once; others wait for a place, within their time.
 
     Raises:
         ConfigError: the url is none.
     """
 
-    def __init__(
-        self,
-        url: str,
-        key: str,
-        *,
-        attempts: int = ATTEMPTS,
-        max_concurrent: int = 64,
-        headers: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, url: str, key: str, *, max_concurrent: int = 64):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("not the address of a service", key=key, got=url, allowed="http://host:port/path")
-        if max_concurrent < 1 or attempts < 1:
-            raise ConfigError("must be at least 1", key=key, got=min(max_concurrent, attempts))
-        self.url, self._key, self._attempts = url, key, attempts
+        if max_concurrent < 1:
+            raise ConfigError("must be at least 1", key=key, got=max_concurrent)
+        self.url, self._key = url, key
         self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
         # Callers' threads: a place for the length of a request; the lock for the count of failures, never for a wait.
         self._places = threading.BoundedSemaphore(max_concurrent)
         self._lock = threading.Lock()
@@ -98,7 +89,7 @@ class Service:
 
     def _ask_again(self, body: bytes, deadline: float) -> Any:
         problem = "no time left"
-        for number in range(self._attempts):
+        for number in range(ATTEMPTS):
             pause = FIRST_PAUSE * 2 ** (number - 1) * (0.5 + random.random()) if number else 0.0
             if time.monotonic() + pause >= deadline:
                 break
@@ -128,7 +119,7 @@ class Service:
             timer = threading.Timer(max(deadline - time.monotonic(), 0.001), _cut, [connection.sock])
             timer.daemon = True
             timer.start()
-            connection.request("POST", self._path, body, self._headers)
+            connection.request("POST", self._path, body, HEADERS)
             answer = connection.getresponse()
             data = answer.read(LARGEST_ANSWER + 1)
             if len(data) > LARGEST_ANSWER:
