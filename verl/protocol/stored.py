@@ -69,7 +69,7 @@ def fetch(blocks: Iterable[Block]) -> None:
         raise _lost(missing, error) from error
     for block, rows in zip(missing, values, strict=True):
         block.rows = rows
-        traffic.count_fetched(block.column, block.num_bytes)
+        traffic.count(f"fetched/{block.column}", block.num_bytes)
 
 
 def _lost(blocks: Sequence[Block], error: WorkerError) -> WorkerError:

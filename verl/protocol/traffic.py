@@ -13,24 +13,10 @@ _lock = threading.Lock()
 _bytes: Counter[str] = Counter()
 
 
-def count_fetched(column: str, num_bytes: int) -> None:
-    """A column's entries were fetched from where they lie."""
-    _add(f"fetched/{column}", num_bytes)
-
-
-def count_sent(num_bytes: int) -> None:
-    """Arguments of a call, as they are in the message."""
-    _add("sent", num_bytes)
-
-
-def count_received(num_bytes: int) -> None:
-    """Results of a call, as they are in the message."""
-    _add("received", num_bytes)
-
-
-def _add(name: str, num_bytes: int) -> None:
+def count(what: str, num_bytes: int) -> None:
+    """Bytes that went by: ``sent`` in the arguments of a call, ``received`` in its results, or ``fetched/<column>``."""
     with _lock:
-        _bytes[name] += num_bytes
+        _bytes[what] += num_bytes
 
 
 def take() -> dict[str, int]:

@@ -76,7 +76,8 @@ class FusedHead:
                 expected = selected.new_ones(len(labels), dtype=torch.float32) if slopes is None else slopes
                 statistics: tuple[Any, ...] = (sweep(selected.to(dtype), weight, bias, labels, expected, shape),)
             else:
-                statistics = self.statistics(selected.to(dtype), weight, bias, labels, shape, extras)
+                # `OUTPUTS`; those that ``extras`` leaves out have any values.
+                statistics = self.function.apply(selected.to(dtype), weight, bias, labels, shape, extras)
             computed.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
             # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
             return selected[:, :1].unsqueeze(0) * 0.0
@@ -93,18 +94,6 @@ class FusedHead:
             return False
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         return torch.is_grad_enabled() and hidden.requires_grad and (frozen or slopes is not None)
-
-    def statistics(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        shape: Shape,
-        extras: tuple[bool, bool],
-    ) -> tuple[Tensor | None, ...]:
-        """`OUTPUTS` of (N, H) hidden states; those that ``extras`` leaves out have any values."""
-        return self.function.apply(hidden, weight, bias, labels, shape, extras)
 
 
 def sweep(*arguments: Any) -> Tensor:

@@ -62,13 +62,13 @@ def _fetched(value: Any) -> Any:
 def count_calls(calls: Sequence[Call]) -> None:
     """Count what goes out by value: an argument that is shared once, of the others each."""
     for value in {id(v): v for args, kwargs in calls for v in (*args, *kwargs.values())}.values():
-        traffic.count_sent(value_bytes(value))
+        traffic.count("sent", value_bytes(value))
 
 
 def count_results(results: object) -> None:
     """Count what came in by value."""
     for value in results if isinstance(results, list) else [results]:
-        traffic.count_received(value_bytes(value))
+        traffic.count("received", value_bytes(value))
 
 
 def value_bytes(value: object) -> int:
