@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from verl.data.loader import EpochSampler, StatefulLoader
+from verl.data.loader import EpochSampler, PromptSource, StatefulLoader
 from verl.errors import ConfigError, DataError
 from verl.metrics import notices, reset_notices
 
@@ -209,6 +209,38 @@ def test_a_sampler_with_state_is_trusted_to_keep_its_place():
     resumed = loader(sampler=Curriculum(), batch_size=2)
     resumed.load_state_dict(through_json({**own.state_dict(), "sampler": {"given": 2, "step": 3}, "rows_given": 2}))
     assert numbers([next(iter(resumed))]) == expected == [[6, 9]]
+
+
+class NumberedRows(Numbers):
+    def __getitem__(self, item):
+        return {"__row__": item}
+
+
+def test_a_sampler_with_state_resumes_where_an_epoch_ends():
+    def source():
+        return PromptSource(StatefulLoader(NumberedRows(10), 5, sampler=Curriculum()))
+
+    def rows_of(prompts):
+        return prompts.non_tensor_batch["__row__"].tolist()
+
+    straight = source()
+    assert [rows_of(straight.next_prompts()) for _ in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    state, later = through_json(straight.state_dict()), straight.next_prompts()
+    assert state["sampler"] == {"given": 10, "step": 1}, "of its epoch nothing is left"
+    resumed = source()
+    resumed.load_state_dict(state)
+    again = resumed.next_prompts()
+    assert rows_of(again) == rows_of(later) == [0, 1, 2, 3, 4]
+    assert again.non_tensor_batch["uid"].tolist() == later.non_tensor_batch["uid"].tolist()
+
+
+def test_a_sampler_that_draws_nothing_is_named():
+    class Nothing(Curriculum):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(DataError, match=r"data\.sampler\.class_name: Nothing draws no rows for epoch 0"):
+        PromptSource(loader(sampler=Nothing())).next_prompts()
 
 
 def test_a_sampler_with_state_must_not_be_read_ahead():

@@ -45,6 +45,13 @@ class LearnsFromSteps(Protocol):
     def update(self, batch: Any) -> None: ...
 
 
+@runtime_checkable
+class HasMetrics(Protocol):
+    """A sampler that reports what it learned."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+
 class EpochSampler(Sampler[int]):
     """All rows once per epoch: in order, or in a permutation that depends on (seed, epoch) and nothing else."""
 
@@ -53,6 +60,10 @@ class EpochSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+    def facts(self) -> dict[str, object]:
+        """What must be equal for a place in this order to mean the same rows, as JSON values."""
+        return {"shuffle": self.shuffle, "seed": self.seed}
 
     def __len__(self) -> int:
         return self.num_rows
@@ -109,11 +120,12 @@ class StatefulLoader:
             raise ConfigError("a batch needs at least one row", key=key, got=batch_size)
         if rows == 0:
             raise DataError("the dataset has no rows", key=key)
-        if drop_last and rows < batch_size:
-            fix = f"Set {key}={rows} or less."
-            raise DataError(f"the dataset has {rows} rows, fewer than one batch of {batch_size}", key=key, fix=fix)
         self.sampler = sampler or EpochSampler(rows, shuffle=shuffle, seed=seed)
         drawn = len(self.sampler) if isinstance(self.sampler, Sized) else batch_size  # a sampler may have no length
+        if drop_last and min(rows, drawn) < batch_size:
+            of = f"the dataset has {rows} rows" if rows < batch_size else f"the sampler draws {drawn} rows per epoch"
+            fix = f"Set {key}={min(rows, drawn)} or less."
+            raise DataError(f"{of}, fewer than one batch of {batch_size}", key=key, fix=fix)
         if drop_last and drawn % batch_size:
             rest = f"{drawn % batch_size} of {drawn} rows, which fill no batch of {batch_size}"
             notice(key, f"an epoch leaves out {rest}")
@@ -133,6 +145,16 @@ class StatefulLoader:
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
         return self._epoch + self._is_done(self._rows_given)
+
+    @property
+    def rows_drawn(self) -> int:
+        """Rows of this epoch that were handed out, those of the last batch included."""
+        return self._rows_given
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an epoch may have a row more than once."""
+        return type(self.sampler) is not EpochSampler
 
     def __len__(self) -> int:
         """Batches of one whole epoch."""
@@ -172,7 +194,7 @@ class StatefulLoader:
     def _order(self) -> dict[str, Any]:
         """What must be equal for a place to mean the same rows."""
         if isinstance(self.sampler, EpochSampler):
-            return {"num_rows": self.num_rows, "shuffle": self.sampler.shuffle, "seed": self.sampler.seed}
+            return {"num_rows": self.num_rows, **self.sampler.facts()}
         return {"num_rows": self.num_rows}
 
     def _is_done(self, rows_given: int) -> bool:
@@ -226,14 +248,20 @@ class PromptSource:
         return self.loader.epoch
 
     def next_prompts(self) -> DataProto:
-        """The next batch; begins the next epoch where one ends."""
-        epoch, rows = self.loader.epoch, next(self._batches, None)
-        if rows is None:
+        """The next batch; begins the next epoch where one ends.
+
+        Raises:
+            DataError: the sampler draws no rows.
+        """
+        for _ in range(3):  # a user's sampler that resumes where an epoch ends draws the rest of that first: nothing
+            epoch, rows = self.loader.epoch, next(self._batches, None)
+            if rows is not None:
+                prompts = DataProto.from_single_dict(rows)
+                give_uids(prompts, epoch, self.loader.rows_drawn - len(prompts) if self.loader.repeats else None)
+                return prompts
             self._batches = iter(self.loader)
-            epoch, rows = self.loader.epoch, next(self._batches)
-        prompts = DataProto.from_single_dict(rows)
-        give_uids(prompts, epoch)
-        return prompts
+        name = type(self.loader.sampler).__name__
+        raise DataError(f"{name} draws no rows for epoch {self.loader.epoch}", key="data.sampler.class_name")
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -243,9 +271,15 @@ class PromptSource:
         self._batches = iter(())
 
 
-def give_uids(prompts: DataProto, epoch: int) -> None:
-    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are identified by their content."""
+def give_uids(prompts: DataProto, epoch: int, first: int | None = None) -> None:
+    """Write ``uid`` of every row; the rows of a custom dataset without ``__row__`` are identified by their content.
+
+    Args:
+        first: place of the first prompt in its epoch, where an epoch may have a row more than once: each time its
+            samples are another group, and draw other numbers.
+    """
     rows = prompts.non_tensor_batch.get("__row__", prompts.non_tensor_batch.get("raw_prompt_ids"))
     if rows is None:
         rows = prompts.non_tensor_batch["raw_prompt"]
-    prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, row) for row in rows], dtype=object)
+    names = rows if first is None else [f"{row} at {place}" for place, row in enumerate(rows, first)]
+    prompts.non_tensor_batch["uid"] = np.array([prompt_uid(epoch, name) for name in names], dtype=object)
