@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Sampler
 
 from verl.data.files import check_files
 from verl.data.loader import EpochSampler, HasState, LearnsFromSteps
+from verl.data.mixture import Mixture, MixtureSampler
 from verl.data.preference import PreferenceDataset, UnpairedDataset
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.settings import read
@@ -81,7 +82,8 @@ def create_preference_datasets(
 
 
 def create_rl_sampler(config: SettingsSource, dataset: Any) -> Sampler[int]:
-    """The order of the training prompts: ``data.sampler.class_path/class_name`` of the user, else seeded epochs.
+    """The order of the training prompts: ``data.sampler.class_path/class_name`` of the user, else seeded epochs, in
+    which sources have their shares (``data.source_weights``).
 
     A user's class is called with ``data_source`` and ``data_config`` and must be a torch `Sampler`. One that learns
     from steps (`verl.data.loader.LearnsFromSteps`) and keeps no state is named in a notice: a resumed run resets it.
@@ -89,7 +91,12 @@ def create_rl_sampler(config: SettingsSource, dataset: Any) -> Sampler[int]:
     custom = read(config, "sampler")
     path = read(custom, "class_path") if custom is not None else None
     if not path:
-        return EpochSampler(len(dataset), shuffle=bool(read(config, "shuffle", True)), seed=read(config, "seed"))
+        shuffle, seed = bool(read(config, "shuffle", True)), read(config, "seed")
+        if not read(config, "source_weights"):
+            return EpochSampler(len(dataset), shuffle=shuffle, seed=seed)
+        mixture = Mixture.of(dataset, config)
+        mixture.tell()
+        return MixtureSampler(mixture, shuffle=shuffle, seed=seed)
     cls = _user_class(str(path), str(read(custom, "class_name", "")), Sampler, "data.sampler.class_name")
     sampler = cls(data_source=dataset, data_config=config)
     if isinstance(sampler, LearnsFromSteps) and not isinstance(sampler, HasState):

@@ -137,6 +137,11 @@ class RLHFDataset(Dataset):
         messages = as_messages(row[self.prompt_key], where, media=MEDIA)
         return messages if self._media is None else self._media.placed(messages, row, partial(self.describe, item))
 
+    @property
+    def row_numbers(self) -> np.ndarray:
+        """(len,) int64: ``__row__`` of every item."""
+        return self._rows if len(self._rows) == len(self) else np.arange(len(self))
+
     def describe(self, item: int) -> str:
         """The file and the row there of item ``item``, for messages; see also `source_of`."""
         return self._origin.describe(int(self._rows[item])) if len(self._rows) == len(self) else f"item {item}"

@@ -33,7 +33,13 @@ from verl.config.rules.checks import (
 )
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RefConfig
 from verl.config.schema.algorithm import AlgoConfig, RolloutCorrectionConfig
-from verl.config.schema.data import CustomClassConfig, DataConfig, SamplerClassConfig
+from verl.config.schema.data import (
+    CustomClassConfig,
+    DataConfig,
+    SamplerClassConfig,
+    fault_of_weights,
+    fix_of_weights,
+)
 from verl.config.schema.node import ConfigNode, changed_names, unrecorded
 from verl.config.schema.reward import RewardModelConfig
 from verl.config.schema.role import OptimizerConfig, RunConfig
@@ -189,6 +195,12 @@ TABLE: Table = {
         *map(_of_surplus, ("filter_accuracy", "filter_truncate")),
         Rule("oversample_factor", "no filter is on, so the earliest prompts are trained on and the others dropped",
              lambda d: d.oversample_factor != 1 and not (d.filter_accuracy or d.filter_truncate), kind=NOTICE),
+        Rule("source_weights", lambda d: fault_of_weights(d.source_weights),
+             lambda d: d.source_weights and fault_of_weights(d.source_weights),
+             lambda d: fix_of_weights(d.source_weights)),
+        Rule("source_weights", "has an effect only if {at}.sampler.class_name reads it",
+             lambda d: d.source_weights and d.sampler.class_path and "verl.data." not in d.sampler.class_path,
+             kind=NOTICE),
     ),
     RolloutCorrectionConfig: (
         Rule("rollout_is", f"weights are measured but not applied: {_CLIPS}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
@@ -171,8 +173,44 @@ class DataConfig(ImageDataConfig):
     trust_remote_code: bool = setting(False, "run Python code that comes with the tokenizer")
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     sampler: SamplerClassConfig = section(SamplerClassConfig)
+    source_weights: dict = setting(
+        {},
+        "shares of the training prompts by source, of sum 1: {openai/gsm8k: 0.7, lighteval/MATH: 0.3}; a source is a value "
+        "of reward_fn_key's column or, where all keys are such, a file of train_files; empty: every row once per epoch",
+        upstream=ABSENT,
+    )
     apply_chat_template_kwargs: dict = setting({}, "arguments of the chat template, e.g. {enable_thinking: false}")
     cache_dir: str = setting("~/.cache/verl/rlhf", "folder for local copies of remote files", path=True)
     need_tools_kwargs: bool = setting(
         False, "expect tool arguments in every row (extra_info.tools_kwargs); report rows without them"
     )
+
+
+SUM_OF_WEIGHTS = 0.005
+"""How far the weights of sources may be from a sum of 1, for numbers such as 0.333."""
+
+
+def fault_of_weights(weights: Mapping[str, object]) -> str:
+    """What is wrong with ``data.source_weights``; empty: nothing."""
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            return f"the weight of {name!r} is {weight!r}, not a number from 0 to 1"
+    total = _sum_of(weights)
+    return f"the weights sum to {total:g}, not to 1" if abs(total - 1) > SUM_OF_WEIGHTS else ""
+
+
+def fix_of_weights(weights: Mapping[str, object]) -> str:
+    """The same ratio with a sum of 1, where there is one."""
+    total = _sum_of(weights)
+    if not 0 < total < math.inf or min(map(_number, weights.values())) < 0:
+        return "Give every source its share of the prompts."
+    scaled = ", ".join(f"{name}: {_number(weight) / total:.4g}" for name, weight in weights.items())
+    return f"For this ratio set data.source_weights={{{scaled}}}."
+
+
+def _sum_of(weights: Mapping[str, object]) -> float:
+    return math.fsum(map(_number, weights.values()))
+
+
+def _number(weight: object) -> float:
+    return float(weight) if isinstance(weight, int | float) else math.nan
