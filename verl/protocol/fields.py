@@ -153,6 +153,19 @@ def _declare_standard_fields() -> None:
         Field(TURN_STATES, object, row, "environment loop", 0, "where each action begins, and the state it met"),
         Field("agent_name", object, row, "dataset", 0, "which agent loop runs the row"),
         Field("finish_reason", object, row, "agent loop", 0, "stop, length or abort"),
+        Field("agent_error", object, row, "agent loop", 0, "what went wrong; None where nothing did"),
+        Field("ended", object, row, "agent loop", 0, "why a conversation ended"),
+        Field("reward_score", object, row, "agent loop", 0, "a score that the loop knows; None where it knows none"),
+        Field("early_reward", object, row, "agent loop", 0, "result of a row that is scored while others sample"),
+        Field("unfinished", object, row, "agent loop", 0, "state of a sample that resumes in a later batch"),
+        Field("earlier", object, row, "trainer", 0, "the state of its samples, at the prompt that resumes"),
+        Field("sample_index", object, row, "trainer", 0, "number of the sample among those of its prompt"),
+        Field("learned", object, row, "trainer", 0, "whether the update learns from the row"),
+        Field("__row__", object, row, "dataset", 0, "number of the prompt over all files"),
+        Field("tools_kwargs", object, row, "dataset", 0, "arguments of tools, by tool"),
+        Field("interaction_kwargs", object, row, "dataset", 0, "arguments of the simulated user"),
+        Field("need_tools_kwargs", object, row, "dataset", 0, "whether the row needs arguments of tools"),
+        Field("multi_modal_data", object, row, "dataset", 0, "images and videos"),
     ):
         _FIELDS[field.name] = field
 

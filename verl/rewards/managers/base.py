@@ -118,6 +118,11 @@ class RewardManager(AbstractRewardManager):
         return [next(scored) if result is None else result for result in known]
 
     @property
+    def label(self) -> str:
+        """The function and its file, as messages name it."""
+        return self._function.label
+
+    @property
     def scores_rows(self) -> bool:
         """Whether each row is scored by itself, so that it need not wait for the batch."""
         return self._function.form is Form.SINGLE

@@ -26,6 +26,11 @@ class ForeignManager:
         self.manager, self.limits = manager, limits
         self._takes_return_dict = "return_dict" in inspect.signature(manager).parameters
 
+    @property
+    def label(self) -> str:
+        """The class of the user's manager."""
+        return type(self.manager).__name__
+
     def __call__(self, data: DataProto, return_dict: bool = True) -> torch.Tensor | dict[str, Any]:
         if is_scored(data):
             scored = given_scores(data)
@@ -33,12 +38,12 @@ class ForeignManager:
         with self.limits.gate.passed():
             raw = self.manager(data, return_dict=True) if self._takes_return_dict else self.manager(data)
         scored = dict(raw) if isinstance(raw, dict) else {"reward_tensor": raw}
-        scores, label = scored.get("reward_tensor"), type(self.manager).__name__
+        scores = scored.get("reward_tensor")
         shape = tuple(tensor(data, "responses").shape)
         if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != shape:
             got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
             raise RewardError(
-                f"{label} did not return token-level scores", got=got, allowed=f"a tensor of shape {shape}"
+                f"{self.label} did not return token-level scores", got=got, allowed=f"a tensor of shape {shape}"
             )
         scores = scores.float()
         finite = (scores.abs() <= LARGEST).all(-1).tolist()
@@ -50,7 +55,7 @@ class ForeignManager:
         scores = scores.masked_fill(failed[:, None], 0.0)
         if self.limits.on_error == "zero":
             results = list(map(zeroed, results))
-        report_failures(samples, results, label, self.limits.on_error)
+        report_failures(samples, results, self.label, self.limits.on_error)
         unscorable = [result.failure is not None for result in results]
         if not return_dict:
             return scores

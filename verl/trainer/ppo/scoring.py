@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from verl.metrics import MetricSet, notice
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto, declared_field, pad_dataproto_to_divisor, unpad_dataproto
 from verl.rewards.managers.rows import EARLY
 from verl.single_controller.base import Role
 from verl.workers.roles import Roles
 
 RM = str(Role.RewardModel)
 SCORE = "rm_score"
+TAKEN = ("reward",)
+"""Names that are no columns, but mean the sum of the scores wherever a detail may be named."""
 READ = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
@@ -32,15 +34,34 @@ def score_samples(
     Args:
         metrics: gets ``reward_model/*``.
     """
-    if RM not in roles:
-        scored = reward(samples)
-        samples.non_tensor_batch.pop(EARLY, None)  # the manager has read it
-        return scored
-    scores = add_rm_scores(samples, roles, metrics)
+    scores = add_rm_scores(samples, roles, metrics) if RM in roles else None
     scored = reward(samples)
-    details = dict(scored.get("reward_extra_info", {}))
-    details.setdefault(SCORE, [score if math.isfinite(score) else None for score in scores])
+    details = under_free_names(scored.get("reward_extra_info", {}), getattr(reward, "label", type(reward).__name__))
+    if scores is None:
+        samples.non_tensor_batch.pop(EARLY, None)  # the manager has read it
+    else:
+        details.setdefault(SCORE, [score if math.isfinite(score) else None for score in scores])
     return {**scored, "reward_extra_info": details}
+
+
+def under_free_names(details: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sequence[Any]]:
+    """What a reward function returned besides the scores, under names that are no columns of the run.
+
+    Names may come from the text of an answer: ``finish_reason`` and ``unscorable`` would decide what is trained on.
+
+    Args:
+        label: of the function, for the notice.
+    """
+    free: dict[str, Sequence[Any]] = {}
+    for key, values in details.items():
+        name = key
+        while name in TAKEN or declared_field(name) is not None or (name != key and name in details):
+            name = f"reward_{name}"
+        if name != key:
+            why = "a column of that name is the run's. It is stored under the second name, and filters and estimators"
+            notice(f"{label}, key {key!r}", f"-> {name!r}: {why} do not read it. Return it under another name")
+        free[name] = values
+    return free
 
 
 def add_rm_scores(samples: DataProto, roles: Roles, metrics: MetricSet) -> list[float]:
