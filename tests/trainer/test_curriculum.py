@@ -1,4 +1,4 @@
-"""``data.sampler``: a curriculum decides which prompts a run trains on, and a resumed run goes on with it."""
+"""``data.sampler`` and ``data.source_weights`` decide which prompts a run trains on, and a resumed run continues so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.configs import changed
-from tests.harness.runs import COMMON, differing, prepare
+from tests.harness.rows import addition_rows
+from tests.harness.runs import COMMON, differing, logged, numbers, prepare
+from tests.harness.runs import train as seen_run
+from tests.harness.scorers import scorer
+from verl.metrics import notices
 from verl.trainer import main_ppo
 
 CURRICULUM = """
@@ -87,3 +91,66 @@ def test_a_curriculum_must_not_be_read_ahead(here, capsys):
 def test_a_curriculum_without_a_name_is_refused(here, capsys):
     assert train(1, "run", "data.sampler.class_name=null") == 2
     assert "data.sampler.class_name: data.sampler.class_path alone names no class" in capsys.readouterr().err
+
+
+WEIGHTS = "data.source_weights={few: 0.5, many: 0.5}"
+MIXED = ("data.sampler.class_path=pkg://verl.data.curriculum", "data.sampler.class_name=MixedRewardsFirst")
+
+
+@pytest.fixture
+def two_sources(workplace, monkeypatch):
+    """Rows 0 and 1 of one source, six of the other; every second row gets one reward for all answers."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", "logs")
+    rows = [*addition_rows(2, "few"), *addition_rows(6, "many")]
+    prepare(scorer("sum(map(ord, solution_str)) % 97 if extra_info['index'] % 2 else 1.0"), rows)
+    return workplace
+
+
+@pytest.mark.parametrize("sampler", [(), MIXED], ids=["shares", "shares and a curriculum"])
+def test_a_resumed_mixture_trains_on_the_same_prompts(two_sources, sampler):
+    def run(name: str, steps: int) -> None:
+        seen_run(
+            WEIGHTS,
+            *sampler,
+            "trainer.save_freq=1",
+            "trainer.resume_mode=auto",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={name}",
+            f"trainer.experiment_name={name}",
+        )
+
+    run("straight", 3)
+    run("stopped", 1)
+    run("stopped", 3)
+    straight, stopped = (list(map(numbers, logged("logs", name))) for name in ("straight", "stopped"))
+    assert stopped == straight and len(straight) == 3
+    assert [[step[f"data/prompts/{name}"] for name in ("few", "many")] for step in straight] == [[2, 2]] * 3
+    assert ("data/curriculum/seen" in straight[0]) == bool(sampler)
+    assert differing("straight/global_step_3", "stopped/global_step_3") == []
+
+
+def test_a_curriculum_learns_of_the_prompts_that_are_dropped(two_sources):
+    seen = seen_run(*MIXED, "algorithm.filter_groups.enable=true", "trainer.total_training_steps=2")
+    sampler = seen.trainer.source.loader.sampler
+    chances = [sampler.chance(row) for row in range(8)]
+    trained = {int(row) for batch in seen.batches for row in batch.non_tensor_batch["__row__"]}
+    assert trained and all(row % 2 for row in trained), "equal rewards are dropped"
+    assert min(chances[::2]) < 1, "and what is dropped comes less often"
+    assert all(chances[row] == 1 for row in trained)
+
+
+def test_weights_that_are_no_shares_end_a_run_at_once(two_sources, capsys):
+    assert train(1, "run", "data.source_weights={few: 0.5, many: 1}") == 2
+    told = capsys.readouterr().err
+    assert "data.source_weights: the weights sum to 1.5, not to 1" in told and "{few: 0.3333, many: 0.6667}" in told
+
+
+def test_keys_of_a_scorer_neither_mask_nor_hide_a_sample(workplace):
+    prepare(scorer("{'score': len(set(solution_str)), 'finish_reason': 'abort', 'unscorable': True}"))
+    seen = seen_run("trainer.rollout_data_dir=dumps")
+    (batch,) = seen.batches
+    assert set(batch.non_tensor_batch["finish_reason"]) <= {"stop", "length"}
+    assert not batch.non_tensor_batch["unscorable"].any() and batch.batch["response_mask"].any(-1).all()
+    assert set(batch.non_tensor_batch["reward_finish_reason"]) == {"abort"}
+    (told,) = (text for key, text in notices().items() if key.endswith("scorer.py, key 'finish_reason'"))
+    assert "'reward_finish_reason'" in told

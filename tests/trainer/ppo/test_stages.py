@@ -16,7 +16,7 @@ from verl.metrics import Metric, MetricSet, notices
 from verl.protocol import DataProto
 from verl.trainer.ppo import group_filter, stages
 from verl.trainer.ppo.context import RunState, StepContext
-from verl.trainer.ppo.groups import GroupRows
+from verl.trainer.ppo.groups import GroupRows, judged
 from verl.trainer.ppo.schedules import SYNC
 from verl.trainer.ppo.scoring import measure_parts, tell_missing_parts
 from verl.trainer.ppo.stream import GroupStream
@@ -86,6 +86,52 @@ def test_a_scorer_that_fails_on_a_row_masks_that_row():
     assert scored.non_tensor_batch["acc"].tolist() == [None, 1.0]
 
 
+class Hostile:
+    """A reward function whose keys are columns of the run."""
+
+    label = "compute_score in scorer.py"
+
+    def __init__(self, **details):
+        self.details = details
+
+    def __call__(self, samples):
+        return {"reward_tensor": torch.tensor([[0.0, 0, 0, 0], [0, 0, 2, 0]]), "reward_extra_info": self.details}
+
+
+def test_keys_of_a_reward_function_are_no_columns_of_the_run():
+    data = batch([0.0, 0.0], ["a", "a"])
+    data.non_tensor_batch["finish_reason"] = np.array(["abort", "stop"], dtype=object)
+    hides = Hostile(
+        finish_reason=["stop", "abort"],
+        unscorable=[False, True],
+        uid=["x", "y"],
+        response_mask=[1, 0],
+        sample_index=[5, 5],
+        acc=[1.0, 0.0],
+        reward_uid=["p", "q"],
+    )
+    ctx = context(reward=hides)
+    scored = stages.score(data, {}, ctx)
+    columns = scored.non_tensor_batch
+    assert columns["finish_reason"].tolist() == ["abort", "stop"] and columns["uid"].tolist() == ["a", "a"]
+    assert scored.batch["response_mask"].sum(-1).tolist() == [0, 3], "the aborted one is masked, the other is not"
+    assert columns["unscorable"].tolist() == [True, False] and "sample_index" not in columns
+    assert ctx.metrics.values()["training/aborted_samples"] == 1
+    stored = ["reward_finish_reason", "reward_unscorable", "reward_reward_uid", "reward_response_mask"]
+    assert scored.meta_info[group_filter.DETAILS] == [*stored, "reward_sample_index", "acc", "reward_uid"]
+    assert columns["reward_finish_reason"].tolist() == ["stop", "abort"]
+    assert columns["reward_reward_uid"].tolist() == ["x", "y"] and columns["reward_uid"].tolist() == ["p", "q"]
+    told = notices()["compute_score in scorer.py, key 'finish_reason'"]
+    assert "'reward_finish_reason'" in told and "Return it under another name" in told
+
+
+def test_a_key_that_means_the_score_elsewhere_is_stored_under_another_name():
+    data = batch([0.0, 0.0], ["a", "a"])
+    scored = stages.score(data, {}, context(reward=Hostile(reward=[9.0, 9.0])))
+    assert group_filter.outcomes(scored, "reward").tolist() == [0.0, 2.0]
+    assert scored.non_tensor_batch["reward_reward"].tolist() == [9.0, 9.0]
+
+
 def test_equal_groups_are_dropped_only_when_filtering_is_on():
     data = batch([1.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"])
     ctx = context()
@@ -100,6 +146,17 @@ def test_groups_are_filtered_by_any_reward_detail():
     data.non_tensor_batch["acc"] = np.array([True, True, False, True], dtype=object)
     ctx = context(**{"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"})
     assert kept(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_dropped_prompts_are_noted_for_a_curriculum(learns):
+    data = batch([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], ["a", "a", "b", "b", "c", "c"])
+    data.non_tensor_batch["__row__"] = np.array([7, 7, 8, 8, 9, 9], dtype=object)
+    ctx = context(**{"algorithm.filter_groups.enable": True})
+    ctx.run.flat_rows = [] if learns else None
+    judged([0, 1, 2], data, ctx, trims=False)
+    assert ctx.run.take_flat_rows() == ([7, 9] if learns else [])
+    assert ctx.run.take_flat_rows() == []
 
 
 def test_an_endless_refill_stops_at_the_limit():

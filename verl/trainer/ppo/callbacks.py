@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 from verl import registry
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
-from verl.data.loader import LearnsFromSteps
+from verl.data.curriculum import FLAT_ROWS
+from verl.data.loader import HasMetrics, LearnsFromSteps
+from verl.data.mixture import Mixture
 from verl.data.progress import timed
 from verl.data.sample_texts import SampleTexts, turns_of_rows
 from verl.errors import CheckpointError, ConfigError
@@ -94,15 +96,38 @@ class Callback:
         """After the last step, in every orderly end of the run."""
 
 
+class CountSources(Callback):
+    """``data/prompts/<source>``: the prompts of each source that a step trained on (``data.source_weights``)."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+
+    def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
+        columns = batch.non_tensor_batch
+        rows = dict(zip(columns["uid"], columns[accounting.ROW], strict=True)).values()
+        for name, count in self.mixture.count(rows).items():
+            trainer.ctx.metrics.add(f"data/prompts/{name}", count, "last")
+
+
 class UpdateCurriculum(Callback):
-    """Gives every batch that was trained on to the sampler of the prompts, before a checkpoint takes its state."""
+    """Gives every batch that was trained on to the sampler of the prompts, before a checkpoint takes its state.
+
+    The batch says which prompts dynamic sampling dropped meanwhile (`FLAT_ROWS`).
+    """
 
     def __init__(self, sampler: LearnsFromSteps) -> None:
         self.sampler = sampler
 
+    def on_fit_begin(self, trainer: RunningTrainer) -> None:
+        trainer.state.flat_rows = []
+
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         with trainer.ctx.timed("update_sampler"):
-            self.sampler.update(batch)
+            rows = trainer.state.take_flat_rows()
+            self.sampler.update(DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, FLAT_ROWS: rows}))
+        if isinstance(self.sampler, HasMetrics):
+            for name, value in self.sampler.metrics().items():
+                trainer.ctx.metrics.add(name, value, "last")
 
 
 class DumpRollouts(Callback):

@@ -142,6 +142,8 @@ def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: 
         )
     is_flat = stages.flat_groups(samples, rows, ctx)[rows]
     accounting.drop_rows(samples, is_flat, "filtered_group", ctx)
+    if accounting.ROW in samples.non_tensor_batch:
+        ctx.run.note_flat(samples.non_tensor_batch[accounting.ROW][::each][is_flat[::each]].tolist())
     oldest = oldest_versions(samples, len(numbers))
     if trims:
         samples, stays = trimmed(samples), np.ones(len(samples), dtype=bool)  # a replay reads groups that are dropped

@@ -19,13 +19,14 @@ from verl import device
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.checkpoint import check_metric
 from verl.checkpoint.find import find_latest_ckpt_path
-from verl.config import PPOTrainerConfig, to_dict
+from verl.config import PPOTrainerConfig, replace, to_dict
 from verl.config.loading.configuration import config_from
 from verl.config.machine import pools, topology
 from verl.config.schema.root import key_of_prompts_at_once, prompts_at_once
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
 from verl.data.loader import LearnsFromSteps, PromptSource
+from verl.data.mixture import Mixture
 from verl.data.progress import timed
 from verl.data.sample_texts import SampleTexts, conversation_columns, ends_of
 from verl.errors import DataError, RolloutError, VerlError
@@ -44,7 +45,7 @@ from verl.trainer import build, placement, runtime, sampling
 from verl.trainer.keeper import ReplicaKeeper, processes_of_run, waits_for_replica
 from verl.trainer.models import model_roles, served_models
 from verl.trainer.ppo import accounting, correction, group_filter, judging, record, stages
-from verl.trainer.ppo.callbacks import TellSaved, UpdateCurriculum, default_callbacks
+from verl.trainer.ppo.callbacks import CountSources, TellSaved, UpdateCurriculum, default_callbacks
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.metric_utils import (
@@ -130,15 +131,16 @@ class RayPPOTrainer:
             val_dataset = build.dataset(self.config, self.tokenizer, self.processor, is_train=False)
         for rows in (train_dataset, val_dataset):
             build.check_rewards(self.config, rows)
-        if sampler is None and data.sampler.class_path:
-            sampler = create_rl_sampler(data, train_dataset)
+        if sampler is None:
+            seeded = data if data.seed is not None else replace(data, seed=trainer.seed)
+            sampler = create_rl_sampler(seeded, train_dataset)
         if isinstance(sampler, LearnsFromSteps):
             self.callbacks.insert(0, UpdateCurriculum(sampler))
+        if data.source_weights:
+            self.callbacks.insert(0, CountSources(Mixture.of(train_dataset, data)))
         loader = StatefulLoader(
             train_dataset,
             batch_size=prompts_at_once(data),
-            shuffle=data.shuffle,
-            seed=trainer.seed if data.seed is None else data.seed,
             num_workers=data.dataloader_num_workers,
             drop_last=True,
             collate_fn=collate,
