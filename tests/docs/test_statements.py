@@ -265,7 +265,7 @@ def test_every_built_in_name_is_described(page):
 
 
 def test_every_program_that_prepares_data_is_described():
-    said = " ".join(code(ROOT / "docs/howto/data.md"))
+    said = " ".join(code(ROOT / "docs/appendix/prepared_data.md"))
     programs = [
         file.stem for file in (ROOT / "examples/data_preprocess").glob("*.py") if "def main(" in file.read_text()
     ]
