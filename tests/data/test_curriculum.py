@@ -49,7 +49,7 @@ def test_before_anything_is_learned_an_epoch_is_a_permutation():
 def test_a_chance_follows_the_groups_of_its_prompt():
     sampler = curriculum(4)
     sampler.update(step({1: [1.0, 1.0], 2: [0.0, 1.0]}, flat=(3,)))
-    # 0.1 + 0.9 m, and m moves half the way: 1 -> 0.5 where rewards are equal, 1 stays 1 where they differ
+    # 0.1 + 0.9 m, with m = (1 + 0) / 2 where rewards are equal, and (1 + 1) / 2 where they differ
     assert [sampler.chance(row) for row in range(4)] == pytest.approx([1.0, 0.55, 1.0, 0.55])
     sampler.update(step({1: [0.0, 0.0], 3: [0.5, 0.25]}))
     assert sampler.chance(1) == pytest.approx(0.1 + 0.9 * 0.25)

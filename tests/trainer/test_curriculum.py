@@ -141,8 +141,10 @@ def test_a_curriculum_learns_of_the_prompts_that_are_dropped(two_sources):
 
 def test_weights_that_are_no_shares_end_a_run_at_once(two_sources, capsys):
     assert train(1, "run", "data.source_weights={few: 0.5, many: 1}") == 2
-    told = capsys.readouterr().err
-    assert "data.source_weights: the weights sum to 1.5, not to 1" in told and "{few: 0.3333, many: 0.6667}" in told
+    message = capsys.readouterr().err
+    assert (
+        "data.source_weights: the weights sum to 1.5, not to 1" in message and "{few: 0.3333, many: 0.6667}" in message
+    )
 
 
 def test_keys_of_a_scorer_neither_mask_nor_hide_a_sample(workplace):
@@ -152,5 +154,5 @@ def test_keys_of_a_scorer_neither_mask_nor_hide_a_sample(workplace):
     assert set(batch.non_tensor_batch["finish_reason"]) <= {"stop", "length"}
     assert not batch.non_tensor_batch["unscorable"].any() and batch.batch["response_mask"].any(-1).all()
     assert set(batch.non_tensor_batch["reward_finish_reason"]) == {"abort"}
-    (told,) = (text for key, text in notices().items() if key.endswith("scorer.py, key 'finish_reason'"))
-    assert "'reward_finish_reason'" in told
+    (message,) = (text for key, text in notices().items() if key.endswith("scorer.py, key 'finish_reason'"))
+    assert "'reward_finish_reason'" in message

@@ -40,8 +40,8 @@ class MixedRewardsFirst(Sampler[int]):
 
     A group is mixed if the rewards of its samples differ: a group estimator learns only from those. The share of mixed
     groups of a prompt is m = 1 before it was sampled; each group moves it by `memory` towards 1 (mixed) or 0, and the
-    prompt is taken with probability `least` + (1 - `least`) m. So what is too easy or too hard now comes back later.
-    With ``data.source_weights`` this is so inside each source, and the sources have their shares.
+    prompt is taken with probability `least` + (1 - `least`) m. What is too easy or too hard now comes back later.
+    With ``data.source_weights`` that is the order inside each source, and the sources have their shares.
 
     An epoch has as many prompts as a plain one, and begins a new pass. The order is a function of the seed, the epoch
     and the steps before; the state has no random numbers.

@@ -2,7 +2,7 @@
 
 The schedule is that of proportionate progress (Baruah, Cohen, Plaxton, Varvel, Algorithmica 1996). The j-th prompt
 (from 1) of a source with share w has its place in an epoch from floor((j - 1) / w) to ceil(j / w) - 1, and of those
-that may be drawn the one with the earliest last place is. So among the first n prompts of an epoch each source has
+that may be drawn the one with the earliest last place is. Among the first n prompts of an epoch each source has
 floor(n w) or ceil(n w), for every n. Shares are fractions, and no rounding adds up.
 """
 

@@ -121,8 +121,8 @@ def test_keys_of_a_reward_function_are_no_columns_of_the_run():
     assert scored.meta_info[group_filter.DETAILS] == [*stored, "reward_sample_index", "acc", "reward_uid"]
     assert columns["reward_finish_reason"].tolist() == ["stop", "abort"]
     assert columns["reward_reward_uid"].tolist() == ["x", "y"] and columns["reward_uid"].tolist() == ["p", "q"]
-    told = notices()["compute_score in scorer.py, key 'finish_reason'"]
-    assert "'reward_finish_reason'" in told and "Return it under another name" in told
+    message = notices()["compute_score in scorer.py, key 'finish_reason'"]
+    assert "'reward_finish_reason'" in message and "Return it under another name" in message
 
 
 def test_a_key_that_means_the_score_elsewhere_is_stored_under_another_name():

@@ -44,7 +44,7 @@ def score_samples(
     return {**scored, "reward_extra_info": details}
 
 
-def under_free_names(details: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sequence[Any]]:
+def under_free_names(details: Mapping[str, Sequence[object]], label: str) -> dict[str, Sequence[object]]:
     """What a reward function returned besides the scores, under names that are no columns of the run.
 
     Names may come from the text of an answer: ``finish_reason`` and ``unscorable`` would decide what is trained on.
@@ -52,7 +52,7 @@ def under_free_names(details: Mapping[str, Sequence[Any]], label: str) -> dict[s
     Args:
         label: of the function, for the notice.
     """
-    free: dict[str, Sequence[Any]] = {}
+    free: dict[str, Sequence[object]] = {}
     for key, values in details.items():
         name = key
         while name in TAKEN or declared_field(name) is not None or (name != key and name in details):
