@@ -220,11 +220,12 @@ def test_values_of_a_reward_function_keep_their_names(workplace):
     for line, row in zip(lines, rows):
         extra = json.loads(row["extra"])
         for values in (line, extra):
-            assert (values["length"], values["finish_reason"], values["reward_row"]) == (-5, "mine", "third")
-        assert row["finish_reason"] is None and line["row"] == row["row"] in range(8)
+            assert (values["length"], values["reward_finish_reason"], values["reward_row"]) == (-5, "mine", "third")
+        assert row["finish_reason"] == line["response_finish_reason"] and row["finish_reason"] in ("stop", "length")
+        assert line["row"] == row["row"] in range(8)
     assert "row" in notices()["trainer.rollout_data_dir"]
     index = read_lines(Path("dumps/1.jsonl"), 1, Names(), Names())
-    assert index.columns["length"].tolist() == lengths and set(index.columns["finish"]) == {-1}
+    assert index.columns["length"].tolist() == lengths and -1 not in set(index.columns["finish"])
 
 
 def test_rows_that_a_method_leaves_out_say_it_without_a_ledger(workplace):

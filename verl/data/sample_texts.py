@@ -6,7 +6,7 @@ An image of a prompt is named once, not written as its hundreds of placeholders.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,14 +168,10 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
     return columns
 
 
-def ends_of(batch: DataProto, details: Container[str]) -> dict[str, list[object]]:
-    """Columns for a dump: tokens of each response, and why it ended where the sampler says why.
-
-    Args:
-        details: columns of the batch that a reward function filled; ``finish_reason`` among them is not the sampler's.
-    """
+def ends_of(batch: DataProto) -> dict[str, list[object]]:
+    """Columns for a dump: tokens of each response, and why it ended where the sampler says why."""
     lengths = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].sum(-1).tolist()
-    reasons = None if "finish_reason" in details else batch.non_tensor_batch.get("finish_reason")
+    reasons = batch.non_tensor_batch.get("finish_reason")
     return {NUM_TOKENS: lengths, **({} if reasons is None else {FINISH: list(reasons)})}
 
 

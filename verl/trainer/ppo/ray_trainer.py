@@ -436,7 +436,7 @@ class RayPPOTrainer:
         truths = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
         extra = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get(group_filter.DETAILS, ())}
         columns: dict[str, list[Any]] = {
-            **ends_of(batch, extra),
+            **ends_of(batch),
             **conversation_columns(batch),
             **self.texts.columns(batch),
             **accounting.names_of(batch),
