@@ -1,0 +1,41 @@
+"""FlowRL (Zhu et al., arXiv 2509.15207): match the distribution of rewards instead of maximising the reward."""
+
+from dataclasses import dataclass
+
+from verl.config import ConfigNode, PPOTrainerConfig, setting
+from verl.config.loading.recipes import Recipe
+from verl.config.rules.checks import Problems
+from verl.config.schema.tree import in_range
+from verl.errors import ConfigError
+from verl.registry import EstimatorFacts, LossFacts
+
+_ACTOR, _LOSS, _ESTIMATORS = "actor_rollout_ref.actor", "flow_balance", ("group_partition", "learned_partition")
+
+
+@dataclass(frozen=True)
+class FlowConfig(ConfigNode):
+    """What the estimators of FlowRL read."""
+
+    flowrl_beta: float = setting(15.0, "weight of the normalised reward in the log of the distribution that is matched")
+
+
+def _problems(cfg: PPOTrainerConfig) -> Problems:
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    wrong = in_range("algorithm.flowrl_beta", algorithm.flowrl_beta, "above 0", algorithm.flowrl_beta > 0)
+    parts = algorithm.adv_estimator.endswith(_ESTIMATORS), actor.policy_loss.loss_mode.endswith(_LOSS)
+    if not all(parts):
+        key, name = (("algorithm.adv_estimator", _ESTIMATORS[0]), (f"{_ACTOR}.policy_loss.loss_mode", _LOSS))[parts[0]]
+        fix = f"Set it to recipe.flowrl.core:{name}."
+        wrong.append(ConfigError("FlowRL is an estimator and a loss, neither without the other", key=key, fix=fix))
+    if not (actor.use_kl_loss or algorithm.use_kl_in_reward):
+        message, fix = "FlowRL reads the reference's log-probs", f"Set it to true, with {_ACTOR}.kl_loss_coef=0."
+        wrong.append(ConfigError(message, key=f"{_ACTOR}.use_kl_loss", got=False, fix=fix))
+    return wrong
+
+
+FACTS = {
+    "group_partition": EstimatorFacts(groups=True, old_log_probs=True),
+    "learned_partition": EstimatorFacts(groups=True, values=True, old_log_probs=True),
+    "flow_balance": LossFacts(aggregation="seq-mean-token-mean"),
+}
+RECIPE = Recipe("recipe.flowrl", settings={"algorithm": FlowConfig}, problems=_problems)

@@ -1,0 +1,33 @@
+"""``python -m recipe.flowrl.main_flowrl key=value ...``: `verl.trainer.main_ppo` with the settings of FlowRL.
+
+What the command line says wins over what stands here.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from verl.trainer import main_ppo
+
+FLOWRL = (
+    "algorithm.adv_estimator=recipe.flowrl.core:group_partition",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=recipe.flowrl.core:flow_balance",
+    # the reference is loaded for its log-probs; the balance holds the policy near it, and no further term does
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.actor.entropy_coeff=0",
+    "actor_rollout_ref.rollout.n=8",
+    # of learned_partition: log Z moves by more than PPO's clip of values allows
+    "critic.cliprange_value=20",
+    "trainer.project_name=verl-flowrl",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
+    return main_ppo.main(sys.argv[1:] if argv is None else argv, FLOWRL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
