@@ -1,0 +1,1 @@
+"""A generative reward model behind a server somewhere else, called by a reward function."""
