@@ -28,15 +28,16 @@ PROGRAMS: dict[str, tuple[str, str]] = {
         "recovery of single workers during a step",
         "Start verl.trainer.main_ppo: a run that died goes on from its last checkpoint.",
     ),
-    "recipe.flowrl.main_flowrl": ("FlowRL", _OWN),
-    "recipe.gkd.main_gkd": ("on-policy distillation", _OWN),
     "recipe.grpo_mindspeed_mm.main_ppo": ("the MindSpeed-MM engine", _ASCEND),
     "recipe.gvpo.main_gvpo": ("GVPO", _OWN),
     "recipe.r1.data_process": ("the data preparation of recipe r1", _OWN),
     "recipe.r1.main_eval": ("the evaluation of recipe r1", _EVALUATION),
     "recipe.r1_ascend.main_ppo": ("training of DeepSeek-V3 on Ascend", _ASCEND),
     "recipe.rep_exp.main_rep_exp": ("exploration by representations", _OWN),
-    "recipe.spo.spo_main_ppo": ("SPO, which keeps a value for every prompt", _OWN),
+    "recipe.spo.spo_main_ppo": (
+        "SPO by upstream's settings",
+        "Start recipe.spo.main_spo; its README has the settings.",
+    ),
 }
 """Module -> the feature, and what to do without it."""
 

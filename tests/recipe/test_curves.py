@@ -1,0 +1,62 @@
+"""What every recipe has, and the script that draws their curves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.recipe_curves import RECIPES, around, curves, runs, table
+from tests.sanity.source_tree import ROOT
+from verl.config.loading.configuration import read_config
+
+WITH_PAPERS = sorted(page.parent.name for page in (ROOT / "recipe").glob("*/README.md"))
+
+
+def test_a_cell_is_the_mean_over_three_steps_and_the_seeds():
+    rising = [step / 100 for step in range(1, 41)]
+    assert around(rising, 1) == pytest.approx(0.015) and around(rising, 20) == pytest.approx(0.2)
+    assert around(rising, 40) == pytest.approx(0.395)
+    made = table({"A": [rising, [0.5] * 40], "B": [[0.25] * 40]}, 40)
+    assert made.splitlines()[0] == "| step | 1 | 10 | 20 | 30 | 40 |"
+    assert "| A | 0.26 (0.01 to 0.50) | 0.30 (0.10 to 0.50) | 0.35 (0.20 to 0.50) |" in made
+    assert "| B | 0.25 | 0.25 | 0.25 | 0.25 | 0.25 |" in made
+
+
+@pytest.mark.slow
+def test_a_curve_has_the_score_of_every_step_of_every_run(workplace: Path):
+    """Also that both forms of FlowRL run; the environment and the folder of before come back with the fixture."""
+    made = curves("flowrl", 2, [0])
+    assert {name: [len(curve) for curve in of_seeds] for name, of_seeds in made.items()} == {
+        "GRPO": [2], "FlowRL": [2], "FlowRL, learned log Z": [2],
+    }  # fmt: skip
+    firsts = {of_seeds[0][0] for of_seeds in made.values()}
+    assert len(firsts) == 1 and 0 < firsts.pop() < 1, "before the first update all are one model"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_compared_with_grpo_by_as_many_answers_per_step(recipe):
+    compared = runs(recipe, 40, "http://judge")
+    assert next(iter(compared)) == "GRPO" and len(compared) >= 2
+    for _, words in compared.values():
+        settings = dict(word.split("=", 1) for word in words if word.count("=") == 1)
+        batch = int(settings.get("data.train_batch_size", 8)) * int(settings.get("actor_rollout_ref.rollout.n", 4))
+        assert batch == 32
+        read_config("ppo_trainer", words)
+    page = (ROOT / "recipe" / recipe / "README.md").read_text()
+    assert f"python scripts/recipe_curves.py {recipe} --seeds" in page
+
+
+@pytest.mark.parametrize("recipe", WITH_PAPERS)
+def test_a_recipe_names_its_source_and_its_program_and_is_short(recipe):
+    folder = ROOT / "recipe" / recipe
+    page = (folder / "README.md").read_text()
+    program = re.search(rf"python -m (recipe\.{recipe}\.main_{recipe})", page)
+    assert program and (ROOT / f"{program[1].replace('.', '/')}.py").is_file()
+    assert sum(len(file.read_text().splitlines()) for file in folder.glob("core.py")) <= 200
+
+
+def test_recipes_are_listed(project_root: Path):
+    listed = (project_root / "docs/howto/index.md").read_text()
+    assert [name for name in WITH_PAPERS if f"recipe/{name}/README.md" not in listed] == []
