@@ -72,7 +72,12 @@ def runs(recipe: str, steps: int, judge: str) -> dict[str, Run]:
             "FlowRL": ("recipe.flowrl.main_flowrl", BY_RULE),
             "FlowRL, learned log Z": (
                 "recipe.flowrl.main_flowrl",
-                [*BY_RULE, *CRITIC, f"{ALG}.adv_estimator=recipe.flowrl.core:learned_partition"],
+                [
+                    *BY_RULE,
+                    *CRITIC,
+                    "critic.cliprange_value=20",
+                    f"{ALG}.adv_estimator=recipe.flowrl.core:learned_partition",
+                ],
             ),
         },
         "spo": {

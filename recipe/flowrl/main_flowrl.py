@@ -18,8 +18,6 @@ FLOWRL = (
     "algorithm.use_kl_in_reward=false",
     "actor_rollout_ref.actor.entropy_coeff=0",
     "actor_rollout_ref.rollout.n=8",
-    # of learned_partition: log Z moves by more than PPO's clip of values allows
-    "critic.cliprange_value=20",
     "trainer.project_name=verl-flowrl",
 )
 
