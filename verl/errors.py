@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import heapq
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -171,6 +172,17 @@ class CheckpointError(VerlError, RuntimeError):
 
 class MissingDependencyError(VerlError, ImportError):
     """An optional package is needed and not installed; ``fix`` holds the install command."""
+
+
+def print_answer(answer: Callable[[], object]) -> int:
+    """Print what a program answers, or the message of its error; returns the exit status: 0, or 2 after an error."""
+    try:
+        text = str(answer())
+    except (VerlError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    return 0
 
 
 def portable(error: Exception) -> Exception:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.errors import DataError, VerlError
+from verl.errors import DataError, print_answer
 from verl.journal.ledger_reader import table
 from verl.metrics import notice
 from verl.observability.metrics_log import MetricsLog
@@ -97,17 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.runs", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="FOLDER | compare A B", help=f"by default {USUAL}")
     words = parser.parse_args(argv).words
-    try:
-        if words[:1] == ["compare"] and len(words) == 3:
-            print(comparison(Path(words[1]), Path(words[2])))
-        elif len(words) <= 1:
-            print(listing(Path(words[0]) if words else USUAL))
-        else:
-            parser.error("name one folder, or: compare A B")
-    except VerlError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    if words[:1] == ["compare"] and len(words) == 3:
+        return print_answer(lambda: comparison(Path(words[1]), Path(words[2])))
+    if len(words) > 1:
+        parser.error("name one folder, or: compare A B")
+    return print_answer(lambda: listing(Path(words[0]) if words else USUAL))
 
 
 if __name__ == "__main__":

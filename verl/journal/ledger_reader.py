@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.errors import DataError, VerlError, printable, suggest
+from verl.errors import DataError, print_answer, printable, suggest
 from verl.journal.account import REASONS, Account, Key, SampleRecord, numbers_in
 from verl.journal.file import NAME, DamagedJournal, Entry, entries_in, journal_in
 
@@ -220,12 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=int, default=SHOWN, help=f"samples that are shown; {SHOWN} by default")
     args = parser.parse_args(argv)
-    try:
-        print(ledger_answer(args.run, args.step, args.uid, args.dropped, args.limit))
-    except VerlError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return print_answer(lambda: ledger_answer(args.run, args.step, args.uid, args.dropped, args.limit))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.errors import DataError, MissingDependencyError, VerlError, suggest
+from verl.errors import DataError, MissingDependencyError, print_answer, suggest
 from verl.json_text import read_json
 
 REWARD_KEYS = ("critic/score/mean", "critic/rewards/mean")
@@ -201,14 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-x", choices=("step", *X), default="step", help="what is on the axis; by default the step")
     parser.add_argument("--smooth", type=_weight, default=0.0, help="weight of the past in a moving average, as 0.9")
     args = parser.parse_args(argv)
-    try:
-        first = Path(args.metrics[0])
-        default = first.with_suffix(".png") if len(args.metrics) == 1 else first.with_name(f"{first.stem}-compared.png")
-        print(plot_run(args.metrics, args.out or default, args.keys, args.title, args.x, args.smooth))
-    except VerlError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    first = Path(args.metrics[0])
+    default = first.with_suffix(".png") if len(args.metrics) == 1 else first.with_name(f"{first.stem}-compared.png")
+    out = args.out or default
+    return print_answer(lambda: plot_run(args.metrics, out, args.keys, args.title, args.x, args.smooth))
 
 
 if __name__ == "__main__":
