@@ -13,6 +13,7 @@ from verl.errors import DataError
 from verl.journal import gantt
 from verl.journal.file import NAME, Journal
 from verl.journal.spans import Span, Spans, read_spans
+from verl.json_text import read_json
 
 OVERLAPPING = [
     Span("step", 1, "main", 0, 10), Span("gen", 1, "main", 0, 4), Span("reward", 1, "main", 4, 5),
@@ -39,6 +40,39 @@ def test_idle_seconds_are_those_that_no_span_of_the_role_covers():
     assert lines[1] == ["sampling", "11.000", "3.000", "21.4%"] and lines[4] == ["training", "5.000", "9.000", "64.3%"]
     second = gantt.of_steps(OVERLAPPING, 2, 2)
     assert gantt.busy_seconds(gantt.by_role(second)["sampling"]) == 2, "of step 3's sampling what is inside of step 2"
+
+
+def test_nobody_is_idle_between_two_processes_of_a_resumed_run(tmp_path, capsys):
+    """Each process has a step of 10 s, of which 8 are sampled; 100 s pass between the first and the second."""
+    journal = Journal(tmp_path)
+    journal.begin()
+    for step, at in (1, 1000.0), (2, 1110.0):
+        for stage, end in ("gen", 8.0), ("step", 10.0):
+            journal.write({"event": "span", "step": step, "stage": stage, "thread": "main", "begin": at,
+                           "end": at + end})  # fmt: skip
+        journal = Journal(tmp_path, 1, journal.path.name, journal.position())
+        journal.begin()
+    spans = read_spans(tmp_path)
+    assert [one.process for one in spans] == [0, 0, 1, 1]
+    assert gantt.work_of_roles(spans) == {"sampling": pytest.approx((16, 4))}
+    assert gantt.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split()[-3:] == ["all", "20.000", "seconds"]
+    assert gantt.work_of_roles(gantt.of_steps(spans, 2, 2)) == {"sampling": pytest.approx((8, 2))}
+
+
+def test_trace_events_have_a_row_per_thread_and_no_row_with_a_partial_overlap(tmp_path):
+    lanes = [Span("gen", 3, "ahead", 11, 13), Span("gen", 3, "main", 20, 21, process=1)]
+    trace = gantt.trace_events([*OVERLAPPING, *lanes])
+    names = {(one["pid"], one["tid"]): one["args"]["name"] for one in trace["traceEvents"] if one["ph"] == "M"}
+    assert sorted(names.values()) == ["ahead", "ahead (2)", "main", "main"]
+    bars = [one for one in trace["traceEvents"] if one["ph"] == "X"]
+    (trained,) = [one for one in bars if (one["name"], one["args"]["step"]) == ("update_actor", 2)]
+    assert (trained["ts"], trained["dur"], trained["cat"], names[0, trained["tid"]]) == (10e6, 3e6, "training", "main")
+    assert len(bars) == len(OVERLAPPING) + 2
+    for one in bars:
+        for other in (bar for bar in bars if (bar["pid"], bar["tid"]) == (one["pid"], one["tid"])):
+            ends = one["ts"] + one["dur"], other["ts"] + other["dur"]
+            assert not one["ts"] < other["ts"] < ends[0] < ends[1], "Perfetto would move the end of one of them"
 
 
 def test_a_picture_shows_the_sampling_of_the_next_step_beside_the_training_of_this_one():
@@ -78,7 +112,12 @@ def test_spans_of_two_threads_are_kept_apart_and_written_at_once(tmp_path, capsy
         ("gen", 2, "ahead"), ("step", 1, "MainThread"), ("update_actor", 1, "MainThread")
     }  # fmt: skip
     assert spans.open() == []
-    assert gantt.main([str(tmp_path), "--steps", "1", "-o", str(tmp_path / "g.svg")]) == 0
+    assert (
+        gantt.main([str(tmp_path), "--steps", "1", "-o", str(tmp_path / "g.svg"), "--chrome", str(tmp_path / "g.json")])
+        == 0
+    )
+    events = read_json((tmp_path / "g.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"step", "update_actor", "thread_name"}
     assert "training" in capsys.readouterr().out and "<svg" in (tmp_path / "g.svg").read_text()
     nowhere = str(tmp_path / "no" / "g.svg")
     for words, said in (["--steps", "5"], "1 to 1"), (["--steps", "x"], "2-5"), (["-o", nowhere], nowhere):

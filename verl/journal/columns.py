@@ -15,7 +15,7 @@ from verl.errors import DataError
 from verl.journal.account import MOST_ASKED, REASONS
 from verl.journal.file import RUN, Entry, Follower, journal_in, segments_of
 from verl.journal.ledger_reader import WAITING
-from verl.journal.spans import EVENT, Span
+from verl.journal.spans import EVENT, Span, is_resumed, span_of
 from verl.json_text import JsonObject
 
 KINDS = {
@@ -67,7 +67,6 @@ class Lineage:
         columns: name of `KINDS` -> (N,) by the number in the ledger.
         spans: finished stages.
         restarts: steps after which a process of the run went on.
-        processes: for each of these, the number of spans before it.
         notice: why it cannot be read to its end; empty.
         version: another number after each change.
     """
@@ -85,7 +84,6 @@ class Lineage:
         self.count, self.last_step = 0, 0
         self.spans: list[Span] = []
         self.restarts: list[int] = []
-        self.processes: list[int] = []
         self._keys: np.ndarray | None = None
         self._order: np.ndarray | None = None
 
@@ -171,8 +169,7 @@ class Lineage:
     def _apply(self, entry: Entry) -> None:
         kind, step = entry["event"], int(entry.get("step", 0))
         if kind == EVENT:
-            times = float(entry["begin"]), float(entry["end"])
-            self.spans.append(Span(str(entry["stage"]), step, str(entry["thread"]), *times))
+            self.spans.append(span_of(entry, len(self.restarts)))
         elif kind == RUN:
             self._begin(entry, step)
         elif kind == "end":
@@ -184,9 +181,8 @@ class Lineage:
 
     def _begin(self, entry: Entry, step: int) -> None:
         state = entry.get("state", {}).get("samples")
-        if step > 0 and "check" not in entry:  # an entry with a check begins a segment, not a process
+        if is_resumed(entry):
             self.restarts.append(step)
-            self.processes.append(len(self.spans))
         if state is None or self.count:
             return
         sampled = int(state["sampled"])

@@ -1,18 +1,23 @@
 """Who worked when: ``python -m verl.journal.gantt RUN -o gantt.svg [--steps 2-5]`` draws a run's trace.
 
 A row per role, time from left to right, and a shade per step, so that sampling for step k + 1 during the training of
-step k is seen as such. It also prints for how many seconds each role was idle.
+step k is seen as such. It also prints for how many seconds each role was idle. ``--chrome trace.json`` writes the spans
+of each thread as trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
-from verl.errors import DataError, VerlError
+from verl.errors import DataError, print_answer
 from verl.journal.spans import Span, read_spans
 
 ROLES = {
@@ -76,17 +81,66 @@ def of_steps(spans: Sequence[Span], first: int, last: int) -> list[Span]:
         raise DataError("none of these steps is in the trace", key="--steps", got=f"{first}-{last}", allowed=allowed)
     begin, end = min(span.begin for span in frames.values()), max(span.end for span in frames.values())
     inside = (span for span in spans if span.end > begin and span.begin < end)
-    return [Span(span.stage, span.step, span.thread, max(begin, span.begin), min(end, span.end)) for span in inside]
+    return [replace(span, begin=max(begin, span.begin), end=min(end, span.end)) for span in inside]
+
+
+def running_seconds(spans: Iterable[Span]) -> float:
+    """Seconds in which a process of the run was there: between two processes of a resumed run nobody is idle."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for span in spans:
+        begins[span.process] = min(span.begin, begins.get(span.process, span.begin))
+        ends[span.process] = max(span.end, ends.get(span.process, span.end))
+    down = sum(max(0.0, begins[after] - ends[before]) for before, after in pairwise(sorted(begins)))
+    return max(ends.values()) - min(begins.values()) - down
+
+
+def work_of_roles(spans: Sequence[Span]) -> dict[str, tuple[float, float]]:
+    """(busy, idle) seconds of each role."""
+    length = running_seconds(spans)
+    busy = {role: busy_seconds(work) for role, work in by_role(spans).items()}
+    return {role: (seconds, length - seconds) for role, seconds in busy.items()}
 
 
 def idle_table(spans: Sequence[Span]) -> str:
     """Busy and idle seconds of each role."""
-    length = max(span.end for span in spans) - min(span.begin for span in spans)
+    length = running_seconds(spans)
     lines = [f"{'role':<12}{'busy s':>10}{'idle s':>10}{'idle':>8}"]
-    for role, work in by_role(spans).items():
-        busy = busy_seconds(work)
-        lines.append(f"{role:<12}{busy:>10.3f}{length - busy:>10.3f}{1 - busy / length:>8.1%}")
+    for role, (busy, idle) in work_of_roles(spans).items():
+        lines.append(f"{role:<12}{busy:>10.3f}{idle:>10.3f}{idle / length:>8.1%}")
     return "\n".join([*lines, f"{'all':<12}{length:>10.3f} seconds"])
+
+
+def trace_events(spans: Iterable[Span]) -> dict[str, Any]:
+    """The spans as Chrome's trace events: a row per thread, or more where its spans overlap without being nested.
+
+    A viewer draws a row's spans within each other. Times are in microseconds since 1970; source: Chromium's "Trace
+    Event Format", complete events (``X``) and names of rows (``M``).
+    """
+    rows: dict[tuple[int, str, int], list[Span]] = {}
+    numbers: dict[tuple[int, str, int], int] = {}
+    events = []
+    for span in sorted(spans, key=lambda interval: (interval.begin, -interval.end)):
+        row = next(key for n in count() if _fits(span, rows.setdefault(key := (span.process, span.thread, n), [])))
+        rows[row].append(span)
+        events.append(
+            {"name": span.stage, "cat": role_of(span.stage) or "run", "ph": "X", "ts": span.begin * 1e6,
+             "dur": (span.end - span.begin) * 1e6, "pid": span.process,
+             "tid": numbers.setdefault(row, len(numbers) + 1), "args": {"step": span.step}}
+        )  # fmt: skip
+    about = [
+        {"name": "thread_name", "ph": "M", "pid": process, "tid": number,
+         "args": {"name": thread if n == 0 else f"{thread} ({n + 1})"}}
+        for (process, thread, n), number in numbers.items()
+    ]  # fmt: skip
+    return {"traceEvents": about + events, "displayTimeUnit": "ms"}
+
+
+def _fits(span: Span, around: list[Span]) -> bool:
+    """Whether a row has room for a span; takes those from ``around``, its open spans, that ended before it begins."""
+    while around and around[-1].end <= span.begin:
+        around.pop()
+    return not around or span.end <= around[-1].end
 
 
 def draw_gantt(spans: Sequence[Span], title: str) -> str:
@@ -122,21 +176,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder (trainer.default_local_dir), or its trace")
     parser.add_argument("-o", "--out", type=Path, default=None, help="the SVG to write; none: only the table")
+    parser.add_argument("--chrome", type=Path, default=None, metavar="FILE", help="trace events for Perfetto, as JSON")
     parser.add_argument("--steps", default=None, help="first and last step, as 2-5; all by default")
     parser.add_argument("--title", default=None, help="over the picture; the run's folder by default")
     args = parser.parse_args(argv)
-    try:
-        spans = read_spans(args.run)
-        if args.steps is not None:
-            spans = of_steps(spans, *_steps(args.steps))
-        print(idle_table(spans))
-        if args.out is not None:
-            args.out.write_text(draw_gantt(spans, args.title or str(args.run)), encoding="utf-8")
-            print(args.out)
-    except (VerlError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return print_answer(lambda: _answer(args))
+
+
+def _answer(args: argparse.Namespace) -> str:
+    spans = read_spans(args.run)
+    if args.steps is not None:
+        spans = of_steps(spans, *_steps(args.steps))
+    files = [args.out, args.chrome]
+    if args.out is not None:
+        args.out.write_text(draw_gantt(spans, args.title or str(args.run)), encoding="utf-8")
+    if args.chrome is not None:
+        args.chrome.write_text(json.dumps(trace_events(spans)), encoding="utf-8")
+    return "\n".join([idle_table(spans), *(str(file) for file in files if file is not None)])
 
 
 def _steps(text: str) -> tuple[int, int]:

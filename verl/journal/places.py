@@ -15,6 +15,8 @@ from pathlib import Path
 
 LOCK = ".lock"
 """In a run's folder: names the process of the run, which holds a lock on it."""
+HANG = "hang.txt"
+"""There, too: the stacks of a run that hung."""
 
 
 def file_of_run(path: Path, resumed: bool = False, before: str | None = None, private: bool = True) -> Path:

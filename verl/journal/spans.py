@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError
-from verl.journal.file import NAME, Journal, entries_in, journal_in
+from verl.journal.file import NAME, RUN, Entry, Journal, entries_in, journal_in
 from verl.metrics import notice
 
 KEY, EVENT = "trainer.trace", "span"
@@ -29,13 +29,18 @@ def now() -> float:
 
 @dataclass(frozen=True)
 class Span:
-    """One stage of one step in one thread; times in seconds since 1970."""
+    """One stage of one step in one thread; times in seconds since 1970.
+
+    Args:
+        process: of the run: 0, and one more each time that it was resumed.
+    """
 
     stage: str
     step: int
     thread: str
     begin: float
     end: float = 0.0
+    process: int = 0
 
 
 @dataclass
@@ -154,18 +159,36 @@ def read_spans(place: Path) -> list[Span]:
     if path is None:
         raise DataError("there is no journal", got=str(place), fix=f"{KEY}=true writes spans into {NAME} in "
                         "trainer.default_local_dir.")  # fmt: skip
-    spans = []
+    spans, process = [], 0
     for number, entry in enumerate(entries_in(path, replaced=True), start=1):
-        if entry["event"] != EVENT:
-            continue
         try:
-            times = float(entry["begin"]), float(entry["end"])
-            spans.append(Span(str(entry["stage"]), int(entry["step"]), str(entry["thread"]), *times))
+            process += is_resumed(entry)
+            if entry["event"] == EVENT:
+                spans.append(span_of(entry, process))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"line {number} is no span", got=str(path)) from error
     if not spans:
         raise DataError("the journal has no span", got=str(path), fix=f"{KEY}=true records them.")
     return sorted(spans, key=lambda span: (span.begin, -span.end))
+
+
+def is_resumed(entry: Entry) -> bool:
+    """Whether the run was resumed here: an entry with a check begins a segment, not a process.
+
+    Raises:
+        TypeError, ValueError: the entry is damaged.
+    """
+    return entry["event"] == RUN and "check" not in entry and int(entry.get("step", 0)) > 0
+
+
+def span_of(entry: Entry, process: int) -> Span:
+    """The span that an entry records.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    times = float(entry["begin"]), float(entry["end"])
+    return Span(str(entry["stage"]), int(entry["step"]), str(entry["thread"]), *times, process)
 
 
 def _entry(span: Span) -> dict[str, Any]:

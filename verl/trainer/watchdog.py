@@ -19,7 +19,7 @@ from typing import Any
 from verl import stacks
 from verl.errors import WorkerError, printable
 from verl.journal.gantt import WAITING, role_of
-from verl.journal.places import file_of_run
+from verl.journal.places import HANG, file_of_run
 from verl.journal.spans import Activity, Spans, now
 from verl.terminal import tell
 from verl.trainer.signals import Hung, kill_descendants
@@ -143,7 +143,7 @@ class Watchdog:
         parts.append(f"{len(seen) - len(shown)} further processes keep no stacks, such as Ray's own")
         where = "its stacks could not be written"
         try:
-            path = file_of_run(self._folder / "hang.txt")
+            path = file_of_run(self._folder / HANG)
             path.write_text(printable("\n\n".join(parts)) + "\n", encoding="utf-8")
             where = f"{path} has the stacks of {len(shown)} processes"
         except OSError as error:

@@ -15,7 +15,7 @@ import yaml
 from verl.errors import DataError
 from verl.journal.ending import NAME as END
 from verl.journal.ending import is_alive, read_end
-from verl.journal.places import LOCK, is_locked, newest_file
+from verl.journal.places import HANG, LOCK, is_locked, newest_file
 from verl.json_text import JsonObject, object_of
 from verl.observability.backends.file import metrics_path
 
@@ -23,6 +23,8 @@ METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SAMPLES = "rollout_data_dir"
 MOST_VALUES = 100_000
 """Of a file of settings."""
+MOST_STACKS = 500_000
+"""Characters of stacks that are shown."""
 STEP_FILE = re.compile(r"(\d+)\.(parquet|jsonl)")
 
 
@@ -94,6 +96,19 @@ class RunFolder:
             hint = f" --samples {places[0]} names them." if places[0].is_dir() else ""
             self.notices[SAMPLES] = f"trainer.{SAMPLES}={named} is not in the run's folder.{hint}"
         return None
+
+    def stacks(self) -> str | None:
+        """What the watchdog wrote at the last hang; None: there was none."""
+        place = newest_file(self.path / HANG)
+        real = None if place is None else self.allowed(place)
+        if real is None or not os.path.isfile(real):
+            return None
+        try:
+            with real.open(encoding="utf-8", errors="replace") as file:
+                text, more = file.read(MOST_STACKS), file.read(1)
+        except OSError as error:
+            return f"{real} cannot be read: {error}"
+        return f"{text}\n(cut: {real} has more)" if more else text
 
     def refresh(self) -> None:
         """Read the settings and the noted state again, where they changed."""

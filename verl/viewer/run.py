@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from verl.errors import DataError
 from verl.journal.account import REASONS
 from verl.journal.columns import Lineage
-from verl.journal.gantt import busy_seconds, by_role, of_steps, role_of
+from verl.journal.gantt import by_role, of_steps, role_of, work_of_roles
 from verl.journal.spans import Span
 from verl.observability.metrics_log import VALIDATION, MetricsLog
 from verl.viewer.detail import detail_of
@@ -188,27 +187,20 @@ class ViewedRun:
         return {**made, "left_out": len(rows) - MOST_SPANS} if len(rows) > MOST_SPANS else made
 
     def system(self) -> Row:
-        """Busy and idle seconds of each role, and its last stage."""
-        spans = self.lineage.spans
+        """Busy and idle seconds of each role, its last stage, and the watchdog's stacks."""
+        spans, stacks = self.lineage.spans, self.folder.stacks()
         if not spans:
-            return {"roles": [], "progress": []}
-        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
-        seconds = end - begin - self._down_seconds()
-        roles, progress = [], []
-        for role, work in by_role(spans).items():
-            busy, last = busy_seconds(work), max(work, key=lambda span: span.end)
-            roles.append({"role": role, "busy": busy, "idle": seconds - busy})
-            progress.append({"role": role, "step": last.step, "time": last.end - begin, "name": last.stage})
-        return {"roles": roles, "progress": progress}
-
-    def _down_seconds(self) -> float:
-        """Between the end of each process of the run and the first stage of the next one: nobody was idle."""
-        spans = self.lineage.spans
-        parts = [spans[one:other] for one, other in pairwise([0, *self.lineage.processes, len(spans)]) if one < other]
-        return sum(
-            max(0.0, min(span.begin for span in after) - max(span.end for span in before))
-            for before, after in pairwise(parts)
-        )
+            return {"roles": [], "progress": [], "stacks": stacks}
+        begin = min(span.begin for span in spans)
+        last = {role: max(work, key=lambda span: span.end) for role, work in by_role(spans).items()}
+        return {
+            "roles": [{"role": r, "busy": busy, "idle": idle} for r, (busy, idle) in work_of_roles(spans).items()],
+            "progress": [
+                {"role": role, "step": span.step, "time": span.end - begin, "name": span.stage}
+                for role, span in last.items()
+            ],
+            "stacks": stacks,
+        }
 
     def events(self) -> list[Row]:
         """Checkpoints, validations, restarts and notices, in the order of time; null: not known."""

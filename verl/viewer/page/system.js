@@ -87,9 +87,9 @@ export async function system(page) {
       metrics.length ? box : empty("No metric of speed or memory was logged yet.")));
   return async () => {
     const [work, numbers] = await Promise.all([nextSpans(), nextRoles(), charts.refresh()]);
-    const nothing = empty("No spans of these steps.", "The journal of a run has them: choose other steps.");
-    if (work) replace(spans, work.spans.length ? gantt(work) : nothing);
-    if (numbers) replace(roles, numbers.roles.length > 0 && table("Busy and idle", busy, numbers.roles),
-      numbers.progress.length > 0 && table("Progress", progress, numbers.progress));
+    if (work) replace(spans, work.spans.length ? gantt(work) : empty("No spans of these steps.", "Choose others."));
+    if (numbers) replace(roles, numbers.roles.length > 0 && [table("Busy and idle", busy, numbers.roles),
+      table("Progress", progress, numbers.progress)], numbers.stacks !== null && h("details", {},
+      h("summary", {}, "Stacks at the last hang"), h("pre", { class: "text", tabindex: "0" }, numbers.stacks)));
   };
 }
