@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,10 @@ from verl.config.machine.pools import refuse_without_cuda, roles
 from verl.config.machine.profiling import worker_nsight_options
 from verl.config.schema.sft import SupervisedConfig
 from verl.metrics import notice, start_logging
+from verl.observability.tracking import Tracking
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
+from verl.viewer.beside import RunPage
 
 RunConfig = PPOTrainerConfig | SupervisedConfig
 
@@ -130,6 +132,21 @@ def write_config(config: RunConfig) -> None:
         ConfigError: the folder cannot be written.
     """
     save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
+
+
+def page_of_run(
+    config: RunConfig, tracking: Tracking, samples: Path | None = None
+) -> AbstractContextManager[RunPage | None]:
+    """The page of the run (``trainer.viewer``) for as long as the block lasts; None where it is off.
+
+    Args:
+        tracking: it has begun, so that its file of metrics is there.
+        samples: where the run writes its samples; None: nowhere.
+    """
+    if not config.trainer.viewer:
+        return nullcontext()
+    file = tracking.logger.get("file")
+    return RunPage(Path(config.trainer.default_local_dir), None if file is None else file.place, samples)
 
 
 def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:

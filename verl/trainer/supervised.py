@@ -183,15 +183,19 @@ class SupervisedTrainer:
             noted = recorded_end(Path(trainer.default_local_dir), self.total_steps) if ctx.is_main else nullcontext()
             with noted, Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
                 self.places |= tracking.start(self.total_steps, self.step, self.places)
-                if trainer.val_before_train and self.val_loader is not None and self.step == 0:
-                    with timed("validating"):
-                        metrics = self._validated()
-                    tracking.log(metrics, 0)
-                with StopSignals(drop_at_once=False) as stop:
-                    self._run_steps(tracking, stop)
+                with runtime.page_of_run(self.config, tracking) if ctx.is_main else nullcontext():
+                    self._validate_and_train(tracking)
         finally:
             if self.writer is not None:
                 self.writer.close()
+
+    def _validate_and_train(self, tracking: Tracking) -> None:
+        if self.config.trainer.val_before_train and self.val_loader is not None and self.step == 0:
+            with timed("validating"):
+                metrics = self._validated()
+            tracking.log(metrics, 0)
+        with StopSignals(drop_at_once=False) as stop:
+            self._run_steps(tracking, stop)
 
     def _make_writer(self) -> CheckpointWriter:
         trainer, remote = self.config.trainer, RemoteCheckpoints.of(self.config.trainer)

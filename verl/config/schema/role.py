@@ -445,13 +445,18 @@ class RunConfig(ConfigNode):
     total_training_steps: int | None = setting(None, "length of the run in steps; null: total_epochs", within=COUNT)
     logger: list = setting(
         ["console", "file"],
-        "trackers: console, file (JSON lines), tensorboard, wandb, or dotted paths",
+        "trackers: console, file (JSON lines), tensorboard, wandb, ... (docs/howto/tracking.md), or dotted paths",
         upstream=["console", "wandb"],
     )
     console: str = setting(
         "auto",
         "what console prints of a step: table, line (all metrics) or both; auto: a table in a terminal, else a line",
         choices=("auto", "table", "line", "both"),
+        upstream=ABSENT,
+    )
+    viewer: bool = setting(
+        False,
+        "start the page of this run, as verl view does: the console shows its link once, and it ends with the run",
         upstream=ABSENT,
     )
     copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)

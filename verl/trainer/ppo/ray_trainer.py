@@ -291,10 +291,12 @@ class RayPPOTrainer:
         self.ctx = self.state.open(self.state.step)
         runtime.write_config(self.config)
         with recorded_end(Path(self.config.trainer.default_local_dir), self.total_training_steps):
-            self._run_from_here()
+            tracking = self._open_trackers()
+            samples = self.sample_folder("rollout_data_dir") if self.config.trainer.viewer else None
+            with runtime.page_of_run(self.config, tracking, samples):
+                self._run_from_here()
 
     def _run_from_here(self) -> None:
-        self._open_trackers()
         self._notify("on_load")
         if self.replicas is not None:
             self.replicas.watch(partial(record.note_moved, self.state))
@@ -312,10 +314,11 @@ class RayPPOTrainer:
         except StepDropped:
             raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None
 
-    def _open_trackers(self) -> None:
+    def _open_trackers(self) -> Tracking:
         trainer, places = self.config.trainer, self.checkpoints.places
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, to_dict(self.config))
         places |= self.tracking.start(self.total_training_steps, self.ctx.step, places)
+        return self.tracking
 
     def _close_trackers(self, exit_code: int = 0) -> None:
         if self.tracking is not None:
