@@ -19,6 +19,7 @@ from verl.journal.ledger import Ledger
 from verl.observability.metrics_log import MOST_POINTS
 from verl.observability.samples import dump_generations
 from verl.observability.token_dump import table_of, write_table
+from verl.viewer.folder import MOST_STACKS
 from verl.viewer.run import ViewedRun
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -83,6 +84,30 @@ def test_a_resumed_run_replaces_what_its_steps_wrote(tmp_path):
         site.indexed("samples")
         dump(tmp_path, 2, "after")
         assert site.indexed("samples", text="before")["total"] == 0 and site.get("samples", text="after")["total"] == 1
+
+
+def test_a_text_is_found_in_small_and_large_letters_in_both_kinds_of_files(tmp_path):
+    dump(tmp_path, 1, "The ÄPFEL (3+4)")
+    columns = tokens_of(["of äpfel (3+4)", "pears"])
+    table = table_of(columns, {}, {}, np.array([2, 2]), np.zeros(2, dtype=bool))
+    write_table(table, tmp_path / "samples" / "2.parquet")
+    with served(tmp_path) as site:
+        for text in ("äpfel", "Äpfel (3+4)"):
+            assert {row["step"] for row in site.indexed("samples", text=text)["rows"]} == {1, 2}
+        assert site.indexed("samples", text="äpfel .3")["total"] == 0, "no pattern"
+
+
+def test_the_stacks_of_the_last_hang_are_shown_up_to_a_bound(tmp_path):
+    with served(tmp_path) as site:
+        assert site.get("system")["stacks"] is None
+        (tmp_path / "hang.txt").write_text("the first\n")
+        (tmp_path / "hang-2.txt").write_text(HOSTILE)
+        assert site.get("system")["stacks"] == HOSTILE
+        (tmp_path / "hang-3.txt").write_text("x" * (MOST_STACKS + 1))
+        stacks = site.get("system")["stacks"]
+        assert stacks.startswith("x" * MOST_STACKS + "\n(cut: ") and "hang-3.txt has more" in stacks
+        (tmp_path / "hang-4.txt").symlink_to("/etc/hostname")
+        assert site.get("system")["stacks"] is None
 
 
 def test_the_journal_is_followed_across_a_restart(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,16 +87,17 @@ class StepSamples:
         return made
 
     def contains(self, text: str) -> np.ndarray:
-        """(N,) bool: rows whose prompt or response has a text, in this spelling; raises one of `UNREADABLE`."""
+        """(N,) bool: rows whose prompt or response has a text in small or large letters; raises one of `UNREADABLE`."""
         if self.offsets is not None:
+            has = re.compile(re.escape(text), re.IGNORECASE).search
             lines = (self._line(row) for row in range(len(self)))
-            return np.array([text in str(line.get("input")) or text in str(line.get("output")) for line in lines], bool)
+            return np.array([bool(has(str(line.get("input"))) or has(str(line.get("output")))) for line in lines], bool)
         made = np.zeros(len(self), dtype=bool)
         table = pq.read_table(self.path, columns=["input", "output"], use_threads=False)
         if len(table) != len(self):
             raise ValueError("another number of rows than before")
         for column in table.columns:
-            made |= pc.match_substring(column, text).fill_null(False).to_numpy()
+            made |= pc.match_substring(column, text, ignore_case=True).fill_null(False).to_numpy()
         return made
 
     def _by_group(self, file: pq.ParquetFile, rows: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
