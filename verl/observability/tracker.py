@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.errors import MissingDependencyError
 from verl.metrics import as_float
 
 if TYPE_CHECKING:
@@ -81,6 +82,37 @@ def tracker_boundary(
         raise
     except (Exception, SystemExit) as error:  # boundary: a third-party tracker
         switch_off(error)
+
+
+COLUMNS = ("step", "prompt", "response", "score", "ground_truth")
+"""Of a table of samples."""
+
+
+def table_rows(samples: Sequence[Sample], step: int) -> list[tuple[int, str, str, float | None, str | None]]:
+    """The rows of such a table; half a letter, which UTF-8 does not have, is written out."""
+    return [
+        (step, _writable(s.prompt), _writable(s.response), s.score, s.ground_truth and _writable(s.ground_truth))
+        for s in samples
+    ]
+
+
+def _writable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def absent_package(tracker: str, install: str = "") -> MissingDependencyError:
+    """The error of a tracker whose package is not installed.
+
+    Args:
+        install: the words behind ``pip install``; empty: the extra of this library that is named as the tracker.
+    """
+    command = f"pip install {install}" if install else f"In the checkout: pip install -e '.[{tracker}]'"
+    return MissingDependencyError(
+        f"the package of the tracker {tracker} is not installed",
+        key="trainer.logger",
+        got=tracker,
+        fix=f"{command}, or leave '{tracker}' out of trainer.logger.",
+    )
 
 
 def open_picture(picture: bytes) -> Image.Image:

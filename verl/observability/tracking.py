@@ -24,8 +24,8 @@ class Tracking:
     """Fan-out of metrics to the trackers named in ``trainer.logger``.
 
     Args:
-        default_backend: one name or several; built in are console, file, tensorboard, wandb, mlflow and swanlab, and a
-            dotted path ``my_pkg.my_mod:MyTracker`` (a subclass of `verl.observability.tracker.Tracker`) works as well.
+        default_backend: one name or several, of `supported_backend`, or a dotted path ``my_pkg.my_mod:MyTracker`` (a
+            subclass of `verl.observability.tracker.Tracker`).
         config: the resolved configuration as a plain dict, for trackers that store it; they get it without secrets.
 
     Raises:

@@ -11,6 +11,7 @@ import mlflow
 import pytest
 from PIL import Image
 
+from tests.engines_real.trackers.pictures import red
 from tests.engines_real.trackers.readers import swanlab_records, swanlab_scalars, wandb_history
 from verl.metrics import notices, reset_notices
 from verl.observability.tracker import Sample
@@ -41,9 +42,7 @@ def offline(tmp_path, monkeypatch):
 @pytest.fixture
 def seen() -> Sample:
     """An answer about a red picture."""
-    file = io.BytesIO()
-    Image.new("RGB", (56, 28), "red").save(file, "PNG")
-    return Sample("What is it?", "red", 1.0, "red", picture=file.getvalue())
+    return Sample("What is it?", "red", 1.0, "red", picture=red())
 
 
 def runs(project: str = "sums"):
@@ -61,6 +60,7 @@ def test_mlflow_keeps_metrics_parameters_samples_and_the_end(offline):
         tracking.log(METRICS, 1)
         tracking.log(METRICS | {"critic/score/mean": float("nan")}, 2)
         tracking.log_samples("val/generations", [Sample("1+1=", "2", 1.0, "2")], 2)
+        tracking.log_samples("val/generations", [Sample("1+2=", "<b>3</b>")], 3)
     client, (run,) = runs()
     history = client.get_metric_history(run.info.run_id, "critic/score/mean")
     assert [m.step for m in history] == [1, 2] and history[0].value == 0.5 and math.isnan(history[1].value)
@@ -68,7 +68,11 @@ def test_mlflow_keeps_metrics_parameters_samples_and_the_end(offline):
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     assert run.data.params["algorithm.adv_estimator"] == "grpo" and run.data.params["trainer.nnodes"] == "1"
     assert artifact(run, "config.json") == CONFIG
-    assert artifact(run, "samples/val/generations/2.json")["samples"][0]["response"] == "2"
+    assert artifact(run, "samples/val/generations.json") == {
+        "columns": ["step", "prompt", "response", "score", "ground_truth"],
+        "data": [[2, "1+1=", "2", 1.0, "2"], [3, "1+2=", "<b>3</b>", None, None]],
+    }
+    assert "samples/val/generations.json" in run.data.tags["mlflow.loggedArtifacts"], "it is shown as a table"
 
 
 def test_each_tracker_stores_the_pictures_that_a_sample_is_about(offline, seen):
@@ -77,7 +81,7 @@ def test_each_tracker_stores_the_pictures_that_a_sample_is_about(offline, seen):
         assert list(tracking.logger) == ["mlflow", "swanlab", "wandb"], "none has failed"
     _, (run,) = runs()
     stored = mlflow.artifacts.load_image(f"{run.info.artifact_uri}/samples/val/2_1.png")
-    assert artifact(run, "samples/val/2.json")["samples"][1]["picture"] is None
+    assert [row[2] for row in artifact(run, "samples/val.json")["data"]] == ["2", "red"]
     folders = (
         (offline / "swanlog", "run-*/media/image/*"),
         (offline / "wandb", "offline-run-*/files/media/images/**/*.png"),
@@ -123,8 +127,9 @@ def test_swanlab_keeps_metrics_configuration_samples_and_the_end(offline):
     assert (start["project"], start["name"]) == ("sums", "first")
     assert records[-1]["finish"]["state"] == "RUN_STATE_FINISHED"
     assert "adv_estimator: grpo" in next(folder.glob("run-*/files/config.yaml")).read_text()
-    texts = [file.read_text() for file in folder.glob("run-*/media/text/*")]
-    assert texts == ["1+1=\n\n2"]
+    (table,) = (json.loads(file.read_text()) for file in folder.glob("run-*/media/echarts/**/*.json"))
+    row = {"step": 2, "prompt": "1+1=", "response": "2", "score": 1.0, "ground_truth": "2"}
+    assert table["rowData"] == [row] and [one["field"] for one in table["colDefs"]] == list(row)
 
 
 def test_swanlab_without_key_and_terminal_is_tracked_offline_with_a_notice(offline, monkeypatch):

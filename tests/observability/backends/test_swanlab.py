@@ -15,6 +15,11 @@ from verl.observability.backends.swanlab import SwanlabTracker
 from verl.observability.tracker import Sample
 
 
+class FakeTable:
+    def add(self, headers, rows):
+        self.columns, self.rows = headers, rows
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """A stand-in whose servers cannot be reached: only ``offline`` opens."""
@@ -22,7 +27,7 @@ def fake(monkeypatch):
     monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
     module = types.ModuleType("swanlab")
     module.asked, module.logged, module.ended = [], [], []
-    module.Text = lambda content, caption=None: (content, caption)
+    module.echarts = types.SimpleNamespace(Table=FakeTable)
     module.Image = lambda image, caption=None: (image.size, caption)
 
     def init(**asked):
@@ -67,9 +72,12 @@ def test_metrics_samples_and_the_way_a_run_ended_reach_swanlab(fake, monkeypatch
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     tracker = SwanlabTracker("p", "e")
     tracker.log({"x": 0.5, "text": "no"}, 2)
-    tracker.log_samples("val", [Sample("q", "a", 1.0, "g"), Sample("q", "b")], 2)
+    tracker.log_samples("val", [Sample("q", "a", 1.0, "g"), Sample("q", "\ud83d --x_x--0_0--")], 2)
     tracker.log_samples("val", [], 3)
-    assert fake.logged == [({"x": 0.5}, 2), ({"val": [("q\n\na", "score 1, expected g"), ("q\n\nb", "no score")]}, 2)]
+    (first, _), (shown, step) = fake.logged
+    assert (first, step) == ({"x": 0.5}, 2)
+    assert shown["val"].columns == ["step", "prompt", "response", "score", "ground_truth"]
+    assert shown["val"].rows == [[2, "q", "a", 1.0, "g"], [2, "q", "\\ud83d - -x_x- -0_0- -", "", ""]]
     seen = Sample("q", "a", 0.0, picture=thumbnails([Image.new("RGB", (56, 28))]))
     tracker.log_samples("val", [seen, Sample("q", "b")], 4)
     assert fake.logged[-1][0]["val/images"] == [((56, 28), "score 0")]

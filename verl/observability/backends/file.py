@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from verl import env
 from verl.journal.places import file_of_run
@@ -30,7 +30,7 @@ class FileTracker(Tracker):
     repeat go to ``<its file>.replaced.jsonl``.
     """
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
         self.path = metrics_path(project_name, experiment_name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ class FileTracker(Tracker):
             self._set_aside(first_step)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         if self._file is None:
             self.start(0)
         assert self._file is not None, "start opens it"

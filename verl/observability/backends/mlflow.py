@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Any
 
 from verl import env
-from verl.errors import MissingDependencyError
-from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
+from verl.observability.tracker import (
+    COLUMNS,
+    Sample,
+    Tracker,
+    absent_package,
+    open_picture,
+    scalar_metrics,
+    table_rows,
+)
 
 PARAMS_PER_CALL, METRICS_PER_CALL = 100, 1000  # what MLflow's servers take in one request
 LONGEST_PARAM = 6000  # characters
@@ -20,23 +26,18 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 class MlflowTracker(Tracker):
     """One run in the experiment named after the project; without a server it is written to MLflow's local store.
 
-    The configuration becomes parameters (``trainer.total_epochs``) and the file ``config.json``; completions become one
-    JSON file per step. MLflow allows few characters in a name: ``mean@8`` is logged as ``mean_at_8``, any other
+    The configuration becomes parameters (``trainer.total_epochs``) and the file ``config.json``; completions become
+    rows of a table. MLflow allows few characters in a name: ``mean@8`` is logged as ``mean_at_8``, any other
     character as ``_``.
     """
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
         try:
             import mlflow
             from mlflow.entities import Metric, Param
         except ImportError as error:
-            raise MissingDependencyError(
-                "the package mlflow is not installed",
-                key="trainer.logger",
-                got="mlflow",
-                fix="In the checkout: pip install -e '.[mlflow]', or leave 'mlflow' out of trainer.logger.",
-            ) from error
+            raise absent_package("mlflow") from error
         self._metric, self._names = Metric, _Names()
         self._client = mlflow.MlflowClient()
         self.run_id = self._open()
@@ -55,16 +56,17 @@ class MlflowTracker(Tracker):
         experiment = existing.experiment_id if existing else self._client.create_experiment(self.project_name)
         return self._client.create_run(experiment, run_name=self.experiment_name).info.run_id
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         now = int(time.time() * 1000)
         metrics = [self._metric(self._names.of(key), value, now, step) for key, value in scalar_metrics(data).items()]
         for part in _parts(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=part)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
-        rows = {"step": step, "samples": [asdict(replace(s, picture=None)) for s in samples]}
         folder = f"samples/{plain_name(title)}"
-        self._client.log_dict(self.run_id, rows, f"{folder}/{step}.json")
+        if samples:
+            columns = zip(COLUMNS, map(list, zip(*table_rows(samples, step))))
+            self._client.log_table(self.run_id, dict(columns), f"{folder}.json")
         for i, sample in enumerate(samples):
             if sample.picture is not None:
                 self._client.log_image(self.run_id, open_picture(sample.picture), f"{folder}/{step}_{i}.png")

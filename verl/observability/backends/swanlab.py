@@ -6,29 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl import env
-from verl.errors import MissingDependencyError
 from verl.metrics import notice
-from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
+from verl.observability.tracker import (
+    COLUMNS,
+    Sample,
+    Tracker,
+    absent_package,
+    open_picture,
+    scalar_metrics,
+    table_rows,
+)
+
+MARK = "--x_x--0_0--"
 
 
 class SwanlabTracker(Tracker):
-    """One SwanLab run; completions become texts with their score as caption.
+    """One SwanLab run; completions become a table per step.
 
     Where no mode is set and SwanLab's servers cannot be used (no key, no network), the run is written to disk in
     its ``offline`` form, which ``swanlab sync <folder>`` uploads later; a notice says so.
     """
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
         try:
             import swanlab
         except ImportError as error:
-            raise MissingDependencyError(
-                "the package swanlab is not installed",
-                key="trainer.logger",
-                got="swanlab",
-                fix="In the checkout: pip install -e '.[swanlab]', or leave 'swanlab' out of trainer.logger.",
-            ) from error
+            raise absent_package("swanlab") from error
         self._swanlab = swanlab
         self.run = self._open(env.get("SWANLAB_MODE"))
 
@@ -49,20 +53,26 @@ class SwanlabTracker(Tracker):
             )
             return self._swanlab.init(mode="offline", **options)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         self.run.log(scalar_metrics(data), step=step)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
-        texts = [self._swanlab.Text(f"{s.prompt}\n\n{s.response}", caption=_caption(s)) for s in samples]
+        table = self._swanlab.echarts.Table()
+        table.add(list(COLUMNS), [[_cell(value) for value in row] for row in table_rows(samples, step)])
         pictures = [self._swanlab.Image(open_picture(s.picture), caption=_caption(s)) for s in samples if s.picture]
-        if texts:
-            self.run.log({title: texts, **({f"{title}/images": pictures} if pictures else {})}, step=step)
+        if samples:
+            self.run.log({title: table, **({f"{title}/images": pictures} if pictures else {})}, step=step)
 
     def finish(self, exit_code: int = 0) -> None:
         if exit_code == 0:
             self.run.finish()
         else:
             self.run.finish(state="crashed", error=f"the run ended with exit code {exit_code}")
+
+
+def _cell(value: object) -> object:
+    """A value as the table keeps it: it drops None, and takes pyecharts' mark of code out of texts."""
+    return value.replace(MARK, MARK.replace("--", "- -")) if isinstance(value, str) else "" if value is None else value
 
 
 def _caption(sample: Sample) -> str:

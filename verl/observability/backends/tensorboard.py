@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from verl import env
-from verl.errors import MissingDependencyError
 from verl.journal.places import folder_of_run
-from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
+from verl.observability.tracker import Sample, Tracker, absent_package, open_picture, scalar_metrics
 
 
 class TensorboardTracker(Tracker):
@@ -21,17 +20,12 @@ class TensorboardTracker(Tracker):
     on does so in its own, and what it wrote behind the step that it resumes from no longer shows.
     """
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise MissingDependencyError(
-                "the package tensorboard is not installed",
-                key="trainer.logger",
-                got="tensorboard",
-                fix="In the checkout: pip install -e '.[tensorboard]', or leave it out of trainer.logger.",
-            ) from error
+            raise absent_package("tensorboard") from error
         folder = env.get("TENSORBOARD_DIR")
         self.folder = Path(env.expand(folder)) if folder else Path("tensorboard_log", project_name, experiment_name)
         self._open: Any = SummaryWriter
@@ -42,7 +36,7 @@ class TensorboardTracker(Tracker):
         again = {"purge_step": first_step + 1, "filename_suffix": f".{first_step + 1}"} if first_step else {}
         self._writer = self._open(str(self.folder), **again)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         writer = self._ready()
         for key, value in scalar_metrics(data).items():
             writer.add_scalar(key, value, step)

@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.config.loading.secrets import hide
-from verl.errors import MissingDependencyError
-from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics
+from verl.observability.tracker import (
+    COLUMNS,
+    Sample,
+    Tracker,
+    absent_package,
+    open_picture,
+    scalar_metrics,
+    table_rows,
+)
 
 
 class WandbTracker(Tracker):
@@ -17,35 +24,34 @@ class WandbTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None):
         super().__init__(project_name, experiment_name, config)
+        self._wandb, self.run = self._begin()
+
+    def _begin(self) -> tuple[Any, Any]:
+        """The module, and the run that takes what is logged."""
         try:
             import wandb
         except ImportError as error:
-            raise MissingDependencyError(
-                "the package wandb is not installed",
-                key="trainer.logger",
-                got="wandb",
-                fix="In the checkout: pip install -e '.[wandb]', or leave 'wandb' out of trainer.logger.",
-            ) from error
-        self._wandb = wandb
-        trainer = (config or {}).get("trainer") or {}
-        proxy = trainer.get("wandb_proxy")
+            raise absent_package("wandb") from error
+        config = self.config or {}
+        proxy = (config.get("trainer") or {}).get("wandb_proxy")
         settings = wandb.Settings(https_proxy=proxy) if proxy else None
-        self.run = wandb.init(
-            project=project_name,
-            name=experiment_name,
-            config=hide(config or {}),
+        run = wandb.init(
+            project=self.project_name,
+            name=self.experiment_name,
+            config=hide(config),
             settings=settings,
             reinit="finish_previous",
         )
+        return wandb, run
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self.run.log(scalar_metrics(data), step=step)
 
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
-        table = self._wandb.Table(columns=["step", "prompt", "response", "score", "ground_truth"])
+        table = self._wandb.Table(columns=list(COLUMNS))
         images = []
-        for row, s in enumerate(samples):
-            table.add_data(step, s.prompt, s.response, s.score, s.ground_truth)
+        for row, (s, values) in enumerate(zip(samples, table_rows(samples, step))):
+            table.add_data(*values)
             if s.picture is not None:
                 images.append(
                     self._wandb.Image(open_picture(s.picture), caption=f"row {row}, score {s.score}: {s.response}")
