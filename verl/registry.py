@@ -543,8 +543,12 @@ TRACKERS = Registry(
         "wandb": "verl.observability.backends.wandb:WandbTracker",
         "mlflow": "verl.observability.backends.mlflow:MlflowTracker",
         "swanlab": "verl.observability.backends.swanlab:SwanlabTracker",
+        "trackio": "verl.observability.backends.trackio:TrackioTracker",
+        "clearml": "verl.observability.backends.clearml:ClearmlTracker",
+        "vemlp_wandb": "verl.observability.backends.vemlp:VemlpTracker",
+        "rl_insight": "verl.observability.backends.rl_insight:RlInsightTracker",
+        "prometheus": "verl.observability.backends.prometheus:PrometheusTracker",
     },
-    planned=("vemlp_wandb", "clearml", "trackio", "rl_insight"),
     key="trainer.logger",
 )
 SCHEDULES = Registry(

@@ -19,7 +19,8 @@ from verl.config import ConfigNode, load_config
 from verl.metrics import reset_notices
 
 PACKAGES = {"vllm", "sglang", "megatron", "mbridge", "liger_kernel", "peft", "wandb", "mlflow", "swanlab",
-            "tensorboard", "flash_attn", "math_verify", "mcp", "transformer_engine", "weave", "trackio"}  # fmt: skip
+            "tensorboard", "flash_attn", "math_verify", "mcp", "transformer_engine", "weave", "trackio",
+            "clearml", "rl_insight", "volcengine_ml_platform", "prometheus_client"}  # fmt: skip
 FILES = ("data/gsm8k/train.parquet", "data/gsm8k/test.parquet", "data/rlhf/gsm8k/train.parquet", "my_reward.py",
          "data/geo3k/train.parquet", "data/geo3k/test.parquet",
          "data/full_hh_rlhf/rm/train.parquet", "data/full_hh_rlhf/rm/test.parquet",

@@ -399,13 +399,13 @@ ENGINES = built(
     registry.ENGINES, f"{A}.strategy", "fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel"
 )
 SAMPLERS = built(registry.SAMPLERS, f"{R}.name", "hf", "vllm", "sglang", "trtllm")
-TRACKERS = built(
-    registry.TRACKERS, "trainer.logger",
-    "console", "file", "tensorboard", "vemlp_wandb", "clearml", "trackio", "rl_insight",
-)  # fmt: skip
-for words in (*(f"trainer.logger={name}" for name in ("wandb", "mlflow", "swanlab")), f"{R}.trace.backend=weave"):
-    package = words.partition("=")[2]
-    missing = wrong(f"{package!r} needs the package {package!r}, which is not installed. pip install {package}")
+TRACKERS = built(registry.TRACKERS, "trainer.logger", "console", "file", "tensorboard")
+PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio", "rl_insight")}
+PACKAGES |= {"vemlp_wandb": "volcengine_ml_platform", "prometheus": "prometheus_client"}
+for words in (*(f"trainer.logger={name}" for name in PACKAGES), f"{R}.trace.backend=weave"):
+    name = words.partition("=")[2]
+    package = PACKAGES.get(name, name)
+    missing = wrong(f"{name!r} needs the package {package!r}, which is not installed. pip install {package}")
     TRACKERS[words] = (words, Works() if find_spec(package) else missing)
 MANAGERS = built(registry.REWARD_MANAGERS, "reward.reward_manager.name", "naive", "dapo", "batch", "prime", "remote")
 NAMES = ESTIMATORS | LOSSES | ENGINES | SAMPLERS | TRACKERS | MANAGERS

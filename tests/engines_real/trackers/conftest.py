@@ -1,13 +1,22 @@
-"""These tests talk to the real wandb, mlflow and swanlab, offline; they are collected where all are installed
-(``make test-trackers`` sets up such an environment)."""
+"""The packages of trackers themselves, offline; a file is collected where its packages are installed: ``make
+test-trackers`` sets up such an environment."""
 
 from __future__ import annotations
 
 import importlib.util
 
-MISSING = [name for name in ("mlflow", "swanlab", "wandb") if importlib.util.find_spec(name) is None]
-collect_ignore_glob = ["test_*.py"] if MISSING else []
+NEEDED = {
+    "test_offline.py": ("mlflow", "swanlab", "wandb"),
+    "test_traces.py": ("mlflow", "swanlab", "wandb"),
+    "test_clearml.py": ("clearml",),
+    "test_prometheus.py": ("prometheus_client",),
+    "test_trackio.py": ("trackio",),
+}
+PACKAGES = sorted({package for packages in NEEDED.values() for package in packages})
+MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+collect_ignore = [file for file, packages in NEEDED.items() if not set(packages).isdisjoint(MISSING)]
 
 
 def pytest_report_header() -> str:
-    return f"trackers: not collected, {' and '.join(MISSING)} not installed" if MISSING else "trackers: collected"
+    left_out = f", without {', '.join(collect_ignore)}: {' and '.join(MISSING)} not installed" if MISSING else ""
+    return f"trackers: collected{left_out}"

@@ -186,7 +186,8 @@ def _adapter_folder(role: EngineRole) -> Problems:
 
 
 _GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
-_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "swanlab": "swanlab"}
+_PACKAGES = {name: name for name in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio", "clearml", "rl_insight")}
+_PACKAGES |= {"prometheus": "prometheus_client", "vemlp_wandb": "volcengine_ml_platform"}
 _MODEL_HINT = "Set it to a folder with a Hugging Face model, or to a name on the hub."
 
 

@@ -1,0 +1,42 @@
+"""RL-Insight, whose server shows a run in Grafana; an actor of the run's Ray cluster is what the server asks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from verl import env
+from verl.errors import ConfigError
+from verl.observability.tracker import Tracker, absent_package, scalar_metrics
+
+NAME = "rl_insight"
+SERVER = "RL_INSIGHT_SERVER_URL"
+_FORBIDDEN = re.compile(r"\W", re.ASCII)
+
+
+class RlInsightTracker(Tracker):
+    """Gauges under the metric's name with ``_`` for what Prometheus refuses: ``critic_score_mean``."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
+        super().__init__(project_name, experiment_name, config)
+        try:
+            import rl_insight
+        except ImportError as error:
+            raise absent_package(NAME, "rl-insight") from error
+        ray: Any = sys.modules.get("ray")
+        fix = None if env.get(SERVER) else f"Set {SERVER} to the address of its server."
+        if ray is None or not ray.is_initialized():
+            fix = "Set trainer.runtime=ray: it collects by an actor."
+        if fix is not None:
+            raise ConfigError("rl_insight would record nothing", key="trainer.logger", got=NAME, fix=fix)
+        self._insight: Any = rl_insight
+        rl_insight.init(project=project_name, experiment_name=experiment_name)
+
+    def log(self, data: Mapping[str, object], step: int) -> None:
+        for key, value in {**scalar_metrics(data), "step": step}.items():
+            self._insight.metric_gauge(_FORBIDDEN.sub("_", key), value, documentation=key)
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._insight.finish()
