@@ -36,6 +36,8 @@ KEEP_SECONDS = 4.0
 """For which an idle connection is kept: servers end theirs after 5 s or later, and a request must not meet that end."""
 MOST_RUNS = 4
 """Runs of a server for which one request is signed, while the server is started again and again."""
+LONGEST_DELAY = 30.0
+"""Seconds between two attempts."""
 
 
 class WireError(Exception):
@@ -68,6 +70,12 @@ class Reply:
             return read_json(self.body)
         except ValueError as error:
             raise WireError(f"not JSON: {self.body[:80]!r}") from error
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds for which the server wants no further request; a date is not read."""
+        seconds = self.headers.get("retry-after", "")
+        return float(seconds) if seconds.isascii() and seconds.isdigit() and len(seconds) < 9 else 0.0
 
 
 class _Pool:

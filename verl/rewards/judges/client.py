@@ -21,10 +21,10 @@ from verl.errors import ConfigError, RewardError
 from verl.json_text import Json, JsonObject
 from verl.outcomes import on_error
 from verl.rewards.gate import CallGate
-from verl.serving.client import Client, Reply, WireError
+from verl.serving.client import LONGEST_DELAY, Client, Reply, WireError
 
-LONGEST_DELAY, SHOWN = 30.0, 300
-"""Seconds between two attempts, and characters of a refusal that an error shows."""
+SHOWN = 300
+"""Characters of a refusal that an error shows."""
 OF_TEXT = re.compile(
     rb"context.?(length|size|window)|too long|`inputs` (tokens|must have)|content.?(filter|management)", re.IGNORECASE
 )
@@ -208,7 +208,7 @@ class JudgeClient:
                     raise JudgeVerdictError(f"the judge refuses the text with {failure}", fix=fix).spending(calls)
                 if reply.status != 429 and reply.status < 500:
                     raise JudgeError(f"the judge refuses the request with {failure}", fix="Check model and options.")
-                delay = max(delay, _retry_after(reply))
+                delay = max(delay, reply.retry_after)
             if clock() + delay >= end:
                 break
             await asyncio.sleep(delay)
@@ -261,9 +261,3 @@ def _check(allowed: Literal["above 0", "0 or more", "1 or more"], **settings: fl
 
 def _digest(value: Json) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _retry_after(reply: Reply) -> float:
-    """Seconds for which the server wants no further request; a date is not read."""
-    seconds = reply.headers.get("retry-after", "")
-    return float(seconds) if seconds.isascii() and seconds.isdigit() and len(seconds) < 9 else 0.0

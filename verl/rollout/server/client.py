@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 from verl.errors import RolloutError
 from verl.json_text import Json
 from verl.rollout.lost import EngineBusyError, EngineLostError, EngineSilentError
-from verl.serving.client import Client, Reply, ServerBusyError, WireError
+from verl.serving.client import LONGEST_DELAY, Client, Reply, ServerBusyError, WireError
 
 T = TypeVar("T")
 BUSY = (408, 425, 429, 502, 503, 504)
-LONGEST_DELAY = 30.0
 SHOWN = 300
 
 
@@ -152,10 +151,7 @@ def checked_json(answer: Reply, where: str) -> Any:
             raise EngineLostError(f"{where} answered with something else than JSON: {error}") from error
     message = reason(answer)
     if answer.status in BUSY:
-        after = answer.headers.get("retry-after", "")
-        raise EngineBusyError(
-            f"{where} answered {answer.status}: {message}", got=float(after) if after.isdigit() else None
-        )
+        raise EngineBusyError(f"{where} answered {answer.status}: {message}", got=answer.retry_after or None)
     if answer.status >= 500:
         raise EngineLostError(f"{where} answered {answer.status}: {message}")
     raise RolloutError(f"{where} refuses the request ({answer.status}): {message}", got=None)
