@@ -40,8 +40,11 @@ class PrometheusTracker(Tracker):
         self._step = prometheus_client.Gauge("verl_step", "Its step.", registry=self._registry)
         self._text, self._media = prometheus_client.generate_latest, prometheus_client.CONTENT_TYPE_LATEST
         try:
-            self._socket = loopback(env.get_int(PORT, 0))
-        except (ConfigError, ValueError, OverflowError) as error:
+            port = env.get_int(PORT, 0)
+            if not 0 <= port < 1 << 16:
+                raise ValueError("0 to 65535 are ports")
+            self._socket = loopback(port)
+        except (ConfigError, ValueError) as error:
             raise ConfigError(f"no such port for Prometheus: {error}", key=PORT, got=env.get(PORT)) from error
         self._port, self._token = self._socket.getsockname()[1], secret.new_key()
         self._loop = asyncio.new_event_loop()
