@@ -63,9 +63,9 @@ class Mixture:
         """
         weights = read_mapping(config, "source_weights")
         if not weights:
-            items = np.arange(len(dataset))  # type: ignore[arg-type]  # a map-style dataset has a length
-            rows = dataset.row_numbers if isinstance(dataset, RLHFDataset) else items
-            return cls(("",), (Fraction(1),), (items,), np.zeros(len(items), dtype=np.int64), (rows,))
+            every = np.arange(len(dataset))  # type: ignore[arg-type]  # a map-style dataset has a length
+            rows = dataset.row_numbers if isinstance(dataset, RLHFDataset) else every
+            return cls(("",), (Fraction(1),), (every,), np.zeros(len(every), dtype=np.int64), (rows,))
         if fault := fault_of_weights(weights):
             raise ConfigError(fault, key=KEY, got=weights, fix=fix_of_weights(weights))
         if not isinstance(dataset, RLHFDataset):
