@@ -179,8 +179,8 @@ class HFSampler(Sampler):
         self._drawn_at_update = 0
         self._in_flight: dict[str, Row] = {}
         self._columns: tuple[list[Row], DrawColumns] | None = None
-        never = self._runner.features.family.never_drawn if self._runner.features else ()
-        self._never = torch.tensor(never, device=model.device) if never else None
+        features = self._runner.features
+        self._never = None if features is None else features.never_drawn
         self._counts = {"steps": 0, "requests": 0, "response_tokens": 0, "weight_updates": 0}
 
     @classmethod

@@ -122,11 +122,14 @@ class Features:
 
     Attributes:
         num_encoded: pictures that went through the tower.
+        never_drawn: (N,) int64, the tokens of the family that no row draws; None where it has none.
     """
 
     def __init__(self, model: PreTrainedModel, family: VisionFamily, one_by_one: bool = False):
         self.model, self.family, self.one_by_one = model, family, one_by_one
         self.num_encoded = 0
+        never = family.never_drawn
+        self.never_drawn = torch.tensor(never, device=model.device) if never else None
         self._kept: OrderedDict[bytes, tuple[Tensor, ...]] = OrderedDict()
         self._output: Any = None
         self._is_joined = self._deep_is_joined = False
