@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.trainer.command import not_built
 
-_OWN = "Put the recipe's folder beside this one, or start verl.trainer.main_ppo with its settings."
+_OWN = "Put the recipe's folder next to this one, or start verl.trainer.main_ppo with its settings."
 _ASCEND = "Start verl.trainer.main_ppo with its settings; nothing here was run on Ascend devices."
 _EVALUATION = "Start verl.trainer.main_eval."
 PROGRAMS: dict[str, tuple[str, str]] = {

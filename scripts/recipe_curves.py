@@ -1,9 +1,9 @@
-"""Learning curves of recipes beside GRPO, on one small task and with as many answers per step.
+"""Learning curves of recipes and of GRPO, on one small task and with as many answers per step.
 
     PYTHONPATH=. python scripts/recipe_curves.py vapo [spo ...] [--seeds 0 1 2] [--steps 40]
 
 The task: a new model of 16 hidden units learns to write lower-case letters, six tokens of them. Every run has the rate
-1e-2, two mini-batches and 32 answers per step, and goes through the ``main`` of its recipe in this one process. Prints
+1e-2, two mini-batches and 32 answers per step, and is started by the ``main`` of its recipe in this one process. Prints
 a table in Markdown for the recipe's README: the mean score over three steps around, over the seeds.
 """
 
@@ -184,7 +184,7 @@ def table(made: dict[str, list[list[float]]], steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Learning curves of recipes beside GRPO.")
+    parser = argparse.ArgumentParser(description="Learning curves of recipes and of GRPO.")
     parser.add_argument("recipes", nargs="+", choices=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=40)

@@ -1,7 +1,7 @@
 """``python -m recipe.dapo.main_dapo key=value ...``: `verl.trainer.main_ppo` with the settings of DAPO as defaults.
 
 Everything that DAPO adds to GRPO is a setting of the library; what the command line says wins over what stands here.
-The penalty for long answers depends on their length, so a command gives it itself (see the scripts beside this file).
+The penalty for long answers depends on their length, so a command gives it itself (see the scripts in this folder).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m recipe.genrm_remote.main_genrm_remote key=value ...``: GRPO by the grades of a judge on a server.
 
-What the command line says wins over what stands here; the judge's address stands nowhere else.
+What the command line says wins over what stands here; the judge's address has to be on the command line.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ async def compute_score(
     """The judge's opinion of an answer.
 
     Args:
-        extra_info: ``question`` is what was asked.
+        extra_info: ``question`` is the prompt's text.
         reward_router_address: of a judge that the run starts itself; ``address`` comes first.
         address: URL of the judge's server.
         model: its name there.

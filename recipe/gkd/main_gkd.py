@@ -1,6 +1,6 @@
 """``python -m recipe.gkd.main_gkd key=value ...``: `verl.trainer.main_ppo` that learns from a teacher alone.
 
-What the command line says wins over what stands here; the teacher's model stands nowhere else.
+What the command line says wins over what stands here; the teacher's model has to be on the command line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``python -m recipe.prime.main_prime key=value ...``: `verl.trainer.main_ppo` with PRIME's model, stage and settings.
 
-What the command line says wins over what stands here; the reward model's path, ``reward_model.model.path``, stands
-nowhere else. ``algorithm.adv_estimator=rloo``, as upstream's commands have it, means the recipe's own leave-one-out.
+What the command line says wins over what stands here; the reward model's path, ``reward_model.model.path``, has
+to be on the command line. ``algorithm.adv_estimator=rloo``, as upstream's commands have it, means the recipe's own
+leave-one-out.
 """
 
 from __future__ import annotations

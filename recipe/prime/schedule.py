@@ -141,7 +141,7 @@ def outcomes(batch: DataProto, ctx: StepContext) -> torch.Tensor:
             "PRIME's reward model learns whether answers are right, so an outcome is a number from 0 to 1",
             key="reward.custom_reward_function",
             got=accuracy[wrong][0].item(),
-            fix="Return it as 'acc' beside 'score' from the reward function.",
+            fix="Return it as 'acc' next to 'score' from the reward function.",
         )
     return torch.where(counted, accuracy, 0.0)
 

@@ -1,7 +1,7 @@
 """``python -m recipe.vapo.main_vapo key=value ...``: `verl.trainer.main_ppo` with the settings of VAPO as defaults.
 
-What the command line says wins over what stands here. Batch sizes and the critic's model stand nowhere else: see the
-README beside this file.
+What the command line says wins over what stands here. Batch sizes and the critic's model have to be on the
+command line: see the README in this folder.
 """
 
 from __future__ import annotations

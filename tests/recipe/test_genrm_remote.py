@@ -1,4 +1,4 @@
-"""A judge on a server as the reward: what it is asked, what its grades become, and a run that learns from them."""
+"""A judge on a server as the reward: what it reads, what its grades become, and a run that learns from them."""
 
 from __future__ import annotations
 
