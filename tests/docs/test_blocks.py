@@ -33,12 +33,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "run_with_rollout_is.sh": "the hub and GPUs; tests/docs/test_printed_sampling.py runs it with TINY=1"
     },
     "examples/split_placement/README.md": {"run.sh": "eight GPUs; tests/examples/test_scripts.py runs it with TINY=1"},
-    "recipe/vapo/README.md": {"recipe_curves.py": "minutes; tests/recipe/test_vapo.py runs it in three steps"},
-    "recipe/flowrl/README.md": {"recipe_curves.py": "minutes; tests/recipe/test_flowrl.py runs it in twelve steps"},
-    "recipe/spo/README.md": {"recipe_curves.py": "minutes; tests/recipe/test_spo.py runs it in twenty steps"},
-    "recipe/gkd/README.md": {"recipe_curves.py": "minutes; tests/recipe/test_gkd.py runs it in six steps"},
-    "recipe/pf_ppo/README.md": {"recipe_curves.py": "minutes; tests/recipe/test_pf_ppo.py runs it in one step"},
-    "recipe/genrm_remote/README.md": {"recipe_curves.py": "minutes; tests/recipe/test_genrm_remote.py runs two steps"},
     "recipe/r1_style/README.md": {
         "--out outputs/r1_style": "minutes; tests/recipe/test_r1_style.py runs it in small",
         "--model Qwen": "the hub; tests/recipe/test_r1_style.py runs it in small",
