@@ -179,9 +179,12 @@ def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["group_partition", "learned_partition"])
-def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path, estimator):
-    more = [f"{A}.optim.lr=3e-2", "critic.optim.lr=1e-2", "trainer.logger=[file]", "trainer.resume_mode=disable",
+@pytest.mark.parametrize(
+    ("estimator", "critic"),
+    [("group_partition", []), ("learned_partition", ["critic.cliprange_value=20", "critic.optim.lr=1e-2"])],
+)
+def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path, estimator, critic):
+    more = [f"{A}.optim.lr=3e-2", *critic, "trainer.logger=[file]", "trainer.resume_mode=disable",
             "trainer.total_training_steps=12", "trainer.experiment_name=flow",
             f"algorithm.adv_estimator={CORE}:{estimator}"]  # fmt: skip
     assert main([*REQUIRED, *more]) == 0
