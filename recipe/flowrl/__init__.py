@@ -27,7 +27,13 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
         key, name = (("algorithm.adv_estimator", _ESTIMATORS[0]), (f"{_ACTOR}.policy_loss.loss_mode", _LOSS))[parts[0]]
         fix = f"Set it to recipe.flowrl.core:{name}."
         wrong.append(ConfigError("FlowRL is an estimator and a loss, neither without the other", key=key, fix=fix))
-    if not (actor.use_kl_loss or algorithm.use_kl_in_reward):
+    if algorithm.use_kl_in_reward:
+        message, fix = (
+            "FlowRL's balance has the KL to the reference: the rewards would charge it twice",
+            "Set it to false.",
+        )
+        wrong.append(ConfigError(message, key="algorithm.use_kl_in_reward", got=True, fix=fix))
+    if not actor.use_kl_loss:
         message, fix = "FlowRL reads the reference's log-probs", f"Set it to true, with {_ACTOR}.kl_loss_coef=0."
         wrong.append(ConfigError(message, key=f"{_ACTOR}.use_kl_loss", got=False, fix=fix))
     return wrong

@@ -159,6 +159,7 @@ REQUIRED = ("data.train_files=train.jsonl", "data.train_batch_size=8", "data.max
         ("algorithm.adv_estimator=grpo", "recipe.flowrl.core:group_partition"),
         (f"{A}.policy_loss.loss_mode=vanilla", "recipe.flowrl.core:flow_balance"),
         (f"{A}.use_kl_loss=false", "reads the reference's log-probs"),
+        ("algorithm.use_kl_in_reward=true", "charge it twice"),
         ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
     ],
 )
