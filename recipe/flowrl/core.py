@@ -1,10 +1,10 @@
-"""FlowRL: the policy matches a distribution whose log is the reward, by a squared trajectory balance.
+"""FlowRL: the policy matches the reference times the exponential reward, by a squared trajectory balance.
 
 Zhu et al. 2025 (arXiv 2509.15207). For an answer y to a prompt x, with l its tokens, r the reward, normalised among the
-answers to x, and Z(x) the sum that makes the target a distribution::
+answers to x, and Z(x) a number for each prompt::
 
-    target     ~ ref(y)^(1 / l) exp(beta r) / Z(x)
     L          = w (log Z(x) + [log pi(y) - log ref(y)] / l - beta r)^2
+    L = 0      where pi(y)^(1 / l) = ref(y)^(1 / l) exp(beta r) / Z(x)
     w          = clip(pi(y) / pi_old(y), 1 - low, 1 + high), without gradient
 
 The paper learns log Z(x) by a small network on the prompt's hidden states. Here it is what that network would learn
