@@ -32,6 +32,8 @@ from verl.metrics import Metric
 
 EPSILON = 1e-6
 """Added to the standard deviation of a group's rewards."""
+UNSCORED = -torch.inf
+"""The advantage of an answer without a score. 0 would pull it to the reference; NaN means numbers that went wrong."""
 MODE = "seq-mean-token-mean"
 
 
@@ -47,7 +49,7 @@ def group_partition(
 ) -> tuple[Tensor, Tensor]:
     """``beta r - log Z(x)`` of each answer, with log Z(x) the mean over the answers to the prompt.
 
-    An answer without a score gets 0; one alone with its prompt is in balance where it was drawn.
+    An answer without a score gets `UNSCORED`; one alone with its prompt is in balance where it was drawn.
 
     Args:
         token_level_rewards, old_log_probs, ref_log_prob, response_mask: (B, T).
@@ -59,7 +61,7 @@ def group_partition(
     """
     pull, drift, groups = _parts(token_level_rewards, old_log_probs, ref_log_prob, response_mask, index, config)
     log_partition = groups.sum(pull - drift) / groups.size().clamp(min=1)
-    advantage = torch.where(groups.counted, pull - log_partition, 0.0)
+    advantage = torch.where(groups.counted, pull - log_partition, UNSCORED)
     advantages = spread_over_tokens(advantage, response_mask, token_level_rewards.dtype)
     return advantages, advantages
 
@@ -81,14 +83,16 @@ def learned_partition(
         values: (B, T); those after the first valid token have seen parts of the answer, and are not read.
 
     Returns:
-        advantages, and the targets of log Z as returns of every token: (B, T).
+        advantages, and the targets of log Z as returns of every token: (B, T). The returns of an answer without a
+        score are the values, from which the critic learns nothing.
     """
     pull, drift, groups = _parts(token_level_rewards, old_log_probs, ref_log_prob, response_mask, index, config)
     first = response_mask.bool().int().argmax(-1, keepdim=True)
     log_partition = values.double().gather(-1, first)[:, 0]
-    advantage, target = (torch.where(groups.counted, x, 0.0) for x in (pull - log_partition, pull - drift))
+    advantage = torch.where(groups.counted, pull - log_partition, UNSCORED)
+    targets = torch.where(groups.counted[:, None], (pull - drift)[:, None], values.double())
     dtype = token_level_rewards.dtype
-    return spread_over_tokens(advantage, response_mask, dtype), spread_over_tokens(target, response_mask, dtype)
+    return spread_over_tokens(advantage, response_mask, dtype), zero_outside(targets.to(values.dtype), response_mask)
 
 
 def _parts(
@@ -120,6 +124,8 @@ def flow_balance(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The mean of L over the rows of the mini-batch that have a token, whatever ``loss_agg_mode`` says.
 
+    A row whose advantages are `UNSCORED` has no term and no gradient.
+
     Importance weights of the rollout multiply the terms of the tokens, all of which are their row's L.
 
     Args:
@@ -129,7 +135,7 @@ def flow_balance(
     Metrics: ``ppo_kl``, the mean of -log-ratio over tokens; ``flowrl_gap``, the mean distance from balance;
     ``flowrl_weight``, the mean of w.
     """
-    mask, clip = response_mask.bool(), Clip.of(config)
+    mask, clip = response_mask.bool() & (advantages != UNSCORED), Clip.of(config)
     lengths = mask.sum(-1).clamp(min=1)
     log_ratio = masked_sum(log_prob - old_log_prob, mask, axis=-1).detach()
     weight = log_ratio.exp().clamp(1 - clip.low, 1 + clip.high)

@@ -120,12 +120,45 @@ def test_the_critic_gives_the_partition_before_the_first_token():
     np.testing.assert_allclose(returns[0, 1:].numpy(), pull - 0.2, atol=1e-5)
 
 
-def test_an_answer_without_a_score_gets_0_and_a_lone_one_is_in_balance():
-    rewards = torch.tensor([[1.0], [float("nan")], [0.0], [5.0]])
-    old, reference, mask = torch.full((4, 1), -1.0), torch.full((4, 1), -1.5), torch.ones(4, 1)
-    advantages, _ = group_partition(rewards, old, reference, mask, ["a", "a", "a", "b"], CONFIG)
-    assert advantages[1].item() == 0 and advantages[3].item() == pytest.approx(0.5)
-    loss, _ = flow_balance(old[3:], old[3:], reference[3:], advantages[3:], mask[3:], ACTOR, loss_norm(mask[3:]))
+def test_an_answer_without_a_score_has_no_term_and_no_gradient():
+    """Two of three answers are scored: the loss is the sum of their terms, over three rows, as without the third."""
+    rewards = torch.tensor([[1.0], [float("nan")], [0.0]])
+    old, reference, mask = torch.full((3, 1), -1.0), torch.tensor([[-1.5], [-9.0], [-1.2]]), torch.ones(3, 1)
+    advantages, _ = group_partition(rewards, old, reference, mask, ["a"] * 3, CONFIG)
+    assert (advantages == -torch.inf).flatten().tolist() == [False, True, False]
+    policy = torch.tensor([[-1.1], [-0.5], [-0.9]], requires_grad=True)
+    loss, metrics = flow_balance(old, policy, reference, advantages, mask, ACTOR, loss_norm(mask))
+    (gradient,) = torch.autograd.grad(loss, policy)
+    pull = 1.5 * 0.5 / np.sqrt(0.5)  # drifts 0.5 and 0.2, so log Z is -0.35
+    gaps, weights = np.array([0.4 - pull - 0.35, 0.3 + pull - 0.35]), np.exp([-0.1, 0.1])
+    assert loss.item() == pytest.approx((weights * gaps**2).sum() / 3, rel=1e-4)
+    assert gradient.flatten().tolist() == pytest.approx(
+        [2 * weights[0] * gaps[0] / 3, 0, 2 * weights[1] * gaps[1] / 3], rel=1e-4
+    )
+    assert metrics["flowrl_gap"].value == pytest.approx(np.abs(gaps).mean(), rel=1e-4)
+
+
+def test_numbers_that_went_wrong_are_seen_in_the_loss():
+    advantages, mask, log_prob = torch.tensor([[float("nan")], [0.5]]), torch.ones(2, 1), torch.full((2, 1), -1.0)
+    loss, _ = flow_balance(log_prob, log_prob, log_prob, advantages, mask, ACTOR, loss_norm(mask))
+    assert loss.isnan()
+
+
+def test_the_critic_learns_nothing_from_an_answer_without_a_score():
+    rewards, values = torch.tensor([[1.0], [float("nan")], [0.0]]), torch.tensor([[0.25], [0.75], [0.5]])
+    old, mask = torch.full((3, 1), -1.0), torch.ones(3, 1)
+    advantages, returns = learned_partition(rewards, old, old, values, mask, ["a"] * 3, CONFIG)
+    pull = 1.5 * 0.5 / np.sqrt(0.5)
+    assert returns.flatten().tolist() == pytest.approx([pull, 0.75, -pull], abs=1e-4)
+    assert (advantages == -torch.inf).flatten().tolist() == [False, True, False]
+
+
+def test_an_answer_alone_with_its_prompt_is_in_balance():
+    rewards = torch.tensor([[1.0], [0.0], [5.0]])
+    old, reference, mask = torch.full((3, 1), -1.0), torch.full((3, 1), -1.5), torch.ones(3, 1)
+    advantages, _ = group_partition(rewards, old, reference, mask, ["a", "a", "b"], CONFIG)
+    assert advantages[2].item() == pytest.approx(0.5)
+    loss, _ = flow_balance(old[2:], old[2:], reference[2:], advantages[2:], mask[2:], ACTOR, loss_norm(mask[2:]))
     assert loss.item() == pytest.approx(0, abs=1e-12)
 
 
