@@ -131,13 +131,20 @@ def test_the_rows_of_a_dataset_have_their_present_values(workplace: Path):
 
 
 def test_a_run_reads_values_from_before_the_answer_and_updates_them(lower_case_task: Path):
-    words = changed(SPO, *REQUIRED, "trainer.total_training_steps=2")
-    seen = train(*words)
+    """With data.seed null the draw is that of trainer.seed."""
+    seen = train(*changed(SPO, *REQUIRED, "trainer.total_training_steps=2", "trainer.seed=7"))
     first = seen.batches[0].non_tensor_batch
+    draw = np.random.default_rng([7, 0]).choice(16, 8, replace=False, p=np.full(16, 1 / 16))
+    assert set(first[ITEM].tolist()) == set(draw.tolist())
     assert [float(value) for value in first[VALUE]] == [0.5] * 8 and len(set(first[ITEM].tolist())) == 8
     tracked = seen.trainer.source.loader.sampler.tracked
-    visits = np.bincount([int(i) for batch in seen.batches for i in batch.non_tensor_batch[ITEM]], minlength=16)
-    assert ((tracked.values() != 0.5) <= (visits > 0)).all() and visits.sum() == 16
+    right, wrong = np.ones(16), np.ones(16)
+    for batch in seen.batches:
+        items, rewards = batch.non_tensor_batch[ITEM].astype(int), batch.batch["token_level_scores"].sum(-1).numpy()
+        right[items] = 0.9 * right[items] + rewards
+        wrong[items] = 0.9 * wrong[items] + 1 - rewards
+    np.testing.assert_allclose(tracked.values(), right / (right + wrong), atol=1e-6)
+    assert sum(len(batch) for batch in seen.batches) == 16 and (tracked.values() != 0.5).any()
     scores = seen.batches[0].batch["token_level_scores"].sum(-1).double().numpy()
     gains = scores - 0.5
     expected = (gains - gains.mean()) / (gains.std(ddof=1) + 1e-8)
@@ -145,15 +152,19 @@ def test_a_run_reads_values_from_before_the_answer_and_updates_them(lower_case_t
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(lower_case_task: Path):
-    def scores(name: str, *more: str) -> list[float]:
-        assert main([*REQUIRED, f"trainer.experiment_name={name}", "trainer.logger=[file]", *more]) == 0
-        return [line["critic/score/mean"] for line in logged("logs/verl-spo", name)]
+def test_a_resumed_run_draws_scores_and_tracks_as_one_without_a_break(lower_case_task: Path):
+    def learn(name: str, *more: str) -> tuple[list[tuple[list[int], list[float]]], PromptValues]:
+        names = f"trainer.experiment_name={name}", f"trainer.default_local_dir={name}"
+        seen = train(*changed(SPO, *REQUIRED, "trainer.total_training_steps=4", *names, *more))
+        steps = [(batch.non_tensor_batch[ITEM].tolist(), batch.batch["token_level_scores"].sum(-1).tolist())
+                 for batch in seen.batches]  # fmt: skip
+        return steps, seen.trainer.source.loader.sampler.tracked
 
-    complete = scores("one", "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.default_local_dir=one")
-    rest = scores("two", "trainer.total_training_steps=4", "trainer.resume_mode=resume_path",
-                  "trainer.resume_from_path=one/global_step_2", "trainer.default_local_dir=two")  # fmt: skip
-    assert rest == complete[2:]
+    complete, values = learn("one", "trainer.save_freq=2")
+    rest, resumed = learn("two", "trainer.resume_mode=resume_path", "trainer.resume_from_path=one/global_step_2")
+    assert len(complete) == 4 and rest == complete[2:]
+    assert resumed.a.tolist() == values.a.tolist() and resumed.b.tolist() == values.b.tolist()
+    assert (values.a != 1).sum() > 8, "the values tell runs from each other"
 
 
 @pytest.mark.slow
