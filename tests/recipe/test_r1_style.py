@@ -24,7 +24,9 @@ PROGRAMS = {"sft_trainer": "sft_trainer", "main_ppo": "ppo_trainer", "main_gener
 
 def test_every_stage_is_a_command_of_settings_that_exist():
     configs = []
-    for _, command in stages(Ladder(Path("out"), sft=["data.max_length=48"], grpo=["actor_rollout_ref.rollout.n=4"])):
+    for _, command in stages(
+        Ladder(Path("out"), seed=3, sft=["data.max_length=48"], grpo=["actor_rollout_ref.rollout.n=4"])
+    ):
         if command[0] != "-m":
             assert Path(command[0]).is_file(), command[0]
             continue
@@ -43,6 +45,8 @@ def test_every_stage_is_a_command_of_settings_that_exist():
     assert cold.data.max_length == 48 and first.actor_rollout_ref.rollout.n == 4
     assert cold.model.path == second.model.path == "out/base", "the second SFT begins with the base model"
     assert first.actor_rollout_ref.model.path == "out/cold/global_step_240/model/huggingface"
+    assert {config.trainer.seed for _, config in configs} == {3}
+    assert answers.rollout.seed == first.actor_rollout_ref.rollout.seed == last.actor_rollout_ref.rollout.seed == 3
     assert answers.model.path == "out/rl_1/global_step_25/actor/huggingface" and answers.data.n_samples == 4
     assert second.data.train_files == "out/right.parquet"
     assert last.actor_rollout_ref.model.path == "out/sft/global_step_240/model/huggingface"
