@@ -20,9 +20,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.observability.plots import read_metrics, series
+from verl.trainer.command import run_program
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -173,22 +175,43 @@ def _answers(ladder: Ladder, model: str, file: Path) -> list[str]:
     return ["-m", "verl.trainer.main_generation", *words, *ladder.generation]
 
 
-def accuracies(metrics: Path) -> tuple[float, float]:
-    """Held-out accuracy before the first and after the last step of a stage.
+def accuracies(metrics: Path) -> tuple[str, float, float]:
+    """What was measured on held-out prompts, before the first and after the last step of a stage.
+
+    Returns:
+        ``acc``, or ``reward`` where the reward function returns no ``acc``; its two means over the data sources, each
+        of which counts alike.
 
     Raises:
-        DataError: the stage logged none.
+        DataError: the stage logged none, or ``acc`` of one data source and ``reward`` of another.
     """
     rows = read_metrics(metrics)
     keys = sorted({key for _, data in rows for key in data if key.startswith("val-core/") and key.endswith("/mean@1")})
     if not keys:
         raise DataError("the run logged no held-out accuracy", got=str(metrics))
-    values = series(rows, keys[0]).values
-    return values[0], values[-1]
+    measures = {key.split("/")[-2] for key in keys}
+    if len(measures) > 1:
+        fix = "Let the reward function return acc for every data source, or for none."
+        raise DataError("data sources are measured differently", key=str(metrics), got=keys, fix=fix)
+    curves = [series(rows, key).values for key in keys]
+    return measures.pop(), fmean(curve[0] for curve in curves), fmean(curve[-1] for curve in curves)
 
 
-def climb(ladder: Ladder) -> dict[str, float]:
-    """Run all stages; returns the held-out accuracy after each of the four that train."""
+def refuse_traces(out: Path) -> None:
+    """A second run would be taken for the first: its logs get other names.
+
+    Raises:
+        ConfigError: the folder has a summary or logs.
+    """
+    for trace in (out / "summary.json", out / "logs" / PROJECT):
+        if trace.exists():
+            fix = "Name another folder, or remove this one."
+            raise ConfigError("the folder has another run", key="--out", got=str(trace), fix=fix)
+
+
+def climb(ladder: Ladder) -> dict[str, dict[str, float]]:
+    """Run all stages; returns ``acc`` or ``reward`` on held-out prompts after each of the four that train."""
+    refuse_traces(ladder.out)
     logs = ladder.out / "logs"
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "VERL_FILE_LOGGER_ROOT": str(logs)}
     environment.pop("VERL_FILE_LOGGER_PATH", None)
@@ -198,12 +221,13 @@ def climb(ladder: Ladder) -> dict[str, float]:
         if status:
             print(f"stage {number} ended with status {status}; its message stands above", file=sys.stderr)
             sys.exit(max(status, 1))
-    first, second = (accuracies(logs / PROJECT / f"{name}.jsonl") for name in ("rl_1", "rl_2"))
-    return dict(zip(("cold start", "GRPO", "SFT on right answers", "GRPO again"), (*first, *second), strict=True))
+    (measure, *first), (_, *second) = (accuracies(logs / PROJECT / f"{name}.jsonl") for name in ("rl_1", "rl_2"))
+    names = ("cold start", "GRPO", "SFT on right answers", "GRPO again")
+    return {measure: dict(zip(names, (*first, *second), strict=True))}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; writes ``summary.json`` and prints the accuracies."""
+    """Command line; writes ``summary.json`` and prints it. An error of the settings is one message and status 2."""
     parser = argparse.ArgumentParser(description="Cold start, GRPO, rejection sampling, SFT, GRPO.")
     parser.add_argument("--out", type=Path, default=Path("outputs/r1_style"), help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
@@ -221,10 +245,16 @@ def main(argv: list[str] | None = None) -> int:
     if show:
         print("\n".join(shlex.join(["python", *command]) for _, command in stages(ladder)))
         return 0
+    return run_program(lambda: summarise(ladder))
+
+
+def summarise(ladder: Ladder) -> None:
+    """Run all stages, write what they reached, and print it."""
     reached = climb(ladder)
     (ladder.out / "summary.json").write_text(json.dumps(reached, indent=2) + "\n", encoding="utf-8")
-    print("\n".join(f"{stage:<22}{accuracy:.3f}" for stage, accuracy in reached.items()))
-    return 0
+    for measure, stages_reached in reached.items():
+        print(f"held-out {measure}")
+        print("\n".join(f"{stage:<22}{value:.3f}" for stage, value in stages_reached.items()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from recipe.r1_style.rejection import conversations
 from recipe.r1_style.rejection import main as reject
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import addition_rows, talks, write_prompts
+from tests.harness.runs import logged
 from tests.harness.scorers import scorer
 from verl.config.loading.configuration import read_config
 from verl.errors import DataError
@@ -97,12 +98,27 @@ def test_the_file_of_conversations_is_one_that_fine_tuning_reads(rule, monkeypat
 
 
 def test_accuracies_are_those_before_the_first_and_after_the_last_step(workplace: Path):
-    lines = [{"step": i, "data": {"val-core/sums/reward/mean@1": 0.1 * i}} for i in range(3)]
-    Path("run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert accuracies(Path("run.jsonl")) == pytest.approx((0.0, 0.2))
-    Path("none.jsonl").write_text(json.dumps({"step": 1, "data": {"actor/lr": 1}}) + "\n")
+    """Of two data sources the mean: 0.2 and 0.6 before, 0.4 and 0.6 after."""
+    assert accuracies(metrics_file([{"a/acc": 0.2, "b/c/acc": 0.6}, {}, {"a/acc": 0.4, "b/c/acc": 0.6}])) == (
+        "acc",
+        pytest.approx(0.4),
+        pytest.approx(0.5),
+    )
+    assert accuracies(metrics_file([{"sums/reward": 0.25}, {"sums/reward": 0.5}])) == ("reward", 0.25, 0.5)
+
+
+def metrics_file(steps: list[dict[str, float]]) -> Path:
+    lines = [{"actor/lr": 1.0, **{f"val-core/{key}/mean@1": x for key, x in step.items()}} for step in steps]
+    text = "".join(json.dumps({"step": i, "data": line}) + "\n" for i, line in enumerate(lines))
+    Path("run.jsonl").write_text(text)
+    return Path("run.jsonl")
+
+
+def test_metrics_without_one_measure_are_refused(workplace: Path):
     with pytest.raises(DataError, match="no held-out accuracy"):
-        accuracies(Path("none.jsonl"))
+        accuracies(metrics_file([{}]))
+    with pytest.raises(DataError, match="measured differently"):
+        accuracies(metrics_file([{"a/acc": 0.2, "b/reward": 0.6}]))
 
 
 @pytest.mark.slow
@@ -118,6 +134,9 @@ def test_all_stages_run_in_small(workplace: Path, capfd: pytest.CaptureFixture[s
              "data.max_prompt_length=64", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
              "actor_rollout_ref.rollout.n=2", "--generation", "rollout.prompt_length=64"]  # fmt: skip
     assert main([*words.split(), *small]) == 0, capfd.readouterr().err[-3000:]
-    reached = json.loads(Path("out/summary.json").read_text())
+    reached = json.loads(Path("out/summary.json").read_text())["reward"]
     assert list(reached) == ["cold start", "GRPO", "SFT on right answers", "GRPO again"]
-    assert all(0.5 <= accuracy <= 1 for accuracy in reached.values())
+    key = "val-core/test/addition/reward/mean@1"
+    curves = [[step[key] for step in logged("out/logs", name) if key in step] for name in ("rl_1", "rl_2")]
+    assert list(reached.values()) == [value for first, last in curves for value in (first, last)]
+    assert main([*words.split(), *small]) == 2 and "another run" in capfd.readouterr().err
