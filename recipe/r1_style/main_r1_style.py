@@ -42,6 +42,7 @@ class Ladder:
         reward: file with the reward function.
         sft_steps, grpo_steps: of each of the two stages.
         answers: per prompt, in rejection sampling.
+        above: an answer is right if the reward function's ``acc``, else its score, is larger.
         sft, grpo, generation: more settings of these programs, which come last.
     """
 
@@ -53,6 +54,7 @@ class Ladder:
     sft_steps: int = 240
     grpo_steps: int = 25
     answers: int = 4
+    above: float = 0.0
     sft: list[str] = field(default_factory=list)
     grpo: list[str] = field(default_factory=list)
     generation: list[str] = field(default_factory=list)
@@ -78,6 +80,7 @@ def stages(ladder: Ladder) -> list[tuple[str, list[str]]]:
     """What each stage is for, and its command behind ``python``."""
     answers, right = ladder.out / "answers.parquet", ladder.out / "right.parquet"
     reject = [f"{HERE / 'rejection.py'}", f"{answers}", f"{right}", "--reward", f"{ladder.reward}"]
+    reject += ["--above", f"{ladder.above}"]
     return [
         *_preparation(ladder),
         ("cold start: imitate the demonstrations", _sft(ladder, "cold", f"{_demonstrations(ladder)}")),
@@ -237,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sft_steps", type=int, default=Ladder.sft_steps)
     parser.add_argument("--grpo_steps", type=int, default=Ladder.grpo_steps)
     parser.add_argument("--answers", type=int, default=Ladder.answers, help="per prompt, in rejection sampling")
+    parser.add_argument("--above", type=float, default=Ladder.above, help="right is an acc, else score, above this")
     for program in ("sft", "grpo", "generation"):
         parser.add_argument(f"--{program}", nargs="*", default=[], metavar="KEY=VALUE", help="more settings")
     parser.add_argument("--show", action="store_true", help="print the commands, and run nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +18,8 @@ from tests.harness.rows import addition_rows, talks, write_prompts
 from tests.harness.runs import logged
 from tests.harness.scorers import scorer
 from verl.config.loading.configuration import read_config
-from verl.errors import DataError
+from verl.errors import DataError, RewardError
+from verl.metrics import notices
 from verl.rewards import Scorer, load_reward_function
 
 PROGRAMS = {"sft_trainer": "sft_trainer", "main_ppo": "ppo_trainer", "main_generation": "generation"}
@@ -53,11 +55,21 @@ def test_every_stage_is_a_command_of_settings_that_exist():
     assert last.actor_rollout_ref.model.path == "out/sft/global_step_240/model/huggingface"
 
 
-def test_with_a_model_and_data_of_ones_own_nothing_is_made(capsys: pytest.CaptureFixture[str]):
-    assert main(["--model", "mine", "--data", "rows", "--show"]) == 0
+def test_with_a_model_and_data_of_a_user_nothing_is_made(capsys: pytest.CaptureFixture[str]):
+    assert main(["--model", "mine", "--data", "rows", "--above", "0.5", "--show"]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 6 and all("quickstart/model.py" not in line[1] for line in lines)
     assert "data.train_files=rows/sft.parquet" in lines[0] and "model.path=mine" in lines[0]
+    assert lines[3][1].endswith("rejection.py") and lines[3][-2:] == ["--above", "0.5"]
+
+
+@pytest.mark.parametrize("trace", ["out/summary.json", "out/logs/r1_style"])
+def test_a_folder_with_another_run_is_refused(workplace: Path, monkeypatch, capsys, trace: str):
+    Path(trace).mkdir(parents=True)
+    monkeypatch.setattr("recipe.r1_style.main_r1_style.stages", lambda ladder: pytest.fail("a stage would run"))
+    assert main(["--out", "out"]) == 2
+    said = capsys.readouterr().err
+    assert trace in said and "Name another folder, or remove this one." in said
 
 
 @pytest.fixture
@@ -79,6 +91,32 @@ def test_right_answers_become_conversations_once_each(rule):
     chats, failures = conversations(rows, rule, most=2)
     assert [chat["messages"][1]["content"] for chat in chats] == ["0", "=0"] and failures == 1
     assert chats[0]["messages"][0] == {"role": "user", "content": "0+0="}
+
+
+def test_the_first_failure_of_the_reward_function_is_shown_with_its_trace(workplace: Path):
+    Path("rule.py").write_text(scorer("1 / len(solution_str.strip('x'))"))
+    with closing(Scorer(load_reward_function("rule.py"))) as judge:
+        _, failures = conversations([answered("1"), answered("0", "x", "xx")], judge)
+        assert failures == 2
+        (said,) = [text for key, text in notices().items() if key.startswith("reward function")]
+        assert "failed on row 1 of the batch" in said and "ZeroDivisionError" in said
+        assert "return 1 / len(solution_str.strip('x'))" in said and "2 of 4 samples" in said
+        with pytest.raises(RewardError, match=r"all 2 samples .* ZeroDivisionError"):
+            conversations([answered("x"), answered("xx")], judge)
+
+
+def test_right_is_what_acc_says_where_the_reward_function_returns_it(workplace: Path):
+    Path("rule.py").write_text(scorer("{'score': 0.1 + len(solution_str), 'acc': solution_str == '0'}"))
+    with closing(Scorer(load_reward_function("rule.py"))) as judge:
+        chats, _ = conversations([answered("123", "0")], judge)
+    assert [chat["messages"][1]["content"] for chat in chats] == ["0"]
+
+
+def test_a_score_is_right_above_the_bound(workplace: Path):
+    Path("rule.py").write_text(scorer("float(solution_str)"))
+    with closing(Scorer(load_reward_function("rule.py"))) as judge:
+        chats, _ = conversations([answered("0.5", "0.6")], judge, above=0.5)
+    assert [chat["messages"][1]["content"] for chat in chats] == ["0.6"]
 
 
 def test_answers_of_which_none_is_right_end_the_ladder(rule):
