@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import multiprocessing
+import random
+import re
 import signal
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from clearml import Task
 
 from tests.engines_real.trackers.pictures import red
 from verl.metrics import notices, reset_notices
+from verl.observability.backends.clearml import UNCONNECTED
 from verl.observability.tracker import Sample
 from verl.observability.tracking import Tracking
 
@@ -66,8 +71,28 @@ def test_clearml_has_metrics_samples_and_the_configuration_without_its_secrets(s
     assert "<b>2</b>" in json.dumps(cells) and any(name.endswith((".png", ".jpeg", ".jpg")) for name in names)
 
 
-def test_a_run_that_failed_is_a_failed_task(sessions):
+def test_a_run_that_failed_is_a_failed_task(sessions, monkeypatch):
+    reasons = []
+    monkeypatch.setattr(Task, "mark_failed", lambda _task, status_reason: reasons.append(status_reason))
     with pytest.raises(KeyError), Tracking("sums", "first", "clearml", CONFIG) as tracking:
         tracking.log({"x": 1.0}, 1)
         raise KeyError("the run failed")
-    assert not notices()
+    assert reasons == ["the run ended with exit code 1"] and not notices()
+
+
+def test_neither_random_numbers_nor_other_libraries_are_touched(sessions):
+    random.seed(11)
+    np.random.seed(12)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    with Tracking("sums", "first", "clearml", CONFIG) as tracking:
+        tracking.log({"x": 1.0}, 1)
+        assert tracking.logger["clearml"]._task._resource_monitor is None
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    task, *_ = session(sessions)
+    script = task.get("script") or {}
+    assert not any(script.get(word) for word in ("repository", "diff", "version_num", "requirements"))
+
+
+def test_every_framework_that_clearml_connects_is_switched_off():
+    connected = set(re.findall(r'should_connect\("(\w+)"', inspect.getsource(Task.init)))
+    assert connected and connected | {"detect_repository"} == set(UNCONNECTED)

@@ -18,11 +18,18 @@ from verl.observability.tracker import (
     table_rows,
 )
 
+UNCONNECTED = (
+    "catboost", "detect_repository", "fastai", "gradio", "hydra", "joblib", "lightgbm", "matplotlib", "megengine",
+    "pytorch", "scikit", "tensorboard", "tensorflow", "tfdefines", "xgboost",
+)  # fmt: skip
+"""What ClearML would read or patch by itself; it takes no wildcard here, and a name that is absent counts as True."""
+
 
 class ClearmlTracker(Tracker):
     """One ClearML task; ``critic/score/mean`` is the series ``score/mean`` of the plot ``critic``.
 
-    Nothing but what is logged is taken: neither the command line nor what other libraries write.
+    Of the rest ClearML takes the names of script, host and user. Command line, output, repository, packages, use of
+    the machine and what other libraries write are not taken, and random numbers stay as they are.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
@@ -32,13 +39,15 @@ class ClearmlTracker(Tracker):
         except ImportError as error:
             raise absent_package("clearml", "clearml") from error
         clearml.Task._report_subprocess_enabled = False  # it would fork this process, with its threads
+        clearml.Task.set_random_seed(None)  # init would seed python, numpy and torch
         with _same_handlers():
             self._task: Any = clearml.Task.init(
                 project_name=project_name,
                 task_name=experiment_name,
                 reuse_last_task_id=False,
                 auto_connect_arg_parser=False,
-                auto_connect_frameworks=False,
+                auto_connect_frameworks=dict.fromkeys(UNCONNECTED, False),
+                auto_resource_monitoring=False,
                 auto_connect_streams=False,
             )
         self._logger = self._task.get_logger()
