@@ -49,8 +49,10 @@ class Tracker(ABC):
 
     place: Path | None = None
     """The file or folder of this run alone, known once the run has begun; None where a tracker has none."""
+    resume_name: str | None = None
+    """By what a resumed run continues it, known once the run has begun; None: by the name of its place, if any."""
     before: str | None = None
-    """Its name in the run that is resumed; set before `start`."""
+    """That of the run that is resumed; set before `start`."""
     hides_secrets = False
     """It gets the configuration as it is, and leaves secrets out of what it stores by itself."""
 
@@ -69,6 +71,9 @@ class Tracker(ABC):
 
     def finish(self, exit_code: int = 0) -> None:  # noqa: B027 - nothing to close by default
         """Flush and close; called once."""
+
+    def release(self) -> None:  # noqa: B027 - nothing to end by default
+        """It failed and is off: end the threads and ports that it holds."""
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Tracking:
             before: what this returned in the run that is resumed.
 
         Returns:
-            The name of the file or folder of each tracker that has one of its own for every run.
+            By what a resumed run continues each tracker: the name of its file or folder, or one in its store.
         """
         for name, tracker in self.logger.items():
             tracker.before = (before or {}).get(name)
@@ -74,7 +74,8 @@ class Tracking:
         if places:
             shown = ", ".join(f"{place} ({name})" for name, place in places.items())
             notice("trainer.logger", f"the metrics of this run are in {shown}")
-        return {name: place.name for name, place in places.items()}
+        names = {name: place.name for name, place in places.items()}
+        return names | {name: one.resume_name for name, one in self.logger.items() if one.resume_name is not None}
 
     def log(self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None) -> None:
         """Log one step to all trackers, or to those named in ``backend``."""
@@ -105,8 +106,11 @@ class Tracking:
                     action(tracker)
 
     def _switch_off(self, name: str, error: BaseException) -> None:
-        self.logger.pop(name, None)
+        tracker = self.logger.pop(name, None)
         notice(f"trainer.logger={name}", f"failed and is off from now on ({type(error).__name__}: {error})")
+        if tracker is not None:
+            with tracker_boundary(partial(self._switch_off, name)):
+                tracker.release()
 
 
 def current_tracking() -> Tracking | None:

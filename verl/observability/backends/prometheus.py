@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,20 +11,27 @@ import yaml
 
 from verl import env
 from verl.errors import ConfigError
-from verl.journal.places import private_opener
+from verl.journal.places import file_of_run
+from verl.metrics import notice
 from verl.observability.tracker import Tracker, absent_package, scalar_metrics
 from verl.serving import HttpRequest, HttpResponse, Server, loopback, secret
 
 PORT = "VERL_PROMETHEUS_PORT"
 FILE = "prometheus.yml"
+END_SECONDS = 10.0
+"""That open connections get to end."""
 
 
 class PrometheusTracker(Tracker):
     """Answers ``/metrics`` with ``verl_metric{metric="critic/score/mean"}`` and ``verl_step`` until the run ends.
 
-    ``prometheus.yml`` in the run's folder, which only the user may read, has address and token:
-    ``prometheus --config.file=prometheus.yml``, or ``scrape_config_files`` of another configuration.
+    ``prometheus.yml`` in the run's folder, or ``prometheus-2.yml`` and so on where there is one, has address and token
+    for Prometheus (``--config.file``, or ``scrape_config_files`` of another configuration). Only the user may read it,
+    and it ends with the run.
     """
+
+    _file: Path | None = None
+    _server: Server | None = None
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
@@ -48,24 +54,21 @@ class PrometheusTracker(Tracker):
             raise ConfigError(f"no such port for Prometheus: {error}", key=PORT, got=env.get(PORT)) from error
         self._port, self._token = self._socket.getsockname()[1], secret.new_key()
         self._loop = asyncio.new_event_loop()
-        self._serves = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="prometheus", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="prometheus", daemon=True)
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
+        self._thread.start()
+        self._serve()
         trainer = (self.config or {}).get("trainer") or {}
-        self.place = Path(trainer.get("default_local_dir") or ".") / FILE
+        self._file = file_of_run(Path(trainer.get("default_local_dir") or ".") / FILE)
         labels = {"project": self.project_name, "experiment": self.experiment_name}
         job = {
             "job_name": "verl",
             "authorization": {"credentials": self._token},
             "static_configs": [{"targets": [f"127.0.0.1:{self._port}"], "labels": labels}],
         }
-        self.place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.place.with_name(f"{FILE}.part")
-        with open(fresh, "w", encoding="utf-8", opener=private_opener) as file:
-            yaml.safe_dump({"scrape_configs": [job]}, file, sort_keys=False)
-        os.replace(fresh, self.place)
-        self._thread.start()
+        self._file.write_text(yaml.safe_dump({"scrape_configs": [job]}, sort_keys=False), encoding="utf-8")
+        notice(PORT, f"Prometheus reads the newest metrics of this run by address and token in {self._file}")
 
     def log(self, data: Mapping[str, object], step: int) -> None:
         for key, value in scalar_metrics(data).items():
@@ -73,24 +76,24 @@ class PrometheusTracker(Tracker):
         self._step.set(step)
 
     def finish(self, exit_code: int = 0) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """End thread and port, and delete the file with their address."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
         if self._thread.is_alive():
-            self._serves.wait()
+            if self._server is not None:
+                asyncio.run_coroutine_threadsafe(self._server.close(), self._loop).result(END_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+        self._loop.close()
         self._socket.close()
-        if self.place is not None:
-            self.place.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         async def answer(request: HttpRequest) -> HttpResponse:
             return HttpResponse(content=self._text(self._registry), media=self._media)
 
         owner = {True: "prometheus", False: None}
-        server = Server({("GET", "/metrics"): answer}, lambda shown: owner[secret.same(shown, self._token)])
-        try:
-            self._loop.run_until_complete(server.start(self._socket))
-        finally:
-            self._serves.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(server.close())
-        self._loop.close()
+        self._server = Server({("GET", "/metrics"): answer}, lambda shown: owner[secret.same(shown, self._token)])
+        asyncio.run_coroutine_threadsafe(self._server.start(self._socket), self._loop).result()
