@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from verl.errors import MissingDependencyError
+from verl.observability.backends.trackio import options_of
 from verl.observability.traced_call import KEY, TraceBackend, TracedCall
 
 KINDS = {"llm": "generation", "tool": "tool"}
@@ -33,7 +34,8 @@ class TrackioTraces(TraceBackend):
     def write(self, trace: TracedCall) -> None:
         if self._run is None:
             # Every process that samples writes to the one run.
-            self._run = self.client.init(project=self.project, name=self.experiment, resume="allow", embed=False)
+            names = {"project": self.project, "name": self.experiment}
+            self._run = self.client.init(**names, resume="allow", **options_of(self.client.init))
         spans = list(_spans(trace, None, "0"))
         record = self.client.Trace(
             messages=_messages(trace), metadata={"name": trace.name, **trace.attributes}, spans=spans
