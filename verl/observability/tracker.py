@@ -76,6 +76,27 @@ class Tracker(ABC):
         """It failed and is off: end the threads and ports that it holds."""
 
 
+class MetricNames:
+    """Metric names as a tracker takes them; two names never become one.
+
+    Args:
+        plain: a name without the characters that the tracker refuses.
+    """
+
+    def __init__(self, plain: Callable[[str], str]) -> None:
+        self._plain = plain
+        self._names: dict[str, str] = {}
+
+    def of(self, key: str) -> str:
+        """The plain name, with ``_2`` and so on where an earlier metric has it."""
+        if key not in self._names:
+            name, number = self._plain(key), 2
+            while name in self._names.values():
+                name, number = f"{self._plain(key)}_{number}", number + 1
+            self._names[key] = name
+        return self._names[key]
+
+
 @contextmanager
 def tracker_boundary(
     switch_off: Callable[[BaseException], None], passes: type[Exception] | tuple[()] = ()

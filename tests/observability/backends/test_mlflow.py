@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from verl.errors import MissingDependencyError
-from verl.observability.backends.mlflow import LONGEST_PARAM, MlflowTracker, _Names, flatten, plain_name
+from verl.observability.backends.mlflow import LONGEST_PARAM, MlflowTracker, flatten, plain_name
+from verl.observability.tracker import MetricNames
 
 
 def test_without_the_package_the_message_names_both_ways_out(monkeypatch):
@@ -23,7 +24,7 @@ def test_a_metric_name_keeps_every_character_that_mlflow_takes():
 
 
 def test_two_metrics_never_share_one_name():
-    names = _Names()
+    names = MetricNames(plain_name)
     assert [names.of(key) for key in ("a(b", "a)b", "a_b", "a(b")] == ["a_b", "a_b_2", "a_b_3", "a_b"]
 
 

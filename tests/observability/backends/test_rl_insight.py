@@ -32,6 +32,14 @@ def test_each_metric_becomes_a_gauge_with_a_name_that_prometheus_takes(insight):
     assert insight.calls == [{"project": "p", "experiment_name": "e"}, *gauges, "finish"]
 
 
+def test_two_metrics_never_share_one_gauge(insight):
+    tracker = RlInsightTracker("p", "e", {})
+    for step in (1, 2):
+        tracker.log({"a/b": 0.5, "a_b": 0.25}, step)
+    gauges = [("a_b", 0.5, "a/b"), ("a_b_2", 0.25, "a_b")]
+    assert insight.calls[1:] == [*gauges, ("step", 1, "step"), *gauges, ("step", 2, "step")]
+
+
 @pytest.mark.parametrize("lacks, fix", [("ray", "trainer.runtime=ray"), ("server", SERVER)])
 def test_what_it_needs_to_record_anything_is_named(insight, monkeypatch, lacks, fix):
     if lacks == "ray":

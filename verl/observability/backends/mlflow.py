@@ -10,6 +10,7 @@ from typing import Any
 from verl import env
 from verl.observability.tracker import (
     COLUMNS,
+    MetricNames,
     Sample,
     Tracker,
     absent_package,
@@ -27,8 +28,8 @@ class MlflowTracker(Tracker):
     """One run in the experiment named after the project; without a server it is written to MLflow's local store.
 
     The configuration becomes parameters (``trainer.total_epochs``) and the file ``config.json``; completions become
-    rows of a table. MLflow allows few characters in a name: ``mean@8`` is logged as ``mean_at_8``, any other
-    character as ``_``.
+    a JSON file per step, with columns and rows. MLflow allows few characters in a name: ``mean@8`` is logged as
+    ``mean_at_8``, any other character as ``_``.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
@@ -38,7 +39,7 @@ class MlflowTracker(Tracker):
             from mlflow.entities import Metric, Param
         except ImportError as error:
             raise absent_package("mlflow") from error
-        self._metric, self._names = Metric, _Names()
+        self._metric, self._names = Metric, MetricNames(plain_name)
         self._client = mlflow.MlflowClient()
         self.run_id = self._open()
         if config:
@@ -65,29 +66,15 @@ class MlflowTracker(Tracker):
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         folder = f"samples/{plain_name(title)}"
         if samples:
-            columns = zip(COLUMNS, map(list, zip(*table_rows(samples, step))))
-            self._client.log_table(self.run_id, dict(columns), f"{folder}.json")
+            # `log_table` reads and writes all rows so far, and lists the files in a tag of limited length.
+            table = {"columns": list(COLUMNS), "data": [list(row) for row in table_rows(samples, step)]}
+            self._client.log_dict(self.run_id, table, f"{folder}/{step}.json")
         for i, sample in enumerate(samples):
             if sample.picture is not None:
                 self._client.log_image(self.run_id, open_picture(sample.picture), f"{folder}/{step}_{i}.png")
 
     def finish(self, exit_code: int = 0) -> None:
         self._client.set_terminated(self.run_id, "FINISHED" if exit_code == 0 else "FAILED")
-
-
-class _Names:
-    """Metric names as MLflow takes them; two names never become one."""
-
-    def __init__(self) -> None:
-        self._given: dict[str, str] = {}
-
-    def of(self, key: str) -> str:
-        if key not in self._given:
-            name, number = plain_name(key), 2
-            while name in self._given.values():
-                name, number = f"{plain_name(key)}_{number}", number + 1
-            self._given[key] = name
-        return self._given[key]
 
 
 def plain_name(key: str) -> str:

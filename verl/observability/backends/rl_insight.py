@@ -9,7 +9,7 @@ from typing import Any
 
 from verl import env
 from verl.errors import ConfigError
-from verl.observability.tracker import Tracker, absent_package, scalar_metrics
+from verl.observability.tracker import MetricNames, Tracker, absent_package, scalar_metrics
 
 NAME = "rl_insight"
 SERVER = "RL_INSIGHT_SERVER_URL"
@@ -17,7 +17,9 @@ _FORBIDDEN = re.compile(r"\W", re.ASCII)
 
 
 class RlInsightTracker(Tracker):
-    """Gauges under the metric's name with ``_`` for what Prometheus refuses: ``critic_score_mean``."""
+    """Gauges under the metric's name with ``_`` for what Prometheus refuses, behind the package's prefix:
+    ``rl_insight_monitor_critic_score_mean``. Where two metrics would be one, the later is called ``..._2``.
+    """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
@@ -32,11 +34,12 @@ class RlInsightTracker(Tracker):
         if fix is not None:
             raise ConfigError("rl_insight would record nothing", key="trainer.logger", got=NAME, fix=fix)
         self._insight: Any = rl_insight
+        self._names = MetricNames(lambda key: _FORBIDDEN.sub("_", key))
         rl_insight.init(project=project_name, experiment_name=experiment_name)
 
     def log(self, data: Mapping[str, object], step: int) -> None:
         for key, value in {**scalar_metrics(data), "step": step}.items():
-            self._insight.metric_gauge(_FORBIDDEN.sub("_", key), value, documentation=key)
+            self._insight.metric_gauge(self._names.of(key), value, documentation=key)
 
     def finish(self, exit_code: int = 0) -> None:
         self._insight.finish()
