@@ -405,7 +405,8 @@ PACKAGES |= {"vemlp_wandb": "volcengine_ml_platform", "prometheus": "prometheus_
 for words in (*(f"trainer.logger={name}" for name in PACKAGES), f"{R}.trace.backend=weave"):
     name = words.partition("=")[2]
     package = PACKAGES.get(name, name)
-    missing = wrong(f"{name!r} needs the package {package!r}, which is not installed. pip install {package}")
+    install = "Install {} from Volcengine's index" if name == "vemlp_wandb" else "pip install {}"
+    missing = wrong(f"{name!r} needs the package {package!r}, which is not installed. {install.format(package)}, or")
     TRACKERS[words] = (words, Works() if find_spec(package) else missing)
 MANAGERS = built(registry.REWARD_MANAGERS, "reward.reward_manager.name", "naive", "dapo", "batch", "prime", "remote")
 NAMES = ESTIMATORS | LOSSES | ENGINES | SAMPLERS | TRACKERS | MANAGERS

@@ -51,12 +51,12 @@ def test_an_unknown_tracker_is_an_error_with_the_nearest_name():
 
 
 PACKAGES = {
-    "wandb": ("wandb", r"-e '\.\[wandb\]'"),
-    "trackio": ("trackio", "trackio"),
-    "clearml": ("clearml", "clearml"),
-    "vemlp_wandb": ("volcengine_ml_platform", r"volcengine_ml_platform \(from Volcengine's index\)"),
-    "rl_insight": ("rl_insight", "rl-insight"),
-    "prometheus": ("prometheus_client", "prometheus-client"),
+    "wandb": ("wandb", r"pip install -e '\.\[wandb\]'"),
+    "trackio": ("trackio", "pip install trackio"),
+    "clearml": ("clearml", "pip install clearml"),
+    "vemlp_wandb": ("volcengine_ml_platform", "Install volcengine_ml_platform from Volcengine's index"),
+    "rl_insight": ("rl_insight", "pip install rl-insight"),
+    "prometheus": ("prometheus_client", "pip install prometheus-client"),
 }
 
 
@@ -64,9 +64,7 @@ PACKAGES = {
 def test_a_tracker_that_is_not_installed_names_the_command_that_installs_it(monkeypatch, name):
     package, words = PACKAGES[name]
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        MissingDependencyError, match=f"{name} is not installed.*pip install {words}, or leave '{name}'"
-    ):
+    with pytest.raises(MissingDependencyError, match=f"{name} is not installed.*{words}, or leave '{name}'"):
         Tracking("p", "e", ["console", name])
 
 

@@ -130,9 +130,9 @@ def absent_package(tracker: str, install: str = "") -> MissingDependencyError:
     """The error of a tracker whose package is not installed.
 
     Args:
-        install: the words behind ``pip install``; empty: the extra of this library that is named as the tracker.
+        install: the sentence that says how; empty: by the extra of this library that is named as the tracker.
     """
-    command = f"pip install {install}" if install else f"In the checkout: pip install -e '.[{tracker}]'"
+    command = install or f"In the checkout: pip install -e '.[{tracker}]'"
     return MissingDependencyError(
         f"the package of the tracker {tracker} is not installed",
         key="trainer.logger",

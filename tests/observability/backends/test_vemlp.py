@@ -8,6 +8,7 @@ import types
 import pytest
 
 from verl.errors import ConfigError
+from verl.metrics import notices, reset_notices
 from verl.observability.backends.vemlp import VemlpTracker
 from verl.observability.tracker import Sample
 
@@ -59,6 +60,19 @@ def test_a_run_is_opened_with_the_keys_of_the_shell_and_gets_all_that_is_logged(
     assert (begun, options["project"], options["name"], options["sync_tensorboard"]) == ("init", "p", "e", True)
     assert "hush" not in str(options) and shown["val"].rows == [(2, "q", "a", 1.0, None)]
     assert (logged, ended) == (("log", {"x": 0.5}, 2), ("finish", 1))
+
+
+@pytest.mark.parametrize("lacks, pictures", [("Table", 0), ("Image", 1)])
+def test_a_module_without_tables_or_images_still_gets_the_metrics(platform, monkeypatch, lacks, pictures):
+    reset_notices()
+    if lacks == "Table":
+        monkeypatch.delattr(Wandb, "Table")
+    tracker = VemlpTracker("p", "e", {})
+    for step in (1, 2):
+        tracker.log({"x": 0.5}, step)
+        tracker.log_samples("val", [Sample("q", "a", picture=b"png" * pictures or None)], step)
+    assert platform.wandb.calls[1:] == [("log", {"x": 0.5}, 1), ("log", {"x": 0.5}, 2)]
+    assert notices() == {"vemlp_wandb": f"its module has no {lacks}: these samples are not sent to it"}
 
 
 def test_the_variables_that_the_shell_lacks_are_named(platform, monkeypatch):

@@ -148,6 +148,10 @@ def bad_model_folder(key: str, path: str, hint: str = "") -> Problems:
     return []
 
 
+ELSEWHERE = {"volcengine_ml_platform": "Install volcengine_ml_platform from Volcengine's index"}
+"""Packages that PyPI does not have; there, the name is free for anybody's code."""
+
+
 def missing_package(key: str, name: str, package: str) -> Problems:
     """A named thing whose package is not installed."""
     if importlib.util.find_spec(package) is not None:
@@ -156,7 +160,7 @@ def missing_package(key: str, name: str, package: str) -> Problems:
         ConfigError(
             f"{name!r} needs the package {package!r}, which is not installed",
             key=key,
-            fix=f"pip install {package}, or take {name!r} out of {key}.",
+            fix=f"{ELSEWHERE.get(package, f'pip install {package}')}, or take {name!r} out of {key}.",
         )
     ]
 

@@ -37,7 +37,7 @@ class ClearmlTracker(Tracker):
         try:
             import clearml
         except ImportError as error:
-            raise absent_package("clearml", "clearml") from error
+            raise absent_package("clearml", "pip install clearml") from error
         clearml.Task._report_subprocess_enabled = False  # it would fork this process, with its threads
         clearml.Task.set_random_seed(None)  # init would seed python, numpy and torch
         with _same_handlers():

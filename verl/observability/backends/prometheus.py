@@ -38,7 +38,7 @@ class PrometheusTracker(Tracker):
         try:
             import prometheus_client
         except ImportError as error:
-            raise absent_package("prometheus", "prometheus-client") from error
+            raise absent_package("prometheus", "pip install prometheus-client") from error
         self._registry = prometheus_client.CollectorRegistry()
         self._metrics = prometheus_client.Gauge(
             "verl_metric", "Newest value of a metric of the run.", ["metric"], registry=self._registry

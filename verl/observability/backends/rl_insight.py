@@ -26,7 +26,7 @@ class RlInsightTracker(Tracker):
         try:
             import rl_insight
         except ImportError as error:
-            raise absent_package(NAME, "rl-insight") from error
+            raise absent_package(NAME, "pip install rl-insight") from error
         ray: Any = sys.modules.get("ray")
         fix = None if env.get(SERVER) else f"Set {SERVER} to the address of its server."
         if ray is None or not ray.is_initialized():

@@ -21,7 +21,7 @@ class TrackioTracker(Tracker):
         try:
             import trackio
         except ImportError as error:
-            raise absent_package("trackio", "trackio") from error
+            raise absent_package("trackio", "pip install trackio") from error
         self._trackio: Any = trackio
         self._run: Any = None
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from verl import env
 from verl.config.loading.secrets import hide
+from verl.config.rules.checks import ELSEWHERE
 from verl.errors import ConfigError
+from verl.metrics import notice
 from verl.observability.backends.wandb import WandbTracker
-from verl.observability.tracker import absent_package
+from verl.observability.tracker import Sample, absent_package
 
 ACCESS = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
 
@@ -21,7 +24,7 @@ class VemlpTracker(WandbTracker):
             import volcengine_ml_platform
             from volcengine_ml_platform import wandb
         except ImportError as error:
-            raise absent_package("vemlp_wandb", "volcengine_ml_platform (from Volcengine's index)") from error
+            raise absent_package("vemlp_wandb", ELSEWHERE["volcengine_ml_platform"]) from error
         access = {word: env.get(name) for word, name in ACCESS.items()}
         if unset := [name for word, name in ACCESS.items() if not access[word]]:
             raise ConfigError(
@@ -34,3 +37,10 @@ class VemlpTracker(WandbTracker):
         options = {"project": self.project_name, "name": self.experiment_name, "config": hide(self.config or {})}
         wandb.init(**options, sync_tensorboard=True)
         return wandb, wandb
+
+    def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
+        needed = ["Table", *(["Image"] if any(sample.picture for sample in samples) else [])]
+        if missing := [name for name in needed if not hasattr(self._wandb, name)]:
+            notice("vemlp_wandb", f"its module has no {' and no '.join(missing)}: these samples are not sent to it")
+            return
+        super().log_samples(title, samples, step)
