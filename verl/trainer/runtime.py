@@ -25,7 +25,7 @@ from verl.metrics import notice, start_logging
 from verl.observability.tracking import Tracking
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
-from verl.viewer.beside import RunPage
+from verl.viewer.run_page import RunPage
 
 RunConfig = PPOTrainerConfig | SupervisedConfig
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -48,7 +47,6 @@ async def serve(runs: list[ViewedRun], port: int) -> None:
     Raises:
         ConfigError: the port is taken.
     """
-    os.nice(10)  # a run on this machine comes first
     token = secret.new_key()
     server = make_server(runs, token)
     await server.start(loopback(port))

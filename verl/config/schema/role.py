@@ -456,7 +456,7 @@ class RunConfig(ConfigNode):
     )
     viewer: bool = setting(
         False,
-        "start the page of this run, as verl view does: the console shows its link once, and it ends with the run",
+        "start the page of this run, as verl view does: the console names the file with its link, and it ends with the run",
         upstream=ABSENT,
     )
     copy_check_freq: int = setting(-1, COPY_CHECK, upstream=ABSENT, within=COPIES)

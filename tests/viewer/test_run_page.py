@@ -1,9 +1,11 @@
-"""The page that a run starts: its link is printed once, it ends with the run, and a failure is a notice."""
+"""The page that a run starts: its link is in a private file, it ends with the run, and a failure is a notice."""
 
 from __future__ import annotations
 
 import re
+import stat
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -15,9 +17,9 @@ from tests.viewer.recorded_runs import RecordedRun
 from tests.viewer.served import Site
 from verl.metrics import notices, reset_notices
 from verl.trainer import runtime
-from verl.viewer.beside import KEY, RunPage
+from verl.viewer.run_page import KEY, LINK, RunPage
 
-LINK = re.compile(r"the page of this run: http://127\.0\.0\.1:(\d+)/\?token=([0-9a-f]{64})\n")
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/\?token=([0-9a-f]{64})\n")
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +33,49 @@ def below(command: str) -> list[psutil.Process]:
 
 def test_the_page_of_a_run_shows_it_and_ends_with_the_block(tmp_path, capsys):
     run, printed = RecordedRun(tmp_path / "run", steps=1), []
-    elsewhere = tmp_path / "elsewhere" / "samples"
+    elsewhere, file = tmp_path / "elsewhere", run.folder / LINK
+    elsewhere.mkdir()
+    file.write_text("of a run that was killed")
+    file.chmod(0o644)
     with RunPage(run.folder, run.folder / "metrics.jsonl", elsewhere):
 
-        def link() -> re.Match[str] | None:
+        def line() -> str:
             printed.append(capsys.readouterr().out)
-            return LINK.search("".join(printed))
+            return "".join(printed)
 
-        wait_until(lambda: link() is not None, lambda: f"no link: {notices()}")
-        match = LINK.fullmatch("".join(printed))
-        assert match is not None and elsewhere.is_dir(), "once, and nothing more"
+        wait_until(lambda: "\n" in line(), lambda: f"no link: {notices()}")
+        assert line() == f"the page of this run: open the link in {file}\n", "no token, and nothing more"
+        match = ADDRESS.fullmatch(file.read_text())
+        assert match is not None and stat.S_IMODE(file.stat().st_mode) == 0o600
         site = Site(int(match[1]))
         assert site.send("/api/runs", token=match[2]).json["runs"][0]["last_step"] == 1
         pages = below("verl.viewer")
-        assert pages
-    assert not below("verl.viewer") and not any(page.is_running() for page in pages)
+        assert pages and all(
+            page.nice() == min(19, psutil.Process().nice() + 10)
+            for page in pages
+            if "lifeline" not in " ".join(page.cmdline())
+        )
+    assert not file.exists() and not below("verl.viewer") and not any(page.is_running() for page in pages)
     assert not notices()
+
+
+def test_a_link_that_cannot_be_written_ends_the_page_with_a_notice(tmp_path, capsys):
+    (tmp_path / LINK).mkdir()
+    with RunPage(tmp_path):
+        wait_until(lambda: KEY in notices())
+        wait_until(lambda: not below("verl.viewer"))
+    assert "cannot be written" in notices()[KEY] and not capsys.readouterr().out
+
+
+def test_a_page_without_a_thread_is_ended_with_a_notice(tmp_path, monkeypatch):
+    def no_more(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        with RunPage(tmp_path, samples=tmp_path / "samples"):
+            assert notices() == {KEY: "the page of this run cannot be started: can't start new thread"}
+            assert not below("verl.viewer") and not list(tmp_path.iterdir())
 
 
 def test_a_page_that_cannot_start_is_one_notice_with_the_reason(tmp_path):
@@ -67,7 +96,7 @@ def test_runs_start_their_page_where_it_is_switched_on(workplace, monkeypatch):
 
     class Spy(RunPage):
         def __enter__(self) -> RunPage:
-            started.append([self._command[4:], self._samples])
+            started.append(self._command[4:])
             return self
 
     monkeypatch.setattr(runtime, "RunPage", Spy)
@@ -76,6 +105,7 @@ def test_runs_start_their_page_where_it_is_switched_on(workplace, monkeypatch):
     train(*words[:2], f"{words[2]}=off")
     assert not started and len(list(Path("samples").glob("*.jsonl"))) == 1
     train(*words[:2], f"{words[2]}=on", "trainer.viewer=true")
-    ((command, samples),) = started
+    (command,) = started
+    samples = Path(command[3])
     assert command[::2] == ["--metrics", "--samples"] and Path(command[1]).is_file()
     assert samples.name == "samples-2" and (samples / "1.jsonl").is_file(), "those of this run"
