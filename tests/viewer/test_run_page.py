@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.harness.runs import prepare, train
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import HANGS, wait_until
 from tests.viewer.recorded_runs import RecordedRun
 from tests.viewer.served import Site
 from verl.metrics import notices, reset_notices
@@ -61,9 +61,10 @@ def test_the_page_of_a_run_shows_it_and_ends_with_the_block(tmp_path, capsys):
 
 def test_a_link_that_cannot_be_written_ends_the_page_with_a_notice(tmp_path, capsys):
     (tmp_path / LINK).mkdir()
-    with RunPage(tmp_path):
-        wait_until(lambda: KEY in notices())
-        wait_until(lambda: not below("verl.viewer"))
+    with RunPage(tmp_path) as page:
+        assert page._process is not None and page._reader is not None
+        page._reader.join(HANGS)
+        assert page._process.poll() is not None, "it ends before the run does"
     assert "cannot be written" in notices()[KEY] and not capsys.readouterr().out
 
 

@@ -50,7 +50,7 @@ class Tracker(ABC):
     place: Path | None = None
     """The file or folder of this run alone, known once the run has begun; None where a tracker has none."""
     resume_name: str | None = None
-    """By what a resumed run continues it, known once the run has begun; None: by the name of its place, if any."""
+    """By what a resumed run continues it, set by `start`; None: by the name of its place, if any."""
     before: str | None = None
     """That of the run that is resumed; set before `start`."""
     hides_secrets = False

@@ -66,7 +66,7 @@ class MlflowTracker(Tracker):
     def log_samples(self, title: str, samples: Sequence[Sample], step: int) -> None:
         folder = f"samples/{plain_name(title)}"
         if samples:
-            # `log_table` reads and writes all rows so far, and lists the files in a tag of limited length.
+            # `log_table` reads and writes all former rows, too, and lists the files in a tag of limited length.
             table = {"columns": list(COLUMNS), "data": [list(row) for row in table_rows(samples, step)]}
             self._client.log_dict(self.run_id, table, f"{folder}/{step}.json")
         for i, sample in enumerate(samples):

@@ -25,7 +25,7 @@ END_SECONDS = 10.0
 class PrometheusTracker(Tracker):
     """Answers ``/metrics`` with ``verl_metric{metric="critic/score/mean"}`` and ``verl_step`` until the run ends.
 
-    ``prometheus.yml`` in the run's folder, or ``prometheus-2.yml`` and so on where there is one, has address and token
+    ``prometheus.yml`` in the run's folder, or ``prometheus-2.yml`` ... where there is one, has address and token
     for Prometheus (``--config.file``, or ``scrape_config_files`` of another configuration). Only the user may read it,
     and it ends with the run.
     """
