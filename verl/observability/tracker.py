@@ -88,7 +88,7 @@ class MetricNames:
         self._names: dict[str, str] = {}
 
     def of(self, key: str) -> str:
-        """The plain name, with ``_2`` and so on where an earlier metric has it."""
+        """The plain name, with ``_2`` and higher where an earlier metric has it."""
         if key not in self._names:
             name, number = self._plain(key), 2
             while name in self._names.values():

@@ -39,7 +39,7 @@ class TrackioTracker(Tracker):
                 "another run of Trackio has this name by now",
                 key="trainer.experiment_name",
                 got=name,
-                fix="Give each run a name of its own.",
+                fix="Give each run another name.",
             )
         self.resume_name = f"{self._run.id} {self._run.name}"
 
