@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ class ClearmlTracker(Tracker):
             raise absent_package("clearml", "pip install clearml") from error
         clearml.Task._report_subprocess_enabled = False  # it would fork this process, with its threads
         clearml.Task.set_random_seed(None)  # init would seed python, numpy and torch
-        with _same_handlers():
+        with _undisturbed():
             self._task: Any = clearml.Task.init(
                 project_name=project_name,
                 task_name=experiment_name,
@@ -74,12 +75,15 @@ class ClearmlTracker(Tracker):
 
 
 @contextmanager
-def _same_handlers() -> Iterator[None]:
-    """Signals, and exceptions that nobody catches, are the run's to handle, also after the block."""
+def _undisturbed() -> Iterator[None]:
+    """Signals, and exceptions that nobody catches, are the run's to handle, also after the block, which draws from
+    Python's random numbers in vain."""
+    numbers = random.getstate()
     hook, handlers = sys.excepthook, {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield
     finally:
+        random.setstate(numbers)
         sys.excepthook = hook
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
