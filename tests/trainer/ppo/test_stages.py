@@ -148,15 +148,16 @@ def test_groups_are_filtered_by_any_reward_detail():
     assert kept(data, ctx).non_tensor_batch["uid"].tolist() == ["b", "b"]
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_dropped_prompts_are_noted_for_a_curriculum(learns):
+def test_a_group_with_one_sample_that_counts_compares_nothing():
     data = batch([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], ["a", "a", "b", "b", "c", "c"])
-    data.non_tensor_batch["__row__"] = np.array([7, 7, 8, 8, 9, 9], dtype=object)
+    data.non_tensor_batch["unscorable"] = np.array([False, False, True, False, True, True])
     ctx = context(**{"algorithm.filter_groups.enable": True})
-    ctx.run.flat_rows = [] if learns else None
-    judged([0, 1, 2], data, ctx, trims=False)
-    assert ctx.run.take_flat_rows() == ([7, 9] if learns else [])
-    assert ctx.run.take_flat_rows() == []
+    done = judged([0, 1, 2], data, ctx, trims=False)
+    assert [(group.why, group.compared) for group in done] == [
+        ("filtered", True),
+        ("filtered", False),
+        ("filtered", False),
+    ]
 
 
 def test_an_endless_refill_stops_at_the_limit():

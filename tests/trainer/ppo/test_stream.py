@@ -16,13 +16,13 @@ from verl.errors import ConfigError, DataError
 from verl.metrics import notices
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
-from verl.trainer.ppo.context import RunState
+from verl.trainer.ppo.context import RunState, StepContext
 from verl.trainer.ppo.driver import Inline
 from verl.trainer.ppo.group_filter import DETAILS
-from verl.trainer.ppo.groups import judged, together
+from verl.trainer.ppo.groups import GroupRows, judged, together
 from verl.trainer.ppo.schedules import FULLY_ASYNC, ONE_STEP_OFF, SYNC, Schedule
 from verl.trainer.ppo.stream import GroupStream
-from verl.trainer.ppo.stream_parts import FINISHED, PROMPTS, STATE
+from verl.trainer.ppo.stream_parts import FINISHED, FLAT, PROMPTS, STATE
 
 MODE = "trainer.v1.trainer_mode"
 NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
@@ -168,6 +168,49 @@ def test_what_a_filter_drops_is_not_held_in_memory_with_what_waits():
     assert [(one.number, one.why, len(one.rows)) for one in done] == [(7, "", 2), (8, "filtered", 0), (9, "", 2)]
     assert [list(one.rows.alone().non_tensor_batch["uid"]) for one in done] == [["a", "a"], [], ["c", "c"]]
     assert all(len(one.rows.batch) == 4 for one in done)
+
+
+def stream_with(rewards: dict[str, list[float]], left_out: str = "") -> tuple[GroupStream, StepContext]:
+    """A stream that took in these groups of two samples; the last sample of some does not count. Rows: 5, 6, ..."""
+    run = run_state(**{"algorithm.filter_groups.enable": True})
+    stream, ctx, batch = stream_of(SYNC, run), run.open(4), samples("".join(rewards), version=3)
+    prompts = [rows(uid) for uid in rewards]
+    for row, prompt in enumerate(prompts, start=5):
+        prompt.non_tensor_batch["__row__"] = np.array([row], dtype=object)
+    batch.batch["token_level_scores"] = torch.tensor([[0.0, reward] for pair in rewards.values() for reward in pair])
+    counts = [uid not in left_out or sample == 0 for uid in rewards for sample in range(2)]
+    batch.non_tensor_batch["unscorable"] = ~np.array(counts)
+    stream._driver = Inline({}, by_batch=True)
+    numbers = [stream.queue.admit(GroupRows.of(prompt)) for prompt in prompts]
+    stream._driver._done = judged(numbers, batch, ctx, trims=False)
+    stream.take_in(ctx, wait=False)
+    return stream, ctx
+
+
+def test_rows_of_equal_groups_are_saved_and_come_with_the_next_batch():
+    rewards = {"a": [1.0, 1.0], "b": [0.0, 1.0], "c": [1.0, 1.0], "d": [1.0, 0.0], "e": [0.0, 0.0]}
+    stream, ctx = stream_with(rewards, left_out="c")
+    assert ctx.flat_rows == []
+    saved = stream.state()
+    resumed, step = stream_of(SYNC, stream.run), stream.run.open(4)
+    resumed.load_state(saved)
+    resumed._driver = Inline({}, by_batch=True)
+    for taking, at in ((stream, ctx), (resumed, step)):
+        taking.open_step(at)
+        batch = taking.take(None, at, may_stop=False)
+        assert list(dict.fromkeys(batch.non_tensor_batch["uid"])) == ["b", "d"]
+        assert at.flat_rows == [5, 9], "c compares nothing"
+        assert taking.state() == {}
+    assert saved[FLAT].non_tensor_batch["__row__"].tolist() == [5, 9], "a state does not change any more"
+
+
+def test_rows_of_equal_groups_are_saved_where_nothing_else_waits():
+    stream, _ = stream_with({"a": [1.0, 1.0]})
+    saved = stream.state()
+    assert set(saved) == {FLAT}
+    resumed = stream_of(SYNC, stream.run)
+    resumed.load_state(saved)
+    assert resumed.state()[FLAT].non_tensor_batch["__row__"].tolist() == [5]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from verl import registry
 from verl.config import GlobalProfilerConfig, PPOTrainerConfig
 from verl.data.curriculum import FLAT_ROWS
-from verl.data.loader import HasMetrics, LearnsFromSteps
+from verl.data.loader import LearnsFromSteps
 from verl.data.mixture import Mixture
 from verl.data.progress import timed
 from verl.data.sample_texts import SampleTexts, turns_of_rows
@@ -112,21 +112,19 @@ class CountSources(Callback):
 class UpdateCurriculum(Callback):
     """Gives every batch that was trained on to the sampler of the prompts, before a checkpoint takes its state.
 
-    The batch says which prompts dynamic sampling dropped meanwhile (`FLAT_ROWS`).
+    The batch says which prompts dynamic sampling dropped before it was complete (`FLAT_ROWS`).
     """
 
     def __init__(self, sampler: LearnsFromSteps) -> None:
         self.sampler = sampler
 
-    def on_fit_begin(self, trainer: RunningTrainer) -> None:
-        trainer.state.flat_rows = []
-
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         with trainer.ctx.timed("update_sampler"):
-            rows = trainer.state.take_flat_rows()
-            self.sampler.update(DataProto(batch.batch, batch.non_tensor_batch, {**batch.meta_info, FLAT_ROWS: rows}))
-        if isinstance(self.sampler, HasMetrics):
-            for name, value in self.sampler.metrics().items():
+            facts = {**batch.meta_info, FLAT_ROWS: trainer.ctx.flat_rows}
+            self.sampler.update(DataProto(batch.batch, batch.non_tensor_batch, facts))
+        metrics = getattr(self.sampler, "metrics", None)
+        if callable(metrics):
+            for name, value in metrics().items():
                 trainer.ctx.metrics.add(name, value, "last")
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,6 @@ class RunState:
         updates: the optimizer steps that were taken and skipped.
         teachers: those behind servers; None in a run without any.
         judges: the servers that reward functions query; None in a run that starts none.
-        flat_rows: ``__row__`` of prompts that dynamic sampling dropped, for a curriculum; None in a run without one.
     """
 
     config: PPOTrainerConfig
@@ -61,7 +60,6 @@ class RunState:
     updates: Updates = field(default_factory=Updates)
     teachers: ServedTeachers | None = None
     judges: Judges | None = None
-    flat_rows: list[int] | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -71,18 +69,6 @@ class RunState:
     def epoch_of(self, step: int) -> int:
         """The epoch of a step's first prompt, from 0."""
         return max(0, step - 1) // self.steps_per_epoch
-
-    def note_flat(self, rows: Iterable[int]) -> None:
-        """Prompts that dynamic sampling drops; the thread that scores calls this."""
-        if self.flat_rows is not None:
-            self.flat_rows.extend(rows)
-
-    def take_flat_rows(self) -> list[int]:
-        """Those since the last call."""
-        rows = list(self.flat_rows or ())
-        if self.flat_rows is not None:
-            del self.flat_rows[: len(rows)]
-        return rows
 
     def open(self, step: int) -> StepContext:
         """The empty context of a step; that of another step may be open, too."""
@@ -163,12 +149,13 @@ class StepContext:
     Attributes:
         metrics: of this step alone.
         timers: seconds per stage (`timed`).
+        flat_rows: ``__row__`` of the prompts that dynamic sampling dropped since the batch before, for a curriculum.
         goes_on: this step learns from more batches after this one, so what happens once per step does not happen yet.
     """
 
     def __init__(self, run: RunState, step: int = 0):
         self.run, self.step = run, step
-        self.metrics, self.timers = MetricSet(), Timers()
+        self.metrics, self.timers, self.flat_rows = MetricSet(), Timers(), list[int]()
         self.goes_on = False
 
     @property

@@ -94,6 +94,7 @@ class Done:
         rows: its samples; of a group that failed the rows without samples; of an unfinished one its prompt.
         oldest: version of its oldest token, where the sampler names versions.
         why: there is nothing to train on: ``filtered``, ``failed`` or ``unscorable``; or `UNFINISHED`.
+        compared: two or more of its samples count, so a filtered group says something of its prompt.
         served: how each of its requests was served, where the sampler says so.
     """
 
@@ -101,6 +102,7 @@ class Done:
     rows: GroupRows
     oldest: int | None = None
     why: str = ""
+    compared: bool = False
     served: Mapping[str, Notes] = field(default_factory=dict)
 
 
@@ -142,8 +144,7 @@ def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: 
         )
     is_flat = stages.flat_groups(samples, rows, ctx)[rows]
     accounting.drop_rows(samples, is_flat, "filtered_group", ctx)
-    if accounting.ROW in samples.non_tensor_batch:
-        ctx.run.note_flat(samples.non_tensor_batch[accounting.ROW][::each][is_flat[::each]].tolist())
+    counted = (~group_filter.out_of_statistics(samples)).reshape(-1, each).sum(1).tolist()
     oldest = oldest_versions(samples, len(numbers))
     if trims:
         samples, stays = trimmed(samples), np.ones(len(samples), dtype=bool)  # a replay reads groups that are dropped
@@ -153,8 +154,8 @@ def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: 
     samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
     groups, none = iter(GroupRows.each(samples, each)), GroupRows(samples, 0, 0)
     return [
-        Done(number, next(groups) if stays[row] else none, oldest[place], "filtered" if is_flat[row] else "")
-        for place, (number, row) in enumerate(zip(numbers, range(0, len(stays), each), strict=True))
+        Done(number, next(groups) if stays[row] else none, age, "filtered" if is_flat[row] else "", counts > 1)
+        for number, row, age, counts in zip(numbers, range(0, len(stays), each), oldest, counted, strict=True)
     ]
 
 

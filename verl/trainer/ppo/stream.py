@@ -38,7 +38,7 @@ from verl.trainer.ppo.groups import (
     joined,
     trimmed,
 )
-from verl.trainer.ppo.stream_parts import BY_BATCH, check_in_time, load_parts, of_earlier_release, parts_of
+from verl.trainer.ppo.stream_parts import BY_BATCH, FLAT, check_in_time, load_parts, of_earlier_release, parts_of
 from verl.workers.roles import Roles
 
 MANY_GEN_BATCHES = 10
@@ -67,6 +67,8 @@ class GroupStream:
         self._lost = self.queue.lost
         """Groups that had come to nothing when the last batch was taken."""
         self._again, self._retried = set[int](), set[int]()
+        self._flat: list[int] = []
+        """``__row__`` of the prompts of filtered groups since the last batch was taken."""
 
     @property
     def driver(self) -> Driver:
@@ -108,6 +110,7 @@ class GroupStream:
             self._ahead = None
         self._fill(source, ctx, may_stop)
         self._lost, taken = self.queue.lost, self.queue.take()
+        ctx.flat_rows, self._flat = [*ctx.flat_rows, *self._flat], []
         self.driver.took(taken, ctx)
         batch = joined([entry.samples for entry in taken])
         if self.admission.trained_on is not None:
@@ -274,6 +277,9 @@ class GroupStream:
                 if prompt is not None:
                     again[done.number] = prompt
                     continue
+            if done.why == "filtered" and done.compared and done.number in self.queue:
+                prompt = self.queue.get(done.number).prompt
+                self._flat += map(int, prompt.alone().non_tensor_batch.get(accounting.ROW, ()))
             if done.why:
                 self.queue.lose(done.number, "failed" if done.why in OF_FAILED else done.why)
             elif not self.queue.complete(done.number, done.rows, done.oldest):
@@ -301,11 +307,14 @@ class GroupStream:
     def state(self) -> dict[str, DataProto]:
         """Parts of a checkpoint; later steps leave them as they are."""
         context = None if self._ahead is None else self._ahead.state_dict()
-        return parts_of(self.queue, self._drawn, context=context)
+        flat = {FLAT: DataProto.from_dict(non_tensors={accounting.ROW: list(self._flat)})} if self._flat else {}
+        return {**parts_of(self.queue, self._drawn, context=context), **flat}
 
     def load_state(self, parts: Mapping[str, DataProto]) -> None:
         """Continue with what `state` returned, perhaps under another schedule: groups in flight are sampled again."""
         queue, by_batch, run = self.queue, self.admission.by_batch, self.run
+        if FLAT in parts:
+            self._flat = parts[FLAT].non_tensor_batch[accounting.ROW].tolist()
         state = load_parts(of_earlier_release(parts, run.step), queue, self._drawn)
         queue.trained = run.step * queue.bound.groups  # the steps of the run before may have had another size
         if not state:

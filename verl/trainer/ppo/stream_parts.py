@@ -19,6 +19,8 @@ from verl.trainer.ppo.groups import DrawnPrompts, GroupRows, joined, oldest_vers
 
 FINISHED, PROMPTS = "queue", "queue_prompts"
 """The two parts."""
+FLAT = "queue_flat"
+"""A third one: rows of prompts whose groups were filtered, for a curriculum (`GroupStream`)."""
 STATE = "queue"
 """Key of their ``meta_info``: everything else of the queue."""
 BY_BATCH = "by_batch"
