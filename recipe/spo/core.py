@@ -29,10 +29,13 @@ from verl.data.settings import read
 from verl.errors import ConfigError, DataError
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.protocol import DataProto
+from verl.protocol.fields import declare_field
 
 VALUE, ITEM, PRIOR = "spo_value", "spo_item", "prior_value"
 """Columns: a prompt's value when it was taken, its number in the dataset; the share of right answers before the run."""
 EPSILON = 1e-8
+declare_field(VALUE, producer="dataset (ValuedPrompts)", doc="value of the prompt when it was taken")
+declare_field(ITEM, producer="dataset (ValuedPrompts)", doc="number of the prompt in the dataset")
 
 
 class PromptValues:

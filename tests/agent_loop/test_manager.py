@@ -13,6 +13,7 @@ from tests.agent_loop.server import scripted
 from tests.harness.models import tiny_tokenizer
 from tests.harness.rows import columns
 from verl.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, register
+from verl.agent_loop.batch import to_batch
 from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.failed import RunStops
 from verl.errors import ConfigError, DataError, RolloutError
@@ -45,6 +46,22 @@ def manager(sampler, **changes) -> AgentLoopManager:
 
 def prompts(ids: list[list[int]], uids: list[str], **more) -> DataProto:
     return DataProto.from_dict(non_tensors=columns(raw_prompt_ids=ids, uid=uids, **more))
+
+
+def test_further_values_of_a_loop_replace_no_column_of_the_run():
+    extra = {"finish_reason": "stop", "__num_turns__": 0, "unscorable": True, "responses": [8], "turns": 3}
+    cut = AgentLoopOutput([3], [1, 2], [1, 1], num_turns=2, finish_reason="length", extra_fields=extra)
+    batch = to_batch([cut], pad_token_id=0)
+    columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
+    assert columns == {
+        "finish_reason": ["length"],
+        "__num_turns__": [2],
+        "turns": [3],
+        **{f"loop_{name}": [extra[name]] for name in ("finish_reason", "__num_turns__", "unscorable", "responses")},
+    }
+    assert batch.batch["responses"].tolist() == [[1, 2]]
+    message = notices()["AgentLoopOutput.extra_fields, key 'finish_reason'"]
+    assert message.startswith("-> 'loop_finish_reason': a column of that name is the run's")
 
 
 def test_the_batch_is_padded_to_its_longest_rows_on_the_right_sides():

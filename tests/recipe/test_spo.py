@@ -18,12 +18,19 @@ from tests.harness.rows import addition_rows, columns, write_prompts
 from tests.harness.runs import logged, train
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, declared_field
+from verl.trainer.ppo.scoring import under_free_names
 
 A = "actor_rollout_ref.actor"
 REQUIRED = ("data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
             "data.max_response_length=6", "actor_rollout_ref.model.path=model", f"{A}.ppo_mini_batch_size=4",
             "reward.custom_reward_function.path=scorer.py")  # fmt: skip
+
+
+def test_a_scorer_cannot_replace_a_value_or_the_number_of_its_prompt():
+    assert [declared_field(name).name for name in (VALUE, ITEM)] == ["spo_value", "spo_item"]
+    names = under_free_names({VALUE: [1.0], ITEM: [0]}, (), "scorer")
+    assert list(names) == ["reward_spo_value", "reward_spo_item"]
 
 
 def test_a_value_is_the_mean_of_a_beta_distribution_that_forgets():

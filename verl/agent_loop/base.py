@@ -57,7 +57,8 @@ class AgentLoopOutput:
             ``reward_score``.
         num_turns: messages after the system prompt: user turns and answers.
         finish_reason: why the last request ended: stop, length or abort.
-        extra_fields: further values of this row; each becomes a column of the batch.
+        extra_fields: further values of this row; each becomes a column of the batch, as ``loop_<name>`` where
+            the run has one of that name.
         measures: metrics of this trajectory; over the batch each is reduced its own way.
         failure: the exception of a trajectory that failed; it stays in this process.
         unfinished: what the loop keeps of a trajectory that resumes in a later batch (`AgentLoopBase.resumable`).

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from verl.agent_loop.base import AgentLoopOutput
 from verl.errors import RolloutError
-from verl.metrics import Metric, MetricSet
+from verl.metrics import Metric, MetricSet, notice
 from verl.models.router_replay import NO_RECORD
 from verl.protocol import DataProto
 
+OF_RUN = ("unscorable", "learned", "early_reward", "unfinished", "uid", "sample_index", "__row__")
+"""Columns that no loop's ``extra_fields`` may make, as they decide what is trained on."""
 NO_VERSION = -1
 """Stands in ``token_versions`` where no sampler drew the token: padding and inserted text."""
 
@@ -90,8 +92,17 @@ def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_pro
         "__num_turns__": [o.num_turns for o in outputs],
         "finish_reason": [o.finish_reason for o in outputs],
     }
-    for name in sorted({name for o in outputs for name in o.extra_fields}):
-        columns[name] = [o.extra_fields.get(name) for o in outputs]
+    extras = sorted({name for o in outputs for name in o.extra_fields})
+    names = {*columns, *tensors, *extras, *OF_RUN}
+    for key in extras:
+        name = key
+        if key in columns or key in tensors or key in OF_RUN:
+            while name in names:
+                name = f"loop_{name}"
+            names.add(name)
+            why = "a column of that name is the run's. It is stored under the second name"
+            notice(f"AgentLoopOutput.extra_fields, key {key!r}", f"-> {name!r}: {why}. Return it under another name")
+        columns[name] = [o.extra_fields.get(key) for o in outputs]
     if any(o.reward_score is not None for o in outputs):
         columns["reward_score"] = [o.reward_score for o in outputs]
         if all(o.reward_score is not None for o in outputs):

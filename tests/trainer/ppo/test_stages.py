@@ -125,11 +125,34 @@ def test_keys_of_a_reward_function_are_no_columns_of_the_run():
     assert "'reward_finish_reason'" in message and "Return it under another name" in message
 
 
-def test_a_key_that_means_the_score_elsewhere_is_stored_under_another_name():
+@pytest.mark.parametrize("name", ["reward", "seq_reward", "seq_final_reward"])
+def test_a_key_that_means_the_score_gets_another_name(name):
     data = batch([0.0, 0.0], ["a", "a"])
-    scored = stages.score(data, {}, context(reward=Hostile(reward=[9.0, 9.0])))
-    assert group_filter.outcomes(scored, "reward").tolist() == [0.0, 2.0]
-    assert scored.non_tensor_batch["reward_reward"].tolist() == [9.0, 9.0]
+    scored = stages.score(data, {}, context(reward=Hostile(**{name: [9.0, 9.0]})))
+    assert group_filter.outcomes(scored, name).tolist() == [0.0, 2.0]
+    assert name not in scored.non_tensor_batch and scored.non_tensor_batch[f"reward_{name}"].tolist() == [9.0, 9.0]
+    message = notices()[f"compute_score in scorer.py, key {name!r}"]
+    assert f"-> 'reward_{name}': the name means the score itself" in message
+
+
+def test_columns_that_a_batch_has_before_scoring_stay_as_they_are():
+    data = batch([0.0, 0.0], ["a", "a"])
+    data.non_tensor_batch["spo_value"] = np.array([0.25, 0.75], dtype=object)
+    names = ("spo_value", "trajectory", "rm_score", "index", "full_prompts", "raw_input_ids", "rm_truncated")
+    scored = stages.score(data, {}, context(reward=Hostile(**{name: [9.0, 9.0] for name in names})))
+    assert scored.non_tensor_batch["spo_value"].tolist() == [0.25, 0.75]
+    assert not set(names[1:]) & set(scored.non_tensor_batch)
+    assert all(scored.non_tensor_batch[f"reward_{name}"].tolist() == [9.0, 9.0] for name in names)
+
+
+def test_two_keys_never_get_one_name():
+    data = batch([0.0, 0.0], ["a", "a"])
+    data.non_tensor_batch["reward_uid"] = np.array(["p", "q"], dtype=object)
+    scored = stages.score(data, {}, context(reward=Hostile(uid=[1.0, 1.0], reward_uid=[2.0, 2.0])))
+    columns = scored.non_tensor_batch
+    assert columns["uid"].tolist() == ["a", "a"] and columns["reward_uid"].tolist() == ["p", "q"]
+    stored = scored.meta_info[group_filter.DETAILS]
+    assert [columns[name].tolist() for name in stored] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 def test_equal_groups_are_dropped_only_when_filtering_is_on():

@@ -7,7 +7,7 @@ function of the user's the model's score is the reward, a function of the user's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from verl.metrics import MetricSet, notice
 from verl.protocol import DataProto, declared_field, pad_dataproto_to_divisor, unpad_dataproto
 from verl.rewards.managers.rows import EARLY
 from verl.single_controller.base import Role
+from verl.trainer.ppo.group_filter import SCORE_SUMS
 from verl.workers.roles import Roles
 
 RM = str(Role.RewardModel)
 SCORE = "rm_score"
-TAKEN = ("reward",)
-"""Names that are no columns, but mean the sum of the scores wherever a detail may be named."""
 READ = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
 
@@ -35,8 +34,9 @@ def score_samples(
         metrics: gets ``reward_model/*``.
     """
     scores = add_rm_scores(samples, roles, metrics) if RM in roles else None
-    scored = reward(samples)
-    details = under_free_names(scored.get("reward_extra_info", {}), getattr(reward, "label", type(reward).__name__))
+    columns = {*samples.non_tensor_batch, *samples.tensors.keys()} - {*samples.meta_info.get("reward_extra_keys", ())}
+    scored, label = reward(samples), getattr(reward, "label", type(reward).__name__)
+    details = under_free_names(scored.get("reward_extra_info", {}), columns, label)
     if scores is None:
         samples.non_tensor_batch.pop(EARLY, None)  # the manager has read it
     else:
@@ -44,23 +44,30 @@ def score_samples(
     return {**scored, "reward_extra_info": details}
 
 
-def under_free_names(details: Mapping[str, Sequence[object]], label: str) -> dict[str, Sequence[object]]:
+def under_free_names(
+    details: Mapping[str, Sequence[object]], columns: Collection[str], label: str
+) -> dict[str, Sequence[object]]:
     """What a reward function returned besides the scores, under names that are no columns of the run.
 
     Names may come from the text of an answer: ``finish_reason`` and ``unscorable`` would decide what is trained on.
+    A name that means the sum of the scores (`SCORE_SUMS`) is none for a detail, either.
 
     Args:
+        columns: that the batch had before it was scored, without details that came with it; declared ones are the run's
+            in any case.
         label: of the function, for the notice.
     """
-    free: dict[str, Sequence[object]] = {}
+    free, taken = dict[str, Sequence[object]](), {*columns, *SCORE_SUMS}
     for key, values in details.items():
         name = key
-        while name in TAKEN or declared_field(name) is not None or (name != key and name in details):
+        while name in taken or declared_field(name) is not None or (name != key and name in details):
             name = f"reward_{name}"
         if name != key:
-            why = "a column of that name is the run's. It is stored under the second name, and filters and estimators"
-            notice(f"{label}, key {key!r}", f"-> {name!r}: {why} do not read it. Return it under another name")
+            why = "the name means the score itself" if key in SCORE_SUMS else "a column of that name is the run's"
+            stored = "It is stored under the second name, by which filters and estimators may name it"
+            notice(f"{label}, key {key!r}", f"-> {name!r}: {why}. {stored}. Return it under another name")
         free[name] = values
+        taken.add(name)
     return free
 
 
