@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.tree import AMOUNT, COUNT, ROWS, at_most
@@ -193,24 +194,21 @@ SUM_OF_WEIGHTS = 0.005
 def fault_of_weights(weights: Mapping[str, object]) -> str:
     """What is wrong with ``data.source_weights``; empty: nothing."""
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        if not _is_weight(weight):
             return f"the weight of {name!r} is {weight!r}, not a number from 0 to 1"
-    total = _sum_of(weights)
+    total = math.fsum(filter(_is_weight, weights.values()))
     return f"the weights sum to {total:g}, not to 1" if abs(total - 1) > SUM_OF_WEIGHTS else ""
 
 
 def fix_of_weights(weights: Mapping[str, object]) -> str:
     """The same ratio with a sum of 1, where there is one."""
-    total = _sum_of(weights)
-    if not 0 < total < math.inf or min(map(_number, weights.values())) < 0:
+    numbers = {name: weight for name, weight in weights.items() if _is_weight(weight)}
+    total = math.fsum(numbers.values())
+    if len(numbers) < len(weights) or not total:
         return "Give every source its share of the prompts."
-    scaled = ", ".join(f"{name}: {_number(weight) / total:.4g}" for name, weight in weights.items())
+    scaled = ", ".join(f"{name}: {weight / total:.4g}" for name, weight in numbers.items())
     return f"For this ratio set data.source_weights={{{scaled}}}."
 
 
-def _sum_of(weights: Mapping[str, object]) -> float:
-    return math.fsum(map(_number, weights.values()))
-
-
-def _number(weight: object) -> float:
-    return float(weight) if isinstance(weight, int | float) else math.nan
+def _is_weight(weight: object) -> TypeGuard[float]:
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
