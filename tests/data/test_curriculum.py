@@ -15,7 +15,8 @@ from verl.config import DataConfig
 from verl.data import RLHFDataset, StatefulLoader
 from verl.data.curriculum import FLAT_ROWS, MixedRewardsFirst
 from verl.data.loader import PromptSource
-from verl.errors import ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError
+from verl.metrics import notices, reset_notices
 from verl.protocol import DataProto
 
 CONFIG = DataConfig(seed=7)
@@ -116,7 +117,9 @@ def test_sources_have_their_shares_in_a_curriculum_too(tmp_path, tokenizer):
     config = DataConfig(seed=1, source_weights={"easy": 0.25, "hard": 0.75})
     rows = [*addition_rows(12, "easy"), *addition_rows(4, "hard")]
     dataset = RLHFDataset(write_prompts(tmp_path / "rows.jsonl", rows), tokenizer, config)
+    reset_notices()
     sampler = MixedRewardsFirst(dataset, config)
+    assert "16 prompts has 4 of easy" in notices()["data.source_weights"]
     for _ in range(30):
         sampler.update(step({row: [1.0, 1.0] for row in range(1, 12)}))
     for epoch in range(4):
@@ -128,8 +131,26 @@ def test_sources_have_their_shares_in_a_curriculum_too(tmp_path, tokenizer):
 
 
 def test_one_sample_of_each_prompt_is_refused():
+    curriculum(4).check_samples(2)
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.n: .*one of each.*Allowed: 2 or more"):
-        curriculum(4).update(step({0: [1.0], 1: [0.0]}))
+        curriculum(4).check_samples(1)
+
+
+def test_a_state_of_another_seed_or_other_sources_is_refused(tmp_path, tokenizer):
+    rows = [*addition_rows(4, "easy"), *addition_rows(4, "hard")]
+    dataset = RLHFDataset(write_prompts(tmp_path / "rows.jsonl", rows), tokenizer, CONFIG)
+
+    def loader(**settings) -> StatefulLoader:
+        return StatefulLoader(dataset, 4, sampler=MixedRewardsFirst(dataset, DataConfig(**settings)))
+
+    state = json.loads(json.dumps(loader(seed=7).state_dict()))
+    loader(seed=7).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"had seed=7, this run has seed=8"):
+        loader(seed=8).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"had sources=.*'1', 8.*, this run has sources=.*'easy', '1/4', 4"):
+        loader(seed=7, source_weights={"easy": 0.25, "hard": 0.75}).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"had no shuffle, this run has shuffle=True"):
+        StatefulLoader(dataset, 4, seed=7).load_state_dict(state)
 
 
 def test_a_dataset_that_does_not_number_its_rows_is_refused():

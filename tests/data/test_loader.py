@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from verl.data.loader import EpochSampler, PromptSource, StatefulLoader
-from verl.errors import ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.metrics import notices, reset_notices
 
 
@@ -137,7 +137,8 @@ def test_resuming_with_another_batch_size_skips_no_row():
 
 @pytest.mark.parametrize("other", [{"count": 11}, {"seed": 2}, {"shuffle": False}])
 def test_a_state_of_other_data_or_another_order_is_refused(other):
-    with pytest.raises(DataError, match=r"the checkpoint's data had (num_rows|seed|shuffle)=.*resume_mode=disable"):
+    message = r"the checkpoint's data had (num_rows|seed|shuffle)=.*resume_mode=disable"
+    with pytest.raises(CheckpointError, match=message):
         loader(**other).load_state_dict(loader().state_dict())
 
 
@@ -209,6 +210,25 @@ def test_a_sampler_with_state_is_trusted_to_keep_its_place():
     resumed = loader(sampler=Curriculum(), batch_size=2)
     resumed.load_state_dict(through_json({**own.state_dict(), "sampler": {"given": 2, "step": 3}, "rows_given": 2}))
     assert numbers([next(iter(resumed))]) == expected == [[6, 9]]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_state_with_and_one_without_that_of_a_sampler_are_different(saves):
+    samplers = (Curriculum(), EveryOther()) if saves else (EveryOther(), Curriculum())
+    before, now = (loader(sampler=sampler, batch_size=2) for sampler in samplers)
+    words = ("a", "no") if saves else ("no", "a")
+    message = rf"data\.sampler: the checkpoint has {words[0]} state of a sampler.*this run keeps {words[1]} state"
+    with pytest.raises(CheckpointError, match=message):
+        now.load_state_dict(through_json(before.state_dict()))
+
+
+def test_an_order_and_a_sampler_of_the_users_do_not_resume_each_other():
+    for before, now, text in (
+        (loader(), loader(sampler=EveryOther()), r"had seed=1, this run has no seed"),
+        (loader(sampler=EveryOther()), loader(), r"had no seed, this run has seed=1"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            now.load_state_dict(through_json(before.state_dict()))
 
 
 class NumberedRows(Numbers):

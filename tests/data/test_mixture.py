@@ -16,7 +16,7 @@ from verl.config import DataConfig, replace
 from verl.data import RLHFDataset, StatefulLoader, create_rl_sampler
 from verl.data.loader import PromptSource
 from verl.data.mixture import Mixture, fair_turns
-from verl.errors import ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.metrics import notices, reset_notices
 
 COUNTS = {"gsm8k": 4, "math": 6, "code": 10}
@@ -112,8 +112,13 @@ def test_a_resume_in_mid_epoch_continues_with_the_next_row(dataset, workers):
 
 def test_a_state_of_other_weights_is_refused(dataset):
     other = loader(dataset, source_weights={"gsm8k": 0.4, "math": 0.4, "code": 0.2})
-    with pytest.raises(DataError, match=r"the checkpoint's data had sources=.*'1/2', 4.*this run has .*'2/5', 4"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint's data had sources=.*'1/2', 4.*this run has .*'2/5', 4"):
         other.load_state_dict(loader(dataset).state_dict())
+    plain = loader(dataset, source_weights={})
+    with pytest.raises(CheckpointError, match=r"data\.source_weights.*had sources=.*, this run has no sources"):
+        plain.load_state_dict(loader(dataset).state_dict())
+    with pytest.raises(CheckpointError, match=r"the checkpoint's data had no sources, this run has sources="):
+        loader(dataset).load_state_dict(plain.state_dict())
 
 
 def test_a_weight_of_zero_leaves_a_source_out(dataset):
@@ -208,6 +213,29 @@ def test_a_prompt_that_recurs_in_an_epoch_is_another_group(dataset):
 def test_fewer_rows_with_a_weight_than_a_batch_are_refused(dataset):
     with pytest.raises(DataError, match=r"the sampler draws 4 rows per epoch, fewer than one batch of 8"):
         loader(dataset, 8, source_weights={"gsm8k": 1, "math": 0, "code": 0})
+
+
+def test_a_share_of_no_prompt_is_refused(dataset):
+    weights = {"gsm8k": 0.5, "math": 0.48, "code": 0.02}
+    with pytest.raises(DataError, match=r"an epoch of 20 prompts has none of source 'code'.*0\.02.*1/20 or more"):
+        order_of(dataset, source_weights=weights)
+
+
+class Shortened(RLHFDataset):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.dataframe = self.dataframe.select(range(2, len(self)))
+
+
+def test_rows_that_a_subclass_left_out_have_no_file(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        write_prompts(name, addition_rows(4, name[0]))
+    shortened = Shortened(["a.jsonl", "b.jsonl"], tokenizer, DataConfig())
+    with pytest.raises(ConfigError, match=r"Shortened changed the number of rows.*values of data\.reward_fn_key"):
+        order_of(shortened, source_weights={"a.jsonl": 0.5, "b.jsonl": 0.5})
+    (drawn,) = order_of(shortened, source_weights={"a": 0.5, "b": 0.5})
+    assert sum(item < 2 for item in drawn) == 3, "a column is read where it is"
 
 
 def test_filtered_rows_are_of_their_source(tmp_path, tokenizer):

@@ -25,6 +25,7 @@ class Downwards(AbstractCurriculumSampler):
 
     def __init__(self, data_source, data_config):
         self.rows, self.steps, self.given = len(data_source), 0, 0
+        self.metrics = ["a list of the user's, and no method"]
 
     def __len__(self):
         return self.rows
@@ -93,6 +94,31 @@ def test_a_curriculum_without_a_name_is_refused(here, capsys):
     assert "data.sampler.class_name: data.sampler.class_path alone names no class" in capsys.readouterr().err
 
 
+PLAIN = """
+from torch.utils.data import Dataset
+from verl.data import RLHFDataset
+
+
+class Plain(Dataset):
+    def __init__(self, *arguments, **options):
+        self.rows = RLHFDataset(*arguments, **options)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        return self.rows[item]
+"""
+
+
+def test_a_sampler_of_the_users_may_mix_a_dataset_of_the_users(here):
+    Path("plain.py").write_text(PLAIN)
+    plain = ("data.custom_cls.path=plain.py", "data.custom_cls.name=Plain", "data.source_weights={some: 1}")
+    assert train(1, "run", *plain) == 0
+    assert updates() == [[1, [0, 1]]]
+    assert "data.sampler.class_name" in notices()["data.source_weights"]
+
+
 WEIGHTS = "data.source_weights={few: 0.5, many: 0.5}"
 MIXED = ("data.sampler.class_path=pkg://verl.data.curriculum", "data.sampler.class_name=MixedRewardsFirst")
 
@@ -137,6 +163,14 @@ def test_a_curriculum_learns_of_the_prompts_that_are_dropped(two_sources):
     assert trained and all(row % 2 for row in trained), "equal rewards are dropped"
     assert min(chances[::2]) < 1, "and what is dropped comes less often"
     assert all(chances[row] == 1 for row in trained)
+
+
+def test_a_curriculum_refuses_one_sample_of_each_prompt_before_a_step(two_sources, capsys):
+    estimator = "algorithm.adv_estimator=reinforce_plus_plus"
+    words = (*MIXED, estimator, "actor_rollout_ref.rollout.n=1", "trainer.rollout_data_dir=dumps")
+    assert main_ppo.main(changed(COMMON, *words)) == 2
+    assert "actor_rollout_ref.rollout.n: the curriculum compares the samples" in capsys.readouterr().err
+    assert not Path("dumps").exists()
 
 
 def test_weights_that_are_no_shares_end_a_run_at_once(two_sources, capsys):

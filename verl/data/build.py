@@ -94,9 +94,7 @@ def create_rl_sampler(config: SettingsSource, dataset: Any) -> Sampler[int]:
         shuffle, seed = bool(read(config, "shuffle", True)), read(config, "seed")
         if not read(config, "source_weights"):
             return EpochSampler(len(dataset), shuffle=shuffle, seed=seed)
-        mixture = Mixture.of(dataset, config)
-        mixture.tell()
-        return MixtureSampler(mixture, shuffle=shuffle, seed=seed)
+        return MixtureSampler(Mixture.of(dataset, config), shuffle=shuffle, seed=seed)
     cls = _user_class(str(path), str(read(custom, "class_name", "")), Sampler, "data.sampler.class_name")
     sampler = cls(data_source=dataset, data_config=config)
     if isinstance(sampler, LearnsFromSteps) and not isinstance(sampler, HasState):

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
-from torch.utils.data import Sampler
 
 from verl.algorithms.groups import SAME
+from verl.data.loader import SeededSampler
 from verl.data.mixture import Mixture
 from verl.data.settings import read
 from verl.errors import ConfigError, DataError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 FLAT_ROWS = "flat_rows"
-"""Key of ``meta_info``: ``__row__`` of the prompts that dynamic sampling dropped since the last step."""
+"""Key of ``meta_info``: ``__row__`` of the prompts that dynamic sampling dropped since the batch before."""
 
 
 class CurriculumState(TypedDict):
@@ -35,7 +34,7 @@ class CurriculumState(TypedDict):
     mixed: list[float]
 
 
-class MixedRewardsFirst(Sampler[int]):
+class MixedRewardsFirst(SeededSampler):
     """Passes over the rows in permutations, and takes each row with the chance that its samples get mixed rewards.
 
     A group is mixed if the rewards of its samples differ: a group estimator learns only from those. The share of mixed
@@ -66,6 +65,15 @@ class MixedRewardsFirst(Sampler[int]):
     def __len__(self) -> int:
         return len(self.mixture.turns)
 
+    def facts(self) -> dict[str, object]:
+        return {"seed": self.seed, "sources": self.mixture.facts()}
+
+    def check_samples(self, number: int) -> None:
+        """Raises `ConfigError` where every prompt has one sample (``actor_rollout_ref.rollout.n``)."""
+        if number < 2:
+            fault = "the curriculum compares the samples of a prompt, and there is one of each"
+            raise ConfigError(fault, key="actor_rollout_ref.rollout.n", got=number, allowed="2 or more")
+
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next rows are of."""
         if epoch != self.epoch:
@@ -92,7 +100,6 @@ class MixedRewardsFirst(Sampler[int]):
             batch: ``token_level_scores`` (B, T); ``uid``, ``__row__`` and ``unscorable`` (B,).
 
         Raises:
-            ConfigError: every prompt has one sample.
             DataError: the dataset does not number its rows.
         """
         columns = batch.non_tensor_batch
@@ -101,9 +108,6 @@ class MixedRewardsFirst(Sampler[int]):
             raise DataError(fault, key="data.custom_cls", fix="Derive the class from verl.data.RLHFDataset.")
         for row in batch.meta_info.get(FLAT_ROWS, ()):
             self._learn(int(row), 0.0)
-        if len(batch) and max(Counter(columns["uid"]).values()) == 1:
-            fault = "the curriculum compares the samples of a prompt, and there is one of each"
-            raise ConfigError(fault, key="actor_rollout_ref.rollout.n", got=1, allowed="2 or more")
         scores = batch.tensors["token_level_scores"].double().sum(-1).tolist()
         left_out = columns.get("unscorable", np.zeros(len(batch), dtype=bool))
         rewards: dict[tuple[str, int], list[float]] = {}

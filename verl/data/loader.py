@@ -19,9 +19,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from verl import env
 from verl.data.collate import collate_fn as collate_rows
-from verl.errors import ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.metrics import notice
 from verl.protocol import DataProto
+
+ORDER = "data.train_files, data.source_weights, data.sampler, data.shuffle, data.seed"
+RESUME = "Use the same files and settings to resume, or start over with trainer.resume_mode=disable."
 
 
 @runtime_checkable
@@ -45,14 +48,15 @@ class LearnsFromSteps(Protocol):
     def update(self, batch: Any) -> None: ...
 
 
-@runtime_checkable
-class HasMetrics(Protocol):
-    """A sampler that reports what it learned."""
+class SeededSampler(Sampler[int]):
+    """A sampler of this library, whose order follows from facts."""
 
-    def metrics(self) -> dict[str, float]: ...
+    def facts(self) -> dict[str, object]:
+        """What must be equal for a place in this order to mean the same rows, as JSON values."""
+        raise NotImplementedError
 
 
-class EpochSampler(Sampler[int]):
+class EpochSampler(SeededSampler):
     """All rows once per epoch: in order, or in a permutation that depends on (seed, epoch) and nothing else."""
 
     def __init__(self, num_rows: int, *, shuffle: bool = True, seed: int | None = None):
@@ -62,7 +66,6 @@ class EpochSampler(Sampler[int]):
         self.epoch = epoch
 
     def facts(self) -> dict[str, object]:
-        """What must be equal for a place in this order to mean the same rows, as JSON values."""
         return {"shuffle": self.shuffle, "seed": self.seed}
 
     def __len__(self) -> int:
@@ -180,20 +183,23 @@ class StatefulLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place that a state names; a state of other data or of another order is a `DataError`."""
-        for name, mine in self._order().items():
-            if state.get(name) != mine:
-                raise DataError(
-                    f"the checkpoint's data had {name}={state.get(name)}, this run has {mine}",
-                    fix="Use the same files and settings to resume, or start over with trainer.resume_mode=disable.",
-                )
+        """Go to the place that a state names; a state of other data or of another order is a `CheckpointError`."""
+        here, keeps = self._order(), isinstance(self.sampler, HasState)
+        for name in sorted({*here, *state} - {"epoch", "rows_given", "sampler"}):
+            if (name in state, state.get(name)) != (name in here, here.get(name)):
+                then, now = (f"{name}={of[name]}" if name in of else f"no {name}" for of in (state, here))
+                raise CheckpointError(f"the checkpoint's data had {then}, this run has {now}", key=ORDER, fix=RESUME)
+        if ("sampler" in state) != keeps:
+            then, now = ("a" if has else "no" for has in (not keeps, keeps))
+            fault = f"the checkpoint has {then} state of a sampler, and the sampler of this run keeps {now} state"
+            raise CheckpointError(fault, key="data.sampler", got=type(self.sampler).__name__, fix=RESUME)
         self._epoch, self._rows_given, self._resume = int(state["epoch"]), int(state["rows_given"]), True
         if isinstance(self.sampler, HasState):
             self.sampler.load_state_dict(state["sampler"])
 
     def _order(self) -> dict[str, Any]:
         """What must be equal for a place to mean the same rows."""
-        if isinstance(self.sampler, EpochSampler):
+        if isinstance(self.sampler, SeededSampler):
             return {"num_rows": self.num_rows, **self.sampler.facts()}
         return {"num_rows": self.num_rows}
 

@@ -59,7 +59,8 @@ class Mixture:
 
         Raises:
             ConfigError: weights that are no shares, or a dataset without sources.
-            DataError: a source without weight, a weight without rows, a row without source.
+            DataError: a source without weight, a weight without rows or without a prompt of an epoch, a row without
+                source.
         """
         weights = read_mapping(config, "source_weights")
         if not weights:
@@ -79,16 +80,24 @@ class Mixture:
         shares = tuple(Fraction(str(weights[name])) / total for name in names)
         items = tuple(np.flatnonzero(sources == name) for name in names)
         turns = fair_turns(shares, sum(map(len, items)))
-        return cls(tuple(names), shares, items, turns, tuple(dataset.row_numbers[of] for of in items))
+        mixture = cls(tuple(names), shares, items, turns, tuple(dataset.row_numbers[of] for of in items))
+        mixture._tell()
+        return mixture
 
-    def tell(self) -> None:
-        """A notice of what an epoch has of each source."""
-        counts = np.bincount(self.turns, minlength=len(self.names))
-        each = [
-            f"{count} of {name} ({count / len(items):.3g} x its {len(items)} rows)"
-            for name, count, items in zip(self.names, counts.tolist(), self.items)
-        ]
+    def _tell(self) -> None:
+        """A notice of what an epoch has of each source; a share of no prompt is a `DataError`."""
+        counts, each = np.bincount(self.turns, minlength=len(self.names)).tolist(), list[str]()
+        for name, share, count, items in zip(self.names, self.shares, counts, self.items):
+            if not count:
+                fault = f"an epoch of {len(self.turns)} prompts has none of source {name!r}"
+                fix = f"Give it 1/{len(self.turns)} or more, or 0, which leaves its rows out."
+                raise DataError(fault, key=KEY, got=f"{float(share):g}", fix=fix)
+            each.append(f"{count} of {name} ({count / len(items):.3g} x its {len(items)} rows)")
         notice(KEY, f"an epoch of {len(self.turns)} prompts has {', '.join(each)}")
+
+    def facts(self) -> list[list[object]]:
+        """Name, share and number of rows of each source, as JSON values."""
+        return [[name, str(share), len(items)] for name, share, items in zip(self.names, self.shares, self.items)]
 
     def count(self, rows: Iterable[int]) -> dict[str, int]:
         """How many of these rows, each a ``__row__``, are of each source."""
@@ -108,9 +117,7 @@ class MixtureSampler(EpochSampler):
         self.mixture = mixture
 
     def facts(self) -> dict[str, object]:
-        mixture = self.mixture
-        sources = [[*of, len(items)] for *of, items in zip(mixture.names, map(str, mixture.shares), mixture.items)]
-        return {**super().facts(), "sources": sources}
+        return {**super().facts(), "sources": self.mixture.facts()}
 
     def __iter__(self) -> Iterator[int]:
         order = np.empty(self.num_rows, dtype=np.int64)
@@ -152,6 +159,9 @@ def fair_turns(shares: Sequence[Fraction], count: int) -> np.ndarray:
 def _source_of_items(dataset: RLHFDataset, weights: Mapping[str, float], column: str) -> list[str]:
     """The source of every item: its file where the weights are of files, else the value of a column."""
     if set(weights) <= set(map(str, dataset.data_files)):
+        if not dataset.has_rows_of_files:
+            fault = f"{type(dataset).__name__} changed the number of rows, so a row has no file"
+            raise ConfigError(fault, key=KEY, got=dict(weights), fix="Let the keys be values of data.reward_fn_key.")
         return [dataset.source_of(row)[0] for row in dataset.row_numbers.tolist()]
     names = dataset.dataframe.column_names
     require_column(column, names, file=", ".join(map(str, dataset.data_files)), key="data.reward_fn_key")

@@ -138,13 +138,18 @@ class RLHFDataset(Dataset):
         return messages if self._media is None else self._media.placed(messages, row, partial(self.describe, item))
 
     @property
+    def has_rows_of_files(self) -> bool:
+        """Items are rows of the files; not where a subclass gave ``self.dataframe`` another length."""
+        return len(self._rows) == len(self)
+
+    @property
     def row_numbers(self) -> np.ndarray:
         """(len,) int64: ``__row__`` of every item."""
-        return self._rows if len(self._rows) == len(self) else np.arange(len(self))
+        return self._rows if self.has_rows_of_files else np.arange(len(self))
 
     def describe(self, item: int) -> str:
         """The file and the row there of item ``item``, for messages; see also `source_of`."""
-        return self._origin.describe(int(self._rows[item])) if len(self._rows) == len(self) else f"item {item}"
+        return self._origin.describe(int(self._rows[item])) if self.has_rows_of_files else f"item {item}"
 
     def source_of(self, row: int) -> tuple[str, int]:
         """The file of a ``__row__`` and the row's number in it."""
@@ -291,7 +296,7 @@ class RLHFDataset(Dataset):
         needs_tools = self.need_tools_kwargs if needed is None else as_flag(needed, f"{inside}.need_tools_kwargs")
         if needs_tools and not tools:
             notice("data.need_tools_kwargs", f"{place} has no extra_info.tools_kwargs")
-        number = int(self._rows[item]) if len(self._rows) == len(self) else item
+        number = int(self._rows[item]) if self.has_rows_of_files else item
         index = extra.get("index")
         return {
             DATA_SOURCE: row.get(DATA_SOURCE),

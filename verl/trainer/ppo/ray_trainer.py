@@ -25,6 +25,7 @@ from verl.config.machine import pools, topology
 from verl.config.schema.root import key_of_prompts_at_once, prompts_at_once
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
+from verl.data.curriculum import MixedRewardsFirst
 from verl.data.loader import LearnsFromSteps, PromptSource
 from verl.data.mixture import Mixture
 from verl.data.progress import timed
@@ -134,10 +135,13 @@ class RayPPOTrainer:
         if sampler is None:
             seeded = data if data.seed is not None else replace(data, seed=trainer.seed)
             sampler = create_rl_sampler(seeded, train_dataset)
+        if isinstance(sampler, MixedRewardsFirst):
+            sampler.check_samples(self.config.actor_rollout_ref.rollout.n)
         if isinstance(sampler, LearnsFromSteps):
             self.callbacks.insert(0, UpdateCurriculum(sampler))
-        if data.source_weights:
-            self.callbacks.insert(0, CountSources(Mixture.of(train_dataset, data)))
+        mixture = getattr(sampler, "mixture", None)
+        if data.source_weights and isinstance(mixture, Mixture):
+            self.callbacks.insert(0, CountSources(mixture))
         loader = StatefulLoader(
             train_dataset,
             batch_size=prompts_at_once(data),
