@@ -39,6 +39,8 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
 NO_KL = "has no effect without algorithm.use_kl_in_reward=true"
 KL_IN_REWARD = "algorithm.use_kl_in_reward=true"
 CASES = [
+    (["data.source_weights={a: 1}", "data.sampler.class_path=pkg://my_verl.data.x", "data.sampler.class_name=X"],
+     "data.source_weights", "has an effect only if data.sampler.class_name reads it"),
     (["algorithm.kl_ctrl.kl_coef=0.01"], "algorithm.kl_ctrl.kl_coef", NO_KL),
     (["algorithm.kl_ctrl.kl_coef=0.001"], "algorithm.kl_ctrl.kl_coef", NO_KL),  # its default, but typed
     (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type", NO_KL),

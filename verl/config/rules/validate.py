@@ -199,7 +199,8 @@ TABLE: Table = {
              lambda d: d.source_weights and fault_of_weights(d.source_weights),
              lambda d: fix_of_weights(d.source_weights)),
         Rule("source_weights", "has an effect only if {at}.sampler.class_name reads it",
-             lambda d: d.source_weights and d.sampler.class_path and "verl.data." not in d.sampler.class_path,
+             lambda d: d.source_weights and d.sampler.class_path
+             and not d.sampler.class_path.startswith("pkg://verl.data."),
              kind=NOTICE),
     ),
     RolloutCorrectionConfig: (
