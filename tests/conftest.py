@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -23,6 +24,13 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import pytest
 
 from tests.sanity.source_tree import read_toml
+
+with contextlib.suppress(ImportError):  # trackers have an environment without it
+    from hypothesis import HealthCheck, settings
+
+    # On busy cores an example takes as long as it takes.
+    settings.register_profile("no clock", deadline=None, suppress_health_check=(HealthCheck.too_slow,))
+    settings.load_profile("no clock")
 
 pytest_plugins = ["tests.harness.plugin", "tests.harness.fixtures"]
 

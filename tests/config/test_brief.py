@@ -403,8 +403,7 @@ TRACKERS = built(registry.TRACKERS, "trainer.logger", "console", "file", "tensor
 PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio", "rl_insight")}
 PACKAGES |= {"vemlp_wandb": "volcengine_ml_platform", "prometheus": "prometheus_client"}
 for words in (*(f"trainer.logger={name}" for name in PACKAGES), f"{R}.trace.backend=weave"):
-    name = words.partition("=")[2]
-    package = PACKAGES.get(name, name)
+    package = PACKAGES.get(name := words.partition("=")[2], name)
     install = "Install {} from Volcengine's index" if name == "vemlp_wandb" else "pip install {}"
     missing = wrong(f"{name!r} needs the package {package!r}, which is not installed. {install.format(package)}, or")
     TRACKERS[words] = (words, Works() if find_spec(package) else missing)

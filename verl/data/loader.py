@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -48,12 +49,12 @@ class LearnsFromSteps(Protocol):
     def update(self, batch: Any) -> None: ...
 
 
-class SeededSampler(Sampler[int]):
+class SeededSampler(Sampler[int], ABC):
     """A sampler of this library, whose order follows from facts."""
 
+    @abstractmethod
     def facts(self) -> dict[str, object]:
         """What must be equal for a place in this order to mean the same rows, as JSON values."""
-        raise NotImplementedError
 
 
 class EpochSampler(SeededSampler):

@@ -143,6 +143,13 @@ def _declare_standard_fields() -> None:
         Field(
             "reward_baselines", float32, row, "greedy rollout (ReMax)", 0.0, "reward of the prompt's greedy response"
         ),
+    ):
+        _FIELDS[field.name] = field
+
+
+def _declare_columns_of_rows() -> None:
+    row = ("B",)
+    for field in (
         Field("unscorable", object, row, "reward", 0, "True where a sample has no score and is left out"),
         Field("uid", object, row, "trainer", 0, "group id: all samples of one prompt share it"),
         Field("data_source", object, row, "dataset", 0, "selects the scorer and groups validation metrics"),
@@ -181,3 +188,4 @@ def _declare_standard_fields() -> None:
 
 
 _declare_standard_fields()
+_declare_columns_of_rows()
