@@ -346,6 +346,10 @@ def test_keys_alone_lead_from_the_curve_to_the_token(page):
                 return
         raise AssertionError(f"no key leads to {condition}")
 
+    def has_focus(value: str, expected: str) -> None:
+        """The browser and the page act on a key after it was sent."""
+        wait_until(lambda: page.run(f"return document.activeElement.{value}") == expected, lambda: f"no {expected}")
+
     def enter(heading: str) -> None:
         page.press(Keys.ENTER)
         wait_until(lambda: page.heading().startswith(heading), page.heading)
@@ -353,9 +357,10 @@ def test_keys_alone_lead_from_the_curve_to_the_token(page):
 
     page.open("#/overview?run=0&metric=critic/score/mean")
     page.press(Keys.TAB)
-    assert page.run("return document.activeElement.className") == "skip"
+    has_focus("className", "skip")
     page.press(Keys.ENTER)
-    assert page.run("return document.activeElement.id") == "main" and page.heading() == "Curves"
+    has_focus("id", "main")
+    assert page.heading() == "Curves"
     tab_to("one.classList.contains('plot')")
     page.press(Keys.HOME, Keys.PAGE_DOWN)
     enter("Groups of step 4")
@@ -363,14 +368,14 @@ def test_keys_alone_lead_from_the_curve_to_the_token(page):
     page.press(Keys.ENTER)
     wait_until(lambda: "sort=length_mean" in page.driver.current_url)
     page.wait()
-    assert page.run("return document.activeElement.dataset.key") == "sort-length_mean"
+    has_focus("dataset.key", "sort-length_mean")
     tab_to("one.dataset.key?.startsWith('group-')")
     enter("Samples of a group")
     tab_to("one.dataset.key?.startsWith('sample-')")
     enter("Sample with score")
     tab_to("one.dataset.key === 'by-entropy'")
     page.press(Keys.ENTER)
-    assert page.run("return document.activeElement.dataset.key") == "by-entropy"
+    has_focus("dataset.key", "by-entropy")
     tab_to("one.classList.contains('tokens')")
     page.press(Keys.END)
     last = facts(page.one(".token-view .readout"))["Token"]
