@@ -76,6 +76,12 @@ def device_count(kind: str) -> int:
     return 1
 
 
+def visible_gpus() -> list[str]:
+    """The names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them: numbers, or what a scheduler wrote there."""
+    named = env.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(device_count("cuda"))]
+
+
 def resolve_device(name: str | None) -> str:
     """``None`` or ``'auto'`` -> the accelerator if there is one, else ``'cpu'``; a named kind must exist."""
     if name in (None, "auto"):

@@ -140,8 +140,6 @@ def test_an_adapter_learns_it_with_a_frozen_tower_and_an_untied_head(tmp_path: P
 
 @pytest.mark.parametrize("family", TILED)
 def test_a_family_whose_images_come_in_tiles_learns_it_too(tmp_path: Path, family: str):
-    if family == "smolvlm":
-        pytest.importorskip("num2words", reason="its processor needs it")
     tiled_dir(tmp_path / "base", family, hidden=128, layers=4)
     accuracy = learn(warmed_up(tmp_path), "grpo", "data.max_prompt_length=128")  # Idefics3 writes 101 tokens
     assert accuracy[0] < 0.65 and accuracy[-1] >= 0.75, accuracy

@@ -328,6 +328,12 @@ def test_a_port_that_is_taken_is_an_error():
         loopback(holder.getsockname()[1])
 
 
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_beyond_the_last_one_is_an_error(port):
+    with pytest.raises(ConfigError, match="Allowed: 0 to 65535"):
+        loopback(port)
+
+
 def test_a_server_that_does_not_know_the_key_hears_nothing_of_it_and_is_not_believed():
     heard = []
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from verl import env
+from verl import device as devices
 from verl.config.machine.pools import spec_of
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.rollout import RolloutConfig
+from verl.errors import ConfigError
 from verl.outcomes import run_now
 from verl.rollout.base import Sampler
 from verl.rollout.server.process import HostProcess
@@ -48,10 +49,15 @@ def devices_of_server(number: int, each: int, device: str) -> dict[str, str]:
 
     Args:
         number: of the server, from 0.
+
+    Raises:
+        ConfigError: this process sees fewer.
     """
     if device != "cuda":
         return {}
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    first = number * each
-    names = [str(n) for n in range(first + each)] if not visible else visible.split(",")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + each])}
+    gpus, end = devices.visible_gpus(), (number + 1) * each
+    if len(gpus) < end:
+        message = f"server {number} would have the GPUs {end - each} to {end - 1} of this machine"
+        fix = "Start fewer servers, or with fewer GPUs each (actor_rollout_ref.rollout.tensor_model_parallel_size)."
+        raise ConfigError(message, key="CUDA_VISIBLE_DEVICES", allowed=f"{len(gpus)} GPU(s) in all", fix=fix)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - each : end])}

@@ -18,8 +18,10 @@ def loopback(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
     """A socket on one address of this machine; port 0 takes a free one.
 
     Raises:
-        ConfigError: the address is not this machine's, or the port is taken.
+        ConfigError: the address is not this machine's, or the port is taken or no port.
     """
+    if port not in range(65_536):  # getaddrinfo takes the rest of a division
+        raise ConfigError("no port has this number", key="--port", got=port, allowed="0 to 65535, 0 for a free one")
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)

@@ -47,8 +47,6 @@ def test_expanding_ids_gives_the_tokens_that_transformers_expands_in_text(proces
 @pytest.mark.parametrize("family", TILED)
 @pytest.mark.parametrize("text", ["\n{}What", "{}{}", "user\n\n{}\n{} is\n", "{}"])
 def test_tiles_and_line_breaks_around_an_image_are_the_tokens_of_the_expanded_text(seeing_model, family, text):
-    if family == "smolvlm":
-        pytest.importorskip("num2words", reason="its processor needs it")
     folder = seeing_model(family)
     crops = {"gemma3": {"do_pan_and_scan": True}, "internvl": {"max_patches": 2}}.get(family, {})
     processor = load_processor(folder, hf_tokenizer(folder), call=crops)

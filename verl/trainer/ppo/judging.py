@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from verl import device as devices
-from verl import env
 from verl.agent_loop.judges import KEY, Judges
 from verl.config import PPOTrainerConfig, replace
 from verl.config.schema.root import starts_judges
@@ -68,8 +67,7 @@ def gpus_of_judges(config: PPOTrainerConfig, count: int, resources: ExitStack) -
         resources.callback(reserved.release)
         names = reserved.names
     else:
-        visible = env.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(n) for n in range(devices.device_count("cuda"))]
+        names = devices.visible_gpus()
         first = topology.processes if model.enable_resource_pool else 0
         if len(names) < first + count * each:
             raise ConfigError(
