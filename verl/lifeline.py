@@ -34,7 +34,7 @@ def guarded(command: Sequence[str]) -> list[str]:
 
 def main(caller: int, command: list[str]) -> int:
     """Run a command; its status."""
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal sends it to all; the program inherits this
     try:
         program = subprocess.Popen(command, preexec_fn=_die_with_parent)  # noqa: PLW1509 -- no other thread yet
@@ -57,6 +57,11 @@ def _wait(program: subprocess.Popen[bytes]) -> int:
     return program.wait()
 
 
+def adopt_orphans() -> None:
+    """Processes below this one become its children when their parent ends (Linux)."""
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
@@ -76,23 +81,30 @@ def _signal(program: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _end_with(caller: int, program: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        try:
-            watched = os.pidfd_open(caller)
-        except PermissionError:  # in containers whose filter is older than the call
-            while os.getppid() == caller:
-                time.sleep(0.2)
-        else:
-            if os.getppid() == caller:  # else it ended before, and its number may be another's
-                select.select([watched], [], [])
+    wait_for_end(caller)
     _end_soon(program)
+
+
+def wait_for_end(parent: int) -> None:
+    """Block until this process's parent has ended; returns at once if ``parent`` is not its parent any more."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    except PermissionError:  # in containers whose filter is older than the call
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        return
+    if os.getppid() == parent:  # else it ended before, and its number may be another's
+        select.select([watched], [], [])
+    os.close(watched)
 
 
 def _end_children() -> None:
     """Kill what the program left behind; orphans come here one generation after the other."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
-        for child in _children():
+        for child in children():
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -106,14 +118,15 @@ def _end_children() -> None:
 @functools.cache
 def end_leftovers_at_exit(say: Callable[[str], object]) -> None:
     """When this process ends, end what its code starts from now on and leaves behind, and say what that was."""
-    atexit.register(_end_leftovers, frozenset(_children()), say)
+    atexit.register(end_leftovers, frozenset(children()), say)
 
 
-def _end_leftovers(earlier: Collection[int], say: Callable[[str], object]) -> None:
+def end_leftovers(earlier: Collection[int], say: Callable[[str], object]) -> None:
+    """End the children that are not among ``earlier``, with what they started, and say what that was."""
     import multiprocessing  # here, since a guard needs none
 
     daemons = {process.pid for process in multiprocessing.active_children() if process.daemon}  # Python ends them
-    others = (child for child in _children() if child not in earlier and child not in daemons)
+    others = (child for child in children() if child not in earlier and child not in daemons)
     left = {number: name for child in others for number, name in _below(child).items()}
     if left:
         names = ", ".join(f"{number} ({name[:60]})" for number, name in left.items())
@@ -140,7 +153,7 @@ def _below(process: int) -> dict[int, str]:
     if not command or os.path.abspath(__file__) in command or "multiprocessing.resource_tracker" in command:
         return {}
     listed = {process: command}
-    for child in _children(process):
+    for child in children(process):
         listed |= _below(child)
     return listed
 
@@ -151,7 +164,8 @@ def _runs(process: int) -> bool:
     return False
 
 
-def _children(process: int | str = "self") -> list[int]:
+def children(process: int | str = "self") -> list[int]:
+    """Numbers of a process's children, zombies included."""
     listed: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from verl.config import PPOTrainerConfig, load_config, replace
@@ -57,11 +59,21 @@ class TaskRunner:
         )
 
 
+def _attempts(config: PPOTrainerConfig) -> AbstractContextManager[None]:
+    from verl.trainer.restarts import begin_attempts
+
+    return begin_attempts(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
+
+
 def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
-    """Run a checked configuration; the resolved one is written next to the run's results when it begins."""
+    """Run a checked configuration; the resolved one is written next to the run's results when it begins.
+
+    With ``trainer.max_restarts`` it is a fork of this process that returns from here.
+    """
+    report = _attempts(config) if config.trainer.max_restarts else nullcontext()
     from verl.trainer import runtime
 
-    with runtime.run_place(config) as place:
+    with report, runtime.run_place(config) as place:
         runtime.check_run_folders(config)
         runner = (task_runner_class or TaskRunner)()
         runner.place = place

@@ -183,6 +183,8 @@ _COUNT = f"it is the same number as {_R}.n, which is {{actor_rollout_ref.rollout
 ROWS = (
     Rule("trainer.best_metric", "checkpoints are compared by validations, and there are no files to validate on",
          lambda cfg: cfg.trainer.best_metric and not cfg.data.val_files, "Set data.val_files."),
+    Rule("trainer.resume_mode", "a run that starts again (trainer.max_restarts) continues from its newest checkpoint",
+         lambda cfg: cfg.trainer.max_restarts and cfg.trainer.resume_mode != "auto", "Leave it out.", "auto"),
     Rule("data.min_response_length", "out of range",
          lambda cfg: not 0 <= cfg.data.min_response_length <= cfg.data.max_response_length,
          allowed="0 to data.max_response_length={data.max_response_length}"),

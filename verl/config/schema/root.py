@@ -180,6 +180,14 @@ class TrainerConfig(RunConfig):
         upstream=ABSENT,
         within=POSITIVE,
     )
+    max_restarts: int = setting(
+        0,
+        "times that a run which ended too early (a process was lost, an error) starts again by itself from its newest "
+        "checkpoint; not after an error of settings, data or model, or one that comes twice at one checkpoint",
+        upstream=ABSENT,
+        within=AMOUNT,
+        needs=".save_freq",
+    )
     save_freq: int = setting(-1, "steps between checkpoints; -1: never", within=EVERY)
     esi_redundant_time: int = setting(
         0,

@@ -1,0 +1,139 @@
+"""Runs that start again by themselves (``trainer.max_restarts``)."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.harness.forked_runs import (
+    STOPPING,
+    Server,
+    assert_no_process_left,
+    assert_same_end,
+    finish,
+    grpo,
+    prepare,
+)
+from tests.harness.waiting import wait_until
+from verl.checkpoint import list_checkpoints
+from verl.config import load_config
+from verl.errors import ConfigError, DataError
+from verl.trainer import restarts
+from verl.trainer.restarts import EndReport, RunAttempt, attempt_of, begin_attempts, is_last, pause_before
+
+RESTARTED = [*grpo(), "trainer.max_restarts=2"]
+KILLED_IN_STEP_4 = "backward:14:KILL"  # a step has two mini-batches and two epochs, so four backward passes
+
+
+@pytest.fixture(scope="module")
+def server():
+    started = Server()
+    yield started
+    started.close()
+
+
+def attempt(status=-signal.SIGKILL, first=0, last=0, **report) -> RunAttempt:
+    return attempt_of(status, report, first, last, seconds=1.0)
+
+
+def failed(reason: str, last: int) -> RunAttempt:
+    return attempt(1, last, last, reason=reason)
+
+
+def test_a_killed_run_starts_again_and_ends_with_the_same_bits(server: Server, tmp_path):
+    undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
+    finish(server, undisturbed, grpo())
+    ended = server.start(hit, RESTARTED, KILLED_IN_STEP_4).wait()
+    assert ended.status == 0, ended.output[-3000:]
+    assert "attempt 1 ended, from step 0 to 3" in ended.output and "killed by SIGKILL" in ended.output
+    assert "trainer.max_restarts=2: 2 attempts" in ended.output
+    assert_same_end(undisturbed, hit)
+    assert_no_process_left(hit)
+
+
+def test_a_run_that_never_gets_further_is_given_up_with_its_history(server: Server, tmp_path):
+    folder = prepare(tmp_path)
+    ended = server.start(folder, [*grpo(), "trainer.max_restarts=1"], "backward:1:KILL").wait()
+    assert ended.status == 128 + signal.SIGKILL
+    assert "trainer.max_restarts=1: 2 attempts\n  attempt 1, from step 0 to 0" in ended.output, ended.output[-2000:]
+    assert "\n  attempt 2, from step 0 to 0" in ended.output
+    assert_no_process_left(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_process_that_waits_ends_the_run_in_order(server: Server, tmp_path, number):
+    folder = prepare(tmp_path)
+    run = server.start(folder, RESTARTED, "backward:6:PAUSE")
+    run.until_paused()
+    run.send(number)
+    output = folder / "output.txt"
+    wait_until(lambda: STOPPING in output.read_text(), output.read_text)
+    (folder / "paused").unlink()
+    ended = run.wait()
+    assert ended.status == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert_no_process_left(folder)
+    assert list_checkpoints(folder / "run")[0].step == 2
+    assert "attempt" not in output.read_text()
+
+
+@pytest.mark.slow
+def test_a_lost_worker_on_ray_starts_the_run_again_with_the_same_bits(server: Server, tmp_path):
+    undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
+    finish(server, undisturbed, grpo())
+    ended = server.start(hit, [*RESTARTED, "trainer.runtime=ray"], KILLED_IN_STEP_4).wait()
+    assert ended.status == 0, ended.output[-3000:]
+    assert "attempt 1 ended, from step 0 to 3" in ended.output and "WorkerError" in ended.output
+    assert_same_end(undisturbed, hit)
+
+
+def test_errors_that_no_restart_mends_and_signals_are_final():
+    assert attempt(2, reason="DataError: ...", is_lasting=True).is_final
+    assert attempt(143, reason="RunStopped: 143").is_final and attempt(-signal.SIGINT).is_final
+    assert attempt(0, is_complete=True).is_final
+    assert not attempt(2, reason="WorkerError: ...").is_final and not attempt(-signal.SIGKILL).is_final
+
+
+def test_a_run_that_exits_without_an_end_is_not_complete():
+    ended = attempt(0)
+    assert (ended.status, ended.is_final) == (1, False)
+    assert "status 0 without an error" in str(ended)
+
+
+def test_an_error_that_comes_twice_at_one_checkpoint_ends_the_run():
+    assert is_last([failed("a", 3), failed("a", 3)], 9)
+    assert not is_last([failed("a", 3), failed("b", 3)], 9)
+    assert not is_last([failed("a", 3), failed("a", 4)], 9)
+    assert not is_last([attempt(), attempt()], 9), "processes are killed for reasons outside of the run"
+    assert is_last([attempt(), attempt()], 1)
+
+
+def test_pauses_double_while_no_checkpoint_is_made():
+    barren, useful = attempt(first=2, last=2), attempt(first=2, last=3)
+    assert [pause_before([useful, *[barren] * count]) for count in range(5)] == [1, 1, 2, 4, 8]
+    assert pause_before([barren] * 20) == 60
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, '{"is_complete": true, "is_lasting": false, "reason": ""}'),
+        (DataError("no rows"), '{"is_complete": false, "is_lasting": true, "reason": "DataError: no rows"}'),
+        (KeyError("x"), '{"is_complete": false, "is_lasting": false, "reason": "KeyError: \'x\'"}'),
+    ],
+)
+def test_an_attempt_reports_how_it_ended(tmp_path, error, expected):
+    with open(tmp_path / "report", "wb") as file:
+        EndReport(file.fileno()).__exit__(error and type(error), error, None)
+    assert (tmp_path / "report").read_text() == expected
+
+
+def test_a_notebook_does_not_restart(monkeypatch, tmp_path):
+    monkeypatch.setattr(restarts, "in_notebook", lambda: True)
+    with pytest.raises(ConfigError, match=r"trainer.max_restarts: a run restarts as a program .*Got 'a notebook'"):
+        begin_attempts(tmp_path, 1)
+
+
+def test_restarts_need_checkpoints_to_resume_from():
+    with pytest.raises(ConfigError, match=r"trainer.resume_mode: .*continues from its newest checkpoint"):
+        load_config("ppo_trainer", [*RESTARTED, "trainer.resume_mode=disable"])
