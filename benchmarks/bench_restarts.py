@@ -70,7 +70,7 @@ def finished(folder: Path) -> dict[int, float]:
 def killed_run(folder: Path, mtbf: float, steps: int, seed: int) -> None:
     """Run to the end under kills, and print what came of it."""
     draw, environment = random.Random(seed), {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
-    began, back, kills = time.monotonic(), [], 0
+    began, back = time.monotonic(), []
     with open(folder / "output.txt", "wb") as output:
         run = subprocess.Popen(command(steps), cwd=folder, env=environment, stdout=output, stderr=output)
     while run.poll() is None:
@@ -78,16 +78,15 @@ def killed_run(folder: Path, mtbf: float, steps: int, seed: int) -> None:
             run.wait(draw.expovariate(1 / mtbf))
         except subprocess.TimeoutExpired:
             before, hit = len(finished(folder)), time.monotonic()
-            for attempt in psutil.Process(run.pid).children():
-                attempt.send_signal(signal.SIGKILL)
-                kills += 1
+            for process in psutil.Process(run.pid).children():  # the attempt, and orphans of it
+                process.send_signal(signal.SIGKILL)
             while run.poll() is None and len(finished(folder)) <= before:
                 time.sleep(0.05)
             back.append(time.monotonic() - hit)
     wall, seconds = time.monotonic() - began, finished(folder).values()
     lines = [
         f"MTBF {mtbf:.0f} s: status {run.returncode}, {len(seconds)} steps of {statistics.mean(seconds):.2f} s",
-        f"{kills} kills, ETTR {sum(seconds) / wall:.1%} of {wall:.0f} s",
+        f"{len(back)} kills, ETTR {sum(seconds) / wall:.1%} of {wall:.0f} s",
         f"next step {statistics.median(back or [0.0]):.1f} s after a kill, at most {max(back, default=0.0):.1f}",
     ]
     print(", ".join(lines))
