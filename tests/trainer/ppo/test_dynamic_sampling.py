@@ -69,7 +69,7 @@ def test_groups_without_a_difference_are_replaced_until_the_batch_is_full(here):
     assert metrics["training/filter_groups/carried_samples"] == 4, "the group 0111 waits for the next step"
     assert metrics["training/zero_variance_groups"] == 0.5
     assert metrics["training/zero_advantage_groups"] == 0
-    (held,) = seen.trainer.schedule.held_samples()
+    (held,) = seen.trainer.schedule.stream.held_samples()
     assert held.non_tensor_batch["extra_info"][0]["index"] == 6
 
 

@@ -34,7 +34,7 @@ from verl.trainer.ppo.context import RunState
 from verl.trainer.ppo.decisions import Driver
 from verl.trainer.ppo.driver import Concurrent
 from verl.trainer.ppo.groups import Done, GroupRows, check_not_starved, together
-from verl.trainer.ppo.schedules import COLOCATE_ASYNC, FULLY_ASYNC, SEPARATE_ASYNC, ScheduleRun
+from verl.trainer.ppo.schedules import COLOCATE_ASYNC, FULLY_ASYNC, SEPARATE_ASYNC
 from verl.trainer.ppo.stream import GroupStream
 from verl.trainer.signals import RunStopped
 
@@ -430,7 +430,7 @@ def test_nodes_of_the_samplers_are_a_pool_of_their_own_under_separate_async_and_
     assert "hybrid_engine=false" in notices()[f"{rollout}.nnodes"]
     assert "sample while the trainers train" in notices()[f"{rollout}.free_cache_engine"]
     sampler = worker_arguments(config, Role.Rollout, 1, "cpu")["config"]
-    assert sampler.rollout.free_cache_engine is False and ScheduleRun(SEPARATE_ASYNC).steps_of(config, 64) == 16
+    assert sampler.rollout.free_cache_engine is False and SEPARATE_ASYNC.steps_of(config, 64) == 16
     with pytest.raises(ConfigError, match="have no nodes of their own to fill"):
         load_config("ppo_trainer", [*needed, *pool])
 

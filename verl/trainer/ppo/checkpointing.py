@@ -33,7 +33,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup, by_rank
 from verl.trainer import rng
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.schedules import ScheduleRun
+from verl.trainer.ppo.stream import GroupStream
 from verl.workers.model import ModelWorker
 from verl.workers.roles import Roles
 
@@ -88,10 +88,10 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState, schedule: ScheduleRun
+        self, config: PPOTrainerConfig, roles: Roles, source: PromptSource, run: RunState, stream: GroupStream
     ):
         self.config, self.roles, self.source, self.run = config, roles, source, run
-        self.schedule = schedule
+        self.stream = stream
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir).absolute()  # a worker may run in another directory
         self.writer: CheckpointWriter | None = None
@@ -182,7 +182,7 @@ class RunCheckpoints:
         if record is not None:
             record.boundary = self.run.step
         position = None if journal is None else journal.position(0 if record is None else record.count)
-        return Boundary(self.run.step, state, self.schedule.state(), position)
+        return Boundary(self.run.step, state, self.stream.state(), position)
 
     def _save(self, boundary: Boundary) -> Path:
         if self.writer is None:
@@ -239,7 +239,7 @@ class RunCheckpoints:
             self.position = Position(0, "", int(state["decisions"]))
         saved = [name for name in reader.parts if (folder / name / BATCH).is_file()]
         batches = {name: DataProto.load_from_disk(str(folder / name / BATCH)) for name in saved}
-        self.schedule.load_state(batches, self.run)
+        self.stream.load_state(batches)
         self._saved, self.resumed = (self.run.step, folder), True
         notice("trainer.resume_mode", f"continues from {folder}")
 

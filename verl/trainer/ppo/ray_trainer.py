@@ -114,7 +114,6 @@ class RayPPOTrainer:
         self.callbacks = default_callbacks(typed)
         # Not in the list: a program that replaces the callbacks keeps its journal.
         self._first, self._last = record.KeepJournal(typed), TellSaved(typed)
-        self.schedule = ScheduleRun(topology.schedule_of(typed))
         self.tracking: Tracking | None = None
         self.replicas: ReplicaKeeper | None = None
         self.teachers: ServedTeachers | None = None
@@ -152,8 +151,9 @@ class RayPPOTrainer:
             key=key_of_prompts_at_once(self.config),
         )
         self.source = PromptSource(loader)
-        self.steps_per_epoch = self.schedule.steps_of(self.config, len(loader))
-        self.total_training_steps = self.schedule.length_of(self.config, self.steps_per_epoch)
+        schedule = topology.schedule_of(self.config)
+        self.steps_per_epoch = schedule.steps_of(self.config, len(loader))
+        self.total_training_steps = schedule.length_of(self.config, self.steps_per_epoch)
         self.val_loader = None
         if val_dataset is not None:
             self.val_loader = StatefulLoader(
@@ -262,7 +262,7 @@ class RayPPOTrainer:
             raise
         finally:
             self._close_servers()
-            self.schedule.close()
+            self.schedule.stream.close()
             if self.replicas is not None:
                 self.replicas.close()
             self.checkpoints.close()
@@ -277,7 +277,8 @@ class RayPPOTrainer:
         self.validator = None
         if self.val_loader is not None:
             self.validator = Validator(self.config, self.val_loader, self.val_reward_fn, self.texts)
-        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule)
+        self.schedule = ScheduleRun(topology.schedule_of(self.config), self.state)
+        self.checkpoints = RunCheckpoints(self.config, self.roles, self.source, self.state, self.schedule.stream)
         self.tracking, self._folders = None, {}
         return stop
 
@@ -313,7 +314,7 @@ class RayPPOTrainer:
             self.schedule.settle(self.roles, self.ctx)
             self._notify("on_fit_end")
             if self.state.ledger is not None:
-                self.state.ledger.check(accounting.waiting_in(self.schedule.held_samples()))
+                self.state.ledger.check(accounting.waiting_in(self.schedule.stream.held_samples()))
             self.state.updates.check()
         except StepDropped:
             raise self.state.stop.stopped(self.checkpoints.save_boundary()) from None

@@ -83,7 +83,7 @@ class KeepJournal(Callback):
         writers = [writer for writer in (state.ledger, state.record) if writer is not None]
         journal.begin(writers, **(about if is_async else {}))
         if state.ledger is not None:
-            state.ledger.resume(state.step, accounting.waiting_in(trainer.schedule.held_samples()))
+            state.ledger.resume(state.step, accounting.waiting_in(trainer.schedule.stream.held_samples()))
         if settings.trace:
             state.spans.record_in(journal)
 

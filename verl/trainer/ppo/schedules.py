@@ -25,7 +25,7 @@ turn with training; ``rollout.requests_at_update`` lets groups in flight go on i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -80,6 +80,19 @@ class Schedule:
     prompt_limit: Callable[[PPOTrainerConfig], int | None] = lambda _: None
     stages: tuple[Stage, ...] = ()
     models: Callable[[PPOTrainerConfig], list[ModelRole]] = lambda _: []
+
+    def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
+        """Steps in an epoch of ``batches`` of the loader, which may have another size than a step's."""
+        admission = self.admission(config)
+        if admission.by_batch and admission.trained_on is None:
+            return batches
+        return max(1, batches * prompts_at_once(config.data) // admission.groups)
+
+    def length_of(self, config: PPOTrainerConfig, steps_per_epoch: int) -> int:
+        """Steps of the run."""
+        steps = config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
+        prompts = self.prompt_limit(config)
+        return steps if prompts is None else min(steps, max(1, prompts // self.admission(config).groups))
 
 
 def admission_of(config: PPOTrainerConfig, chunk: int, **rules: Any) -> GroupAdmission:
@@ -163,32 +176,20 @@ FULLY_ASYNC = Schedule(
 
 
 class ScheduleRun:
-    """A schedule in a run: its steps, its weights on their way to the samplers, and what a checkpoint keeps of it."""
+    """A schedule in a run: its steps, its stream of groups, and its weights on their way to the samplers."""
 
-    def __init__(self, schedule: Schedule):
+    def __init__(self, schedule: Schedule, run: RunState):
         self.schedule = schedule
-        self.stream: GroupStream | None = None
+        self.stream = GroupStream(schedule.admission(run.config), run, run.step, schedule.prefix)
         self._on_their_way: Any = None
         self._version = 0
-
-    def steps_of(self, config: PPOTrainerConfig, batches: int) -> int:
-        """Steps in an epoch of ``batches`` of the loader, which may have another size than a step's."""
-        admission = self.schedule.admission(config)
-        if admission.by_batch and admission.trained_on is None:
-            return batches
-        return max(1, batches * prompts_at_once(config.data) // admission.groups)
-
-    def length_of(self, config: PPOTrainerConfig, steps_per_epoch: int) -> int:
-        """Steps of the run."""
-        steps = config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
-        prompts = self.schedule.prompt_limit(config)
-        return steps if prompts is None else min(steps, max(1, prompts // self.schedule.admission(config).groups))
 
     def step(self, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
         """One training step, chunk after chunk; returns all that it trained on."""
         self.settle(roles, ctx)
-        stream = self._opened(roles, ctx)
+        stream = self.stream
         bound, parts = stream.admission, list[DataProto]()
+        stream.open(roles, ctx)
         stream.open_step(ctx)
         for left in reversed(range(bound.groups // bound.chunk)):
             ctx.goes_on = left > 0
@@ -211,7 +212,7 @@ class ScheduleRun:
         Of the two threads one has the prompt source, the stream and the reward manager, this one trackers, checkpoints
         and the KL controller.
         """
-        stream = self._opened(roles, ctx)
+        stream = self.stream
         train = partial(learn, chunk, roles, ctx, self.schedule.stages)
         if not self.schedule.prefetches or ctx.step >= ctx.run.total_steps:
             return stream.during(train, ctx)
@@ -229,7 +230,7 @@ class ScheduleRun:
         brought; before anything is sampled they have arrived, and the numbers are the same.
         """
         stream, record, group = self.stream, ctx.run.record, roles["actor"].group
-        if stream is not None and (stream.is_open or ctx.run.script is not None):
+        if stream.is_open or (ctx.step and ctx.run.script is not None):
             stream.open(roles, ctx)
             stream.before_update(ctx)
         if record is not None:
@@ -248,33 +249,6 @@ class ScheduleRun:
             with ctx.timed("wait_for_weights"):
                 group.wait(references)
                 _admit(roles, ctx, by_rank(group, ModelWorker.end_weight_update)(), self._version)
-
-    def close(self) -> None:
-        """The run ends, in whatever way."""
-        if self.stream is not None:
-            self.stream.close()
-
-    def _opened(self, roles: Roles, ctx: StepContext) -> GroupStream:
-        """At the first step of a run the stream is made, or what a checkpoint had in flight is sampled again."""
-        self.stream = stream = self.stream or self._made(ctx.run, ctx.step - 1)
-        stream.open(roles, ctx)
-        return stream
-
-    def _made(self, run: RunState, version: int) -> GroupStream:
-        return GroupStream(self.schedule.admission(run.config), run, version, self.schedule.prefix)
-
-    def held_samples(self) -> Iterable[DataProto]:
-        """The samples between sampling and training when a step is over."""
-        return () if self.stream is None else self.stream.held_samples()
-
-    def state(self) -> dict[str, DataProto]:
-        """What is between sampling and training when a step is over: parts of a checkpoint, by name."""
-        return {} if self.stream is None else self.stream.state()
-
-    def load_state(self, parts: Mapping[str, DataProto], run: RunState) -> None:
-        """Continue with what `state` returned, perhaps in a run under another schedule; nothing sampled is lost."""
-        self.stream = self._made(run, run.step)
-        self.stream.load_state(parts)
 
 
 def _admit(roles: Roles, ctx: StepContext, sent: list[SyncResult], version: int) -> None:

@@ -315,6 +315,7 @@ class GroupStream:
         queue, by_batch, run = self.queue, self.admission.by_batch, self.run
         if FLAT in parts:
             self._flat = parts[FLAT].non_tensor_batch[accounting.ROW].tolist()
+        queue.version = run.step
         state = load_parts(of_earlier_release(parts, run.step), queue, self._drawn)
         queue.trained = run.step * queue.bound.groups  # the steps of the run before may have had another size
         if not state:
