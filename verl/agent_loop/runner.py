@@ -67,6 +67,7 @@ class RowRunner:
         self.config, self.sampler, self.score = config, sampler, score
         self.tokenizer, self.processor, self.data_config = tokenizer, processor, data_config
         self.loops = LoopLoader(config, tokenizer, data_config)
+        self.limits = VideoLimits.of(data_config)
         self.traces = RowTraces.of(config, tokenizer)
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self.pad = int(next((number for number in ids if number is not None), 0))
@@ -101,7 +102,7 @@ class RowRunner:
         end = self.tokenizer.eos_token_id
         ends = () if end is None else (int(end),)
         its_stop = Stop() if waits else stop
-        seen = SeenImages(self.processor, row, VideoLimits.of(self.data_config))
+        seen = SeenImages(self.processor, row, self.limits)
         client = SamplerClient(
             self.sampler, *stream, self.config.seed, budget, ends, its_stop, goes_on=waits, seen=seen
         )

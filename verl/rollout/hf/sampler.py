@@ -242,7 +242,8 @@ class HFSampler(Sampler):
 
     async def generate(self, request: Request) -> Completion:
         self._state.check()
-        check_sight(request, self.model, self._views)
+        if request.sees:
+            check_sight(request, self.model, self._views)
         check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         self._check_room(request)
         loop = asyncio.get_running_loop()

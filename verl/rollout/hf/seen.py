@@ -96,10 +96,8 @@ class Views:
 
 
 def check_sight(request: Request, model: PreTrainedModel, views: Views | None) -> None:
-    """Refuse pictures that the sampler cannot show its model; one without ``views`` shows none."""
+    """Refuse the pictures of a request that the sampler cannot show its model; one without ``views`` shows none."""
     key, kind = f"request {request.id}", type(model).__name__
-    if not request.sees:
-        return
     if family_of(model.config) is None:
         raise RolloutError(f"{kind} takes no images, and the request has some", key=key)
     if views is None:
