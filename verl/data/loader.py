@@ -56,6 +56,9 @@ class SeededSampler(Sampler[int], ABC):
     def facts(self) -> dict[str, object]:
         """What must be equal for a place in this order to mean the same rows, as JSON values."""
 
+    def check_samples(self, number: int) -> None:
+        """Raises `ConfigError` where a prompt has too few samples (``actor_rollout_ref.rollout.n``); one is enough."""
+
 
 class EpochSampler(SeededSampler):
     """All rows once per epoch: in order, or in a permutation that depends on (seed, epoch) and nothing else."""

@@ -25,8 +25,7 @@ from verl.config.machine import pools, topology
 from verl.config.schema.root import key_of_prompts_at_once, prompts_at_once
 from verl.data import StatefulLoader, create_rl_sampler
 from verl.data import collate_fn as default_collate
-from verl.data.curriculum import MixedRewardsFirst
-from verl.data.loader import LearnsFromSteps, PromptSource
+from verl.data.loader import LearnsFromSteps, PromptSource, SeededSampler
 from verl.data.mixture import Mixture
 from verl.data.progress import timed
 from verl.data.sample_texts import SampleTexts, conversation_columns, ends_of
@@ -134,7 +133,7 @@ class RayPPOTrainer:
         if sampler is None:
             seeded = data if data.seed is not None else replace(data, seed=trainer.seed)
             sampler = create_rl_sampler(seeded, train_dataset)
-        if isinstance(sampler, MixedRewardsFirst):
+        if isinstance(sampler, SeededSampler):
             sampler.check_samples(self.config.actor_rollout_ref.rollout.n)
         if isinstance(sampler, LearnsFromSteps):
             self.callbacks.insert(0, UpdateCurriculum(sampler))
