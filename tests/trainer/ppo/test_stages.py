@@ -47,7 +47,7 @@ def batch(rewards: list[float], uids: list[str], lengths: list[int] | None = Non
 def kept(samples: DataProto, ctx: StepContext) -> DataProto:
     """The groups that dynamic sampling keeps."""
     groups = group_filter.group_numbers(samples)
-    return samples.select_idxs(~stages.flat_groups(samples, groups, ctx)[groups])
+    return samples.select_idxs(~stages.flat_groups(samples, groups, ctx)[0][groups])
 
 
 def stream(ctx: StepContext) -> GroupStream:

@@ -142,9 +142,8 @@ def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: 
             fix="Samples from files are those of a run with the same batches of prompts (data.gen_batch_size, "
             "algorithm.filter_groups.max_inflight_gen_batches).",
         )
-    is_flat = stages.flat_groups(samples, rows, ctx)[rows]
+    is_flat, is_compared = (of_groups[rows] for of_groups in stages.flat_groups(samples, rows, ctx))
     accounting.drop_rows(samples, is_flat, "filtered_group", ctx)
-    counted = (~group_filter.out_of_statistics(samples)).reshape(-1, each).sum(1).tolist()
     oldest = oldest_versions(samples, len(numbers))
     if trims:
         samples, stays = trimmed(samples), np.ones(len(samples), dtype=bool)  # a replay reads groups that are dropped
@@ -154,8 +153,8 @@ def judged(numbers: Sequence[int], samples: DataProto, ctx: StepContext, trims: 
     samples.meta_info = {k: v for k, v in samples.meta_info.items() if k not in ABOUT_THE_REQUEST}
     groups, none = iter(GroupRows.each(samples, each)), GroupRows(samples, 0, 0)
     return [
-        Done(number, next(groups) if stays[row] else none, age, "filtered" if is_flat[row] else "", counts > 1)
-        for number, row, age, counts in zip(numbers, range(0, len(stays), each), oldest, counted, strict=True)
+        Done(number, next(groups) if stays[row] else none, age, "filtered" if is_flat[row] else "", is_compared[row])
+        for number, row, age in zip(numbers, range(0, len(stays), each), oldest, strict=True)
     ]
 
 

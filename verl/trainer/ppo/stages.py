@@ -146,8 +146,10 @@ def _prompts_of(samples: DataProto, prompts: DataProto, each: int) -> DataProto:
     return samples.select_idxs(range(0, len(samples), each)).select([], columns, [])
 
 
-def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.ndarray:
+def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> tuple[np.ndarray, np.ndarray]:
     """(G,) bool: groups that dynamic sampling drops, since all their samples have the same outcome.
+
+    And (G,) bool: groups of which two or more samples count, which says something of their prompts.
 
     Args:
         groups: (B,) int, of each row, 0 .. G - 1.
@@ -159,13 +161,14 @@ def flat_groups(samples: DataProto, groups: np.ndarray, ctx: StepContext) -> np.
     if rule.metric is None and listed is not None and algorithm[listed]:
         metrics = list(algorithm[listed])  # one varying reward is enough
     columns = [group_filter.outcomes(samples, metric) for metric in metrics]
-    flat = same_outcome(groups, columns, group_filter.out_of_statistics(samples))
+    left_out = group_filter.out_of_statistics(samples)
+    flat, is_compared = same_outcome(groups, columns, left_out), np.bincount(groups, weights=~left_out) > 1
     ctx.metrics.add("training/zero_variance_groups", float(flat.mean()), weight=len(flat))
     if not rule.enable:
-        return np.zeros_like(flat)
+        return np.zeros_like(flat), is_compared
     ctx.metrics.add("training/filter_groups/dropped_groups", int(flat.sum()), "sum")
     ctx.metrics.add("training/filter_groups/evicted_samples", int(flat[groups].sum()), "sum")
-    return flat
+    return flat, is_compared
 
 
 def measure_balance(batches: Sequence[DataProto], roles: Roles, ctx: StepContext) -> None:
