@@ -18,13 +18,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import DataError, ReplayError
 from verl.journal.file import FORMAT, LIMIT, RUN, Entry, Journal, entries_in, journal_in
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
 
 KEY, NOT_COMPARED = "trainer.replay_from", ("t", "answers")
 _GROUPS: dict[str, type] = {"groups": list}
@@ -250,6 +253,79 @@ def counts_of(request: Mapping[str, Any]) -> list[list[int]]:
         else:
             counts.append([version, tokens])
     return counts
+
+
+def end_entry(
+    number: int, why: str, served: Mapping[str, Notes], samples: Callable[[], DataProto], boundary: int
+) -> Entry:
+    """What the record says of a group that ended.
+
+    Args:
+        served: each of its requests.
+        samples: its rows, where their tokens are noted: a run that is resumed at ``boundary`` cannot draw those of
+            earlier versions, as their weights are gone.
+    """
+    requests = {
+        name: {"spans": [list(span) for span in notes.spans], "finish": notes.finish} for name, notes in served.items()
+    }
+    drawn_before = {
+        name: sum(count for version, count in counts_of(request) if version < boundary)
+        for name, request in requests.items()
+    }
+    entry: Entry = {"group": number, "why": why, "requests": requests}
+    if not any(drawn_before.values()):  # also of a group that failed, which has no tensors
+        return entry
+    answers = _answers(samples(), requests, drawn_before)
+    return {**entry, "answers": answers} if answers else entry
+
+
+def _answers(samples: DataProto, requests: Mapping[str, Any], drawn_before: Mapping[str, int]) -> dict[str, Any]:
+    """The first tokens of requests, as many as ``drawn_before`` says.
+
+    A row has the tokens of its requests one after the other, between what was inserted (version -1).
+    """
+    tensors = samples.tensors
+    if "token_versions" not in tensors.keys():
+        return {}
+    columns, answers = samples.non_tensor_batch, dict[str, Any]()
+    drawn = tensors["token_versions"] >= 0
+    has_log_probs = "rollout_log_probs" in tensors.keys()
+    for row, (uid, index) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
+        tokens = tensors["responses"][row][drawn[row]].tolist()
+        log_probs = tensors["rollout_log_probs"][row][drawn[row]].tolist() if has_log_probs else []
+        start = 0
+        for turn in range(len(requests)):
+            name = f"{uid}-{index}-{turn}"
+            if name not in requests:
+                break
+            length = sum(count for _, count in counts_of(requests[name]))
+            part = slice(start, start + drawn_before[name])
+            if drawn_before[name] and start + length <= len(tokens):
+                answers[name] = {"tokens": tokens[part], "log_probs": log_probs[part]}
+            start += length
+    return answers
+
+
+def recorded_draws(end: Mapping[str, Any], gone: int) -> dict[str, Draws]:
+    """What the requests of a group that `end_entry` noted are to draw again.
+
+    Args:
+        gone: tokens of versions before it are taken from the record.
+
+    Raises:
+        ReplayError: the record lacks some of these.
+    """
+    spans, answers = {}, end.get("answers", {})
+    for name, request in end["requests"].items():
+        # A request that went on elsewhere with the same version had its prefix computed at once: its draws part there.
+        counts = tuple((version, count) for _, version, count in request["spans"])
+        number = sum(count for version, count in counts if version < gone)
+        answer = answers.get(name, {"tokens": (), "log_probs": ()})
+        if len(answer["tokens"]) < number:
+            raise ReplayError(f"the record lacks {number} tokens of request {name}, drawn before step {gone}", key=KEY)
+        tokens, log_probs = (tuple(answer[part][:number]) for part in ("tokens", "log_probs"))
+        spans[name] = Draws(counts, request["finish"], tokens, log_probs)
+    return spans
 
 
 def _ended(entry: Entry) -> Sequence[Mapping[str, Any]]:

@@ -13,8 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from verl.errors import ReplayError
-from verl.journal.schedule import KEY, Draws, ScheduleRecord, Script, counts_of
+from verl.journal.schedule import KEY, Draws, ScheduleRecord, Script, end_entry, recorded_draws
 from verl.metrics import notice
 from verl.single_controller.base.interrupts import Interrupt
 from verl.trainer.ppo import accounting
@@ -130,10 +129,14 @@ class Driver(ABC):
         self._leave_script(ctx)
         script = self.follows
         done = self._live(ctx, wait, may_stop) if script is None else self._recorded(script, ctx, wait, may_stop)
-        if done:
-            self._note("ended", step=ctx.step, calls=self._calls, groups=[self._facts(group) for group in done])
-        else:
+        if not done:
             self._calls += 1
+        elif self.record is not None:
+            facts = [
+                end_entry(group.number, group.why, group.served, group.rows.alone, self.record.boundary)
+                for group in done
+            ]
+            self._note("ended", step=ctx.step, calls=self._calls, groups=facts)
         return done
 
     def dropped(self, late: list[QueuedGroup], ctx: StepContext) -> None:
@@ -173,7 +176,7 @@ class Driver(ABC):
                 self._held[number] = done = without_samples(number, begun.pop(number), str(end["why"]), ctx)
                 accounting.ask(done.rows.alone(), ctx)
             else:
-                self._spans[number] = _spans_of(end, gone)
+                self._spans[number] = recorded_draws(end, gone)
         self.sample(begun, ctx, self._spans if script is not None else None, None)
 
     def _leave_script(self, ctx: StepContext) -> None:
@@ -217,60 +220,3 @@ class Driver(ABC):
         for group in done:
             self._held[group.number] = group
             self._spans.pop(group.number, None)
-
-    def _facts(self, done: Done) -> dict[str, Any]:
-        """What the record says of a group that ended."""
-        served = done.served
-        requests = {name: {"spans": [list(span) for span in its.spans], "finish": its.finish}
-                    for name, its in served.items()}  # fmt: skip
-        facts: dict[str, Any] = {"group": done.number, "why": done.why, "requests": requests}
-        answers = _answers(done, requests, 0 if self.record is None else self.record.boundary)
-        return {**facts, "answers": answers} if answers else facts
-
-
-def _spans_of(end: Mapping[str, Any], gone: int) -> dict[str, Draws]:
-    """What the requests of a group are to draw; tokens of versions before ``gone`` are taken from the record."""
-    spans, answers = {}, end.get("answers", {})
-    for name, request in end["requests"].items():
-        # A request that went on elsewhere with the same version had its prefix computed at once: its draws part there.
-        counts = tuple((version, count) for _, version, count in request["spans"])
-        number = sum(count for version, count in counts if version < gone)
-        answer = answers.get(name, {"tokens": (), "log_probs": ()})
-        if len(answer["tokens"]) < number:
-            raise ReplayError(f"the record lacks {number} tokens of request {name}, drawn before step {gone}", key=KEY)
-        tokens, log_probs = (tuple(answer[part][:number]) for part in ("tokens", "log_probs"))
-        spans[name] = Draws(counts, request["finish"], tokens, log_probs)
-    return spans
-
-
-def _answers(done: Done, requests: Mapping[str, Any], boundary: int) -> dict[str, Any]:
-    """The tokens of a group that a run which is resumed at ``boundary`` cannot draw: their weights are gone.
-
-    A row has the tokens of its requests one after the other, between what was inserted (version -1).
-    """
-    old = {
-        name: sum(count for version, count in counts_of(its) if version < boundary) for name, its in requests.items()
-    }
-    if not any(old.values()):  # also of a group that failed, which has no tensors
-        return {}
-    samples = done.rows.alone()
-    tensors = samples.tensors
-    if "token_versions" not in tensors.keys():
-        return {}
-    columns, answers = samples.non_tensor_batch, dict[str, Any]()
-    drawn = tensors["token_versions"] >= 0
-    has_log_probs = "rollout_log_probs" in tensors.keys()
-    for row, (uid, index) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
-        tokens = tensors["responses"][row][drawn[row]].tolist()
-        log_probs = tensors["rollout_log_probs"][row][drawn[row]].tolist() if has_log_probs else []
-        start = 0
-        for turn in range(len(requests)):
-            name = f"{uid}-{index}-{turn}"
-            if name not in requests:
-                break
-            length = sum(count for _, count in counts_of(requests[name]))
-            part = slice(start, start + old[name])
-            if old[name] and start + length <= len(tokens):
-                answers[name] = {"tokens": tokens[part], "log_probs": log_probs[part]}
-            start += length
-    return answers
