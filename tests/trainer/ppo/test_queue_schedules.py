@@ -31,8 +31,7 @@ from verl.trainer.build import worker_arguments
 from verl.trainer.ppo import schedules, stages
 from verl.trainer.ppo.admission import BoundBroken, GroupAdmission, GroupQueue
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.decisions import Driver
-from verl.trainer.ppo.driver import Concurrent
+from verl.trainer.ppo.driver import Concurrent, Driver
 from verl.trainer.ppo.groups import Done, GroupRows, check_not_starved, together
 from verl.trainer.ppo.schedules import COLOCATE_ASYNC, FULLY_ASYNC, SEPARATE_ASYNC
 from verl.trainer.ppo.stream import GroupStream

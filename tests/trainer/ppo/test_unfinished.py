@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.protocol.columns import object_array
 from verl.trainer.ppo.admission import GroupAdmission
 from verl.trainer.ppo.context import RunState
-from verl.trainer.ppo.decisions import Driver
+from verl.trainer.ppo.driver import Driver
 from verl.trainer.ppo.groups import UNFINISHED, Done, GroupRows
 from verl.trainer.ppo.schedules import prompts_in_work
 from verl.trainer.ppo.stream import GroupStream

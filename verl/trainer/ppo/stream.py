@@ -23,8 +23,7 @@ from verl.single_controller.base.interrupts import Interrupted, interruptible
 from verl.trainer.ppo import accounting, group_filter, stages, staleness
 from verl.trainer.ppo.admission import GroupAdmission, GroupQueue, QueuedGroup
 from verl.trainer.ppo.context import RunState, StepContext
-from verl.trainer.ppo.decisions import Driver
-from verl.trainer.ppo.driver import driver_of
+from verl.trainer.ppo.driver import Driver, driver_of
 from verl.trainer.ppo.groups import (
     GEN_BATCHES,
     LIMIT,
