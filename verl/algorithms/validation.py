@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,3 +146,25 @@ def _check_count(
     count = sum(accuracies[row] is not None for row in rows)
     if count != expected[source]:
         notice(f"validation/{source}", f"{count} of {expected[source]} samples have an accuracy")
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    n_bootstrap: int = NUM_DRAWS,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each reduction over random subsets of ``data`` (with replacement)."""
+    draws = draws_of(len(data), subset_size, n_bootstrap, seed).tolist()
+    subsets = [[data[i] for i in draw] for draw in draws]
+    results = [np.array([reduce(subset) for subset in subsets], dtype=np.float64) for reduce in reduce_fns]
+    return [(float(result.mean()), float(result.std())) for result in results]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the answer with the most votes; the first among equals."""
+    votes: dict[Hashable, list[float]] = defaultdict(list)
+    for item in data:
+        votes[item[vote_key]].append(item[val_key])
+    return max(votes.values(), key=len)[0]

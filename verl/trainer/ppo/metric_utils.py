@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.validation import NUM_DRAWS, draws_of, process_validation_metrics
+from verl.algorithms.validation import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.algorithms.variance_proxies import variance_proxies
 from verl.metrics import Metric, as_float
 from verl.protocol import DataProto
@@ -177,25 +176,3 @@ def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
     prompts, responses = _lengths(batch)
     mask = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[-1] :]
     return {"response_mask": mask, "prompt_length": prompts.float(), "response_length": responses.float()}
-
-
-def bootstrap_metric(
-    data: Sequence[Any],
-    subset_size: int,
-    reduce_fns: Sequence[Callable[[list[Any]], float]],
-    n_bootstrap: int = NUM_DRAWS,
-    seed: int = 42,
-) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each reduction over random subsets of ``data`` (with replacement)."""
-    draws = draws_of(len(data), subset_size, n_bootstrap, seed).tolist()
-    subsets = [[data[i] for i in draw] for draw in draws]
-    results = [np.array([reduce(subset) for subset in subsets], dtype=np.float64) for reduce in reduce_fns]
-    return [(float(result.mean()), float(result.std())) for result in results]
-
-
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the answer with the most votes; the first among equals."""
-    votes: dict[Hashable, list[float]] = defaultdict(list)
-    for item in data:
-        votes[item[vote_key]].append(item[val_key])
-    return max(votes.values(), key=len)[0]
