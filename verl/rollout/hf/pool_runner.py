@@ -253,7 +253,7 @@ class PoolRunner:
         plan = StepPlan(plans, prefill, padding, None if chunks else self.is_interrupted)
         logit_rows = self._logit_rows(len(rows), chunks)
         with nullcontext() if self.recorder is None else self.recorder.recording():
-            with placing(self.model, pictures) as seen:
+            with nullcontext(dict[str, Any]()) if pictures is None else placing(self.model, pictures) as seen:
                 logits = self._logits(torch.tensor(ids, device=device), _on_axes(positions), plan, logit_rows, seen)
             self._note_experts(rows, chunks)
         if prefill is not None:
