@@ -57,7 +57,7 @@ class SeededSampler(Sampler[int], ABC):
         """What must be equal for a place in this order to mean the same rows, as JSON values."""
 
     def check_samples(self, number: int) -> None:
-        """Raises `ConfigError` where a prompt has too few samples (``actor_rollout_ref.rollout.n``); one is enough."""
+        """Raises `ConfigError` where a prompt has too few samples for it (``actor_rollout_ref.rollout.n``)."""
 
 
 class EpochSampler(SeededSampler):

@@ -26,7 +26,6 @@ from verl.trainer.signals import StopSignals
 from verl.trainer.watch import Updates
 
 if TYPE_CHECKING:
-    from verl.agent_loop.judges import Judges
     from verl.workers.served_teachers import ServedTeachers
 
 
@@ -44,7 +43,6 @@ class RunState:
         record: the decisions of an asynchronous schedule; None in a run that keeps none.
         updates: the optimizer steps that were taken and skipped.
         teachers: those behind servers; None in a run without any.
-        judges: the servers that reward functions query; None in a run that starts none.
     """
 
     config: PPOTrainerConfig
@@ -59,7 +57,6 @@ class RunState:
     record: ScheduleRecord | None = None
     updates: Updates = field(default_factory=Updates)
     teachers: ServedTeachers | None = None
-    judges: Judges | None = None
 
     def __post_init__(self) -> None:
         config = self.config

@@ -5,15 +5,21 @@ They live on the controller's machine, where reward functions run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from verl import device as devices
 from verl.agent_loop.judges import KEY, Judges
 from verl.config import PPOTrainerConfig, replace
 from verl.config.schema.root import starts_judges
 from verl.errors import ConfigError, NotBuiltError
+from verl.protocol import DataProto
 from verl.trainer.placement import topology_of
 from verl.workers.scoring import judge_tokenizer
+
+Reward = Callable[[DataProto], dict[str, Any]]
+"""Scores samples."""
 
 
 def judges_of(config: PPOTrainerConfig) -> Judges | None:
@@ -29,6 +35,24 @@ def with_address(config: PPOTrainerConfig, judges: Judges | None) -> PPOTrainerC
     if judges is None:
         return config
     return replace(config, **{f"{KEY}.rollout.server.url": f"http://{judges.address}"})
+
+
+class JudgedReward:
+    """A reward manager that raises `EngineLostError` once its judge was given up: what that did not score is masked."""
+
+    def __init__(self, manager: Reward, judges: Judges):
+        self._manager, self._judges = manager, judges
+        self.label = getattr(manager, "label", type(manager).__name__)
+
+    def __call__(self, samples: DataProto) -> dict[str, object]:
+        scored = self._manager(samples)
+        self._judges.check()
+        return scored
+
+
+def checked(manager: Reward, judges: Judges | None) -> Reward:
+    """The reward manager, which checks after each call that its judges live, where it has some."""
+    return manager if judges is None else JudgedReward(manager, judges)
 
 
 def start_judges(judges: Judges, config: PPOTrainerConfig, device: str) -> None:

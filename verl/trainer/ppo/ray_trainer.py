@@ -168,8 +168,10 @@ class RayPPOTrainer:
     def _make_rewards(self) -> None:
         self.judges = judging.judges_of(self.config)
         self._scoring = judging.with_address(self.config, self.judges)
-        self.reward_fn = build.reward_manager(self._scoring, self.tokenizer, num_examine=0)
-        self.val_reward_fn = build.reward_manager(self._scoring, self.tokenizer, num_examine=0)
+        self.reward_fn, self.val_reward_fn = (
+            judging.checked(build.reward_manager(self._scoring, self.tokenizer, num_examine=0), self.judges)
+            for _ in ("training", "validation")
+        )
 
     def init_workers(self) -> None:
         """Create the worker groups, one colocated process set per pool, and load the models."""
@@ -256,8 +258,8 @@ class RayPPOTrainer:
             self._close_trackers(exit_code=1)
             if isinstance(error, RolloutError) and self.replicas is not None and self.replicas.error:
                 raise EngineLostError(self.replicas.error) from None  # the waiter's error has no further detail
-            if isinstance(error, VerlError):
-                self._check_judges()
+            if isinstance(error, VerlError) and self.judges is not None:
+                self.judges.check()  # nothing was scored, as the judge was given up
             raise
         finally:
             self._close_servers()
@@ -271,7 +273,7 @@ class RayPPOTrainer:
         """Make what a run has besides its workers."""
         stop = StopSignals(drop_at_once=self.worker_group_cls is LocalWorkerGroup)
         self.state = RunState(self.config, self.reward_fn, self.total_training_steps, self.steps_per_epoch, stop)
-        self.state.teachers, self.state.judges = self.teachers, self.judges
+        self.state.teachers = self.teachers
         self.ctx = self.state.open(0)
         self.validator = None
         if self.val_loader is not None:
@@ -284,11 +286,6 @@ class RayPPOTrainer:
     def _is_mending(self) -> bool:
         """Whether something that the run waits for is being replaced."""
         return waits_for_replica(self.replicas) or (self.judges is not None and self.judges.is_mending)
-
-    def _check_judges(self) -> None:
-        """Raises `EngineLostError` where the judge was given up: samples that it did not score are masked."""
-        if self.judges is not None:
-            self.judges.check()
 
     def _run(self) -> None:
         self.load_checkpoint()
@@ -427,7 +424,6 @@ class RayPPOTrainer:
             raise DataError("there is nothing to validate on", key="data.val_files", fix="Set data.val_files.")
         self.schedule.settle(self.roles, self.ctx)
         metrics, seen = self.validator.run(self.roles, self.ctx.step)
-        self._check_judges()
         self.on_validation_samples(seen)
         check_metric(self.config.trainer, metrics)
         return metrics

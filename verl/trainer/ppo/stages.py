@@ -86,13 +86,8 @@ def score(samples: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
     """Adds token_level_scores (B, T); a sample that could not be scored is masked and leaves its group's baseline.
 
     So is an aborted one (``finish_reason`` abort): it is no answer, right or wrong.
-
-    Raises:
-        EngineLostError: the judge was given up; the samples that it did not score would be masked.
     """
     scored = score_samples(samples, roles, ctx.run.reward, ctx.metrics)
-    if ctx.run.judges is not None:
-        ctx.run.judges.check()
     samples.tensors["token_level_scores"] = scored["reward_tensor"]
     details = scored.get("reward_extra_info", {})
     for name, values in details.items():
