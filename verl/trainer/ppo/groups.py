@@ -278,7 +278,6 @@ class Report:
         """Counts are of the run so far, ages of this step."""
         counts, total, each = self.queue.counts, sum(self._ages.values()), ctx.run.samples_per_prompt
         stale = total - self._ages[0]
-        waited = ctx.timers.seconds.get("wait_for_samples", 0.0)
         ended = ("trained", "passed_over", "filtered", "dropped")
         generated = sum(counts[name] for name in ended) + self.queue.complete_groups
         oldest = max(self.queue.bound.allowed, *self._ages)
@@ -291,7 +290,6 @@ class Report:
             **{f"staleness/share_{age}": self._ages[age] / total for age in range(oldest + 1)},
             "queue/complete_groups": self.queue.complete_groups,
             "queue/groups": len(self.queue),
-            "trainer/idle_seconds": waited,
             "rollouter/idle_seconds": idle_seconds - self._idle,
         }
         for name, value in values.items():

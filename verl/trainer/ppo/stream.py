@@ -164,7 +164,7 @@ class GroupStream:
         waits = waits or driver.takes_turns or driver.follows is not None or is_last
         while waits and driver.in_flight and (is_last or not ctx.run.stop.requested):
             self.take_in(ctx, wait=True, may_stop=not is_last)
-        if self.prefix:  # with the wait before an update
+        if self.prefix:
             idle = ctx.timers.seconds.get("wait_for_samples", 0.0)
             ctx.metrics.add(f"{self.prefix}/trainer/idle_seconds", idle, "last")
         driver.before_weights(ctx)
