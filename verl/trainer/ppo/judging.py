@@ -50,7 +50,7 @@ class JudgedReward:
         return scored
 
 
-def checked(manager: Reward, judges: Judges | None) -> Reward:
+def judged_reward(manager: Reward, judges: Judges | None) -> Reward:
     """The reward manager, which checks after each call that its judges live, where it has some."""
     return manager if judges is None else JudgedReward(manager, judges)
 

@@ -169,7 +169,7 @@ class RayPPOTrainer:
         self.judges = judging.judges_of(self.config)
         self._scoring = judging.with_address(self.config, self.judges)
         self.reward_fn, self.val_reward_fn = (
-            judging.checked(build.reward_manager(self._scoring, self.tokenizer, num_examine=0), self.judges)
+            judging.judged_reward(build.reward_manager(self._scoring, self.tokenizer, num_examine=0), self.judges)
             for _ in ("training", "validation")
         )
 
