@@ -132,9 +132,9 @@ class AgentLoopManager:
         scorer = None if self.score_row is None else OverlappedScoring(self.score_row, rows, pad)
         streams, uids = sample_streams(rows, prompts.meta_info), list(prompts.non_tensor_batch.get("uid", ()))
         tasks = []
-        places, about = self._places(rows), prompts.meta_info
-        marked = rows if self.here.traces is None else mark_traced(self.config, rows, streams, places, about)
-        for number, (row, stream) in enumerate(zip(marked, streams)):
+        places = self._places(rows)
+        marked_rows = mark_traced(self.config, rows, streams, places, prompts.meta_info)
+        for number, (row, stream) in enumerate(zip(marked_rows, streams)):
             ended = (row.get(EARLIER) or {}).get("ended")
             work = self._run(places[number], number, row, stream, parameters, stop) if ended is None else _again(ended)
             tasks.append(asyncio.ensure_future(_scored(number, work, None if stop.keeps else scorer)))

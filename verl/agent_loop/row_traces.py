@@ -35,8 +35,11 @@ def mark_traced(
         streams: (uid, sample index) of each row; ``places``: its runner.
         about: ``meta_info`` of the batch.
     """
+    section = read(config, "trace")
+    if section is None or section.backend is None:
+        return list(rows)
     step, validate = int(about.get("global_steps", 0)), bool(about.get("validate"))
-    uids = _traced(config.trace.max_samples_per_step_per_worker, streams, places, f"{config.seed} {step} {validate}")
+    uids = _traced(section.max_samples_per_step_per_worker, streams, places, f"{config.seed} {step} {validate}")
     common = {"step": step, "validate": validate}
     return [
         {**row, TRACED: {**common, "sample_index": row.get("index", uid), "rollout_n": number}} if uid in uids else row
