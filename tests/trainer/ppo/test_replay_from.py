@@ -13,7 +13,7 @@ import pytest
 from tests.harness.runs import Seen, differing, records, train
 from verl.errors import ConfigError, DataError, ReplayError, RewardError, RolloutError
 from verl.journal import file
-from verl.journal.file import NAME, entries_in, entry_line, segments_of
+from verl.journal.file import NAME, Position, entries_in, entry_line, segments_of
 from verl.journal.ledger_reader import History
 from verl.journal.schedule import Script
 from verl.metrics import notices, reset_notices
@@ -125,6 +125,24 @@ def test_a_run_that_was_killed_and_decided_anew_has_one_schedule_which_a_replay_
     assert replaced > 0 and not same("anew", "run_drop")
     run("anew_again", rule, "trainer.replay_from=anew")
     assert same("anew_again", "anew") and taken("anew_again") == taken("anew")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_record_that_ends_with_its_checkpoint_is_continued_and_replayed():
+    """The run was killed right after a save: what was in flight is sampled again, with the weights of that step."""
+    shutil.copytree("run_drop", "at_end")
+    journal, place = Path("at_end", NAME), Position.read(Path("at_end/global_step_2"))
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[: place.entries]))
+    assert len(Script.read(Path("at_end")).decisions) == place.decisions
+    for folder in ("continued", "replayed"):
+        shutil.rmtree("at_end/global_step_3")
+        Path("at_end/latest_checkpointed_iteration.txt").write_text("2")
+        run("at_end", f"{RULES}.max_off_policy_strategy=drop", "trainer.replay_from=at_end")
+        shutil.copytree("at_end", folder)
+    later = Script.read(Path("continued")).decisions[place.decisions :]
+    assert [one["event"] for one in later[:2]] == ["weights", "again"] and later[1]["groups"]
+    assert same("replayed", "continued") and taken("replayed") == taken("continued")
 
 
 @pytest.mark.usefixtures("recorded")

@@ -230,7 +230,10 @@ class ScheduleRun:
         brought; before anything is sampled they have arrived, and the numbers are the same.
         """
         stream, record, group = self.stream, ctx.run.record, roles["actor"].group
-        if stream.is_open or (ctx.step and ctx.run.script is not None):
+        script = ctx.run.script
+        # A replay first continues what its checkpoint had in flight. Where its record is over, that is sampled again
+        # instead, once the sampler has the weights.
+        if stream.is_open or (ctx.step and script is not None and not script.is_over):
             stream.open(roles, ctx)
             stream.before_update(ctx)
         if record is not None:
