@@ -29,7 +29,7 @@ SETTING = f"actor_rollout_ref.model.external_lib={__name__ if __name__ != '__mai
 """The setting of a run that is counted."""
 LOCAL_FRAMES, RAY_FRAMES = 9, 10
 """No more than these; tests hold both."""
-ABOVE = "verl.trainer.ppo.stages.train"
+ABOVE, CALL = "verl.trainer.ppo.stages.train", "verl.workers.roles.train"
 Frames = list[str]
 
 
@@ -65,11 +65,12 @@ def counted() -> Iterator[Frames]:
 
 
 def _sender(found: Frames) -> Callable[[FrameType, str, Any], None]:
-    """A profile function that keeps the frames above the first call that is handed to Ray."""
+    """A profile function that keeps the frames above the first update that is handed to Ray."""
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and not found and frame.f_code.co_name == "remote" and _module(frame).startswith("ray."):
-            found.extend(_frames(frame))
+            frames = _frames(frame)
+            found.extend(frames if CALL in frames else [])  # a group may first be queried for its mesh
 
     return profile
 
