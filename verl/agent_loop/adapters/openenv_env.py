@@ -1,0 +1,108 @@
+"""Environments behind a server of OpenEnv (``reset`` and ``step`` over a WebSocket), for `EnvironmentAgentLoop`.
+
+https://github.com/huggingface/OpenEnv; the connection is the package's own ``GenericEnvClient``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.json_text import read_json
+
+INSTALL = "pip install openenv"
+LONGEST_SECONDS = 86_400.0
+"""Of the package's own limit on a message: the loop's ``step_timeout`` and ``timeout`` end an episode before."""
+OF_ACTION = "(code: VALIDATION_ERROR)"
+"""What the server's refusal of an action ends with."""
+
+
+class OpenEnv:
+    """One episode, in a session of its own at the server.
+
+    Args:
+        url: of the server, such as ``http://localhost:8000``.
+        action: field of the action that holds the model's text; None: the text is the whole action, a JSON object.
+        observation: field of the observation that is shown, a text or a number; None: all fields, as JSON.
+        invalid: reward of a text that is no action of this server, which ends the episode; None with ``action``: such a
+            text is a failure of the environment.
+
+    Raises:
+        ConfigError: the package is not installed, or ``invalid`` is missing.
+    """
+
+    def __init__(
+        self, url: str, action: str | None = None, observation: str | None = None, invalid: float | None = None
+    ):
+        if action is None and invalid is None:
+            fix = "Name the field of the action that is the model's text (action: message), or set invalid: -1.0."
+            raise ConfigError("texts that are no JSON need a reward", key="environment_kwargs.invalid", fix=fix)
+        try:
+            core = import_module("openenv.core")
+        except ModuleNotFoundError as error:
+            if error.name not in ("openenv", "openenv.core"):
+                raise
+            what = "the package openenv is not installed"
+            raise ConfigError(what, key="environment", got="verl.agent_loop.adapters.openenv_env:OpenEnv",
+                              fix=INSTALL) from error  # fmt: skip
+        self._action, self._observation, self._invalid = action, observation, invalid
+        self._client = core.GenericEnvClient(base_url=url, message_timeout_s=LONGEST_SECONDS)
+        self._session: object = None
+        self._is_rewarded = False
+
+    async def reset(self, seed: int, options: Mapping[str, object] | None = None) -> tuple[object, dict[str, object]]:
+        """The first observation; the server gets the seed and what a row's ``environment_options`` hold."""
+        result = await self._client.reset(seed=seed, **(options or {}))
+        self._session = getattr(self._client, "_ws", None)
+        return self._shown(result.observation), {}
+
+    async def step(self, text: str) -> tuple[object, object, bool, bool, dict[str, object]]:
+        """Send the model's text. A step without a reward counts 0, but an episode without one is a failure.
+
+        Raises:
+            RuntimeError: the server's own error, or it began another session in the midst of the episode.
+        """
+        try:
+            action = {self._action: text} if self._action else _object(text)
+        except ValueError as error:
+            return self._refusal(error)
+        try:
+            result = await self._client.step(action)
+        except RuntimeError as error:
+            if self._invalid is None or not str(error).endswith(OF_ACTION):
+                raise
+            return self._refusal(error)
+        if getattr(self._client, "_ws", None) is not self._session:
+            raise RuntimeError("the connection was lost: the server began another session in the midst of the episode")
+        self._is_rewarded |= result.reward is not None
+        reward = float(result.reward) if isinstance(result.reward, bool) else result.reward
+        if reward is None and (self._is_rewarded or not result.done):
+            reward = 0.0
+        return self._shown(result.observation), reward, bool(result.done), False, {}
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._client.close()
+
+    def _refusal(self, error: Exception) -> tuple[object, object, bool, bool, dict[str, object]]:
+        return f"no action of this environment: {error}", self._invalid, True, False, {}
+
+    def _shown(self, observation: Any) -> object:
+        if self._observation is None:
+            return json.dumps(observation, ensure_ascii=False)
+        if not isinstance(observation, Mapping) or self._observation not in observation:
+            names = sorted(observation) if isinstance(observation, Mapping) else observation
+            raise ConfigError("the server's observation has no such field", key="environment_kwargs.observation",
+                              got=self._observation, allowed=names)  # fmt: skip
+        return observation[self._observation]
+
+
+def _object(text: str) -> dict[str, object]:
+    """A JSON object in a text. Raises ValueError for anything else."""
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value

@@ -1,0 +1,157 @@
+"""Environments of ``verifiers`` (Prime Intellect), unmodified: their own rollout and rubric, at the run's endpoint.
+
+https://docs.primeintellect.ai/verifiers (environments with a ``load_environment``, which version 0.4 no longer loads).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from verl.agent_loop.envs.adapter import EnvironmentFailure
+from verl.agent_loop.parsers import ToolParser
+from verl.agent_loop.server.loop import OpenAIAgentLoop, SharedEndpoint
+from verl.agent_loop.server.settings import AgentSettings
+from verl.config.schema.data import DataConfig
+from verl.config.schema.rollout import RolloutConfig
+from verl.data.messages import prune
+from verl.errors import ConfigError, NotBuiltError
+from verl.protocol.tokenizer import Tokenizer
+from verl.tools.runner import TimeLimit, runner
+
+INSTALL = "pip install 'verifiers>=0.3,<0.4'"
+WRITTEN_BY_POLICY = (
+    "EmptyModelResponseError", "InvalidModelResponseError", "ToolParseError", "ToolCallError",
+    "This conversation has used up its",
+)  # fmt: skip
+"""Errors that a policy's answer brings about, the last one from `Conversation`: the rubric's score counts."""
+GRACE_SECONDS = 5.0
+"""What the endpoint waits beyond the time limit, for the answer that the limit was exceeded."""
+_RAISED: ContextVar[list[str] | None] = ContextVar("raised", default=None)
+"""What reward functions of the current rollout raised; ``verifiers`` logs it and scores 0."""
+
+
+class VerifiersAgentLoop(OpenAIAgentLoop):
+    """Plays ``vf.load_environment(environment, **environment_kwargs)`` with the rows of its ``get_dataset()``.
+
+    The entry in the YAML file has these two names and those of `AgentSettings` without ``agent``. The rubric's reward
+    is the row's; its metrics are the columns ``verifiers/<name>``.
+    """
+
+    @classmethod
+    def prepare(
+        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
+    ) -> SharedEndpoint:
+        name, arguments = kwargs.pop("environment", None), kwargs.pop("environment_kwargs", None)
+        if not isinstance(name, str) or not name or "agent" in kwargs:
+            allowed = "the id of an installed environment, and no agent"
+            raise ConfigError("a verifiers loop needs to know its environment", key="environment", allowed=allowed)
+        settings = AgentSettings.read({**kwargs, "agent": name})
+        of_data = {} if data_config is None else dict(data_config.get("apply_chat_template_kwargs") or {})
+        parser = ToolParser.get_tool_parser(settings.tool_format or config.multi_turn.format, tokenizer)
+        rollouts = VerifiersRollouts(_load(name, arguments or {}), settings.timeout)
+        later = replace(settings, timeout=settings.timeout + GRACE_SECONDS)
+        return SharedEndpoint(later, rollouts, parser, {**of_data, **settings.template_kwargs})
+
+
+@dataclass
+class VerifiersRollouts:
+    """The agent that the endpoint runs: one rollout of the environment.
+
+    All run on the tools' event loop, because environments keep connections of theirs open.
+
+    Args:
+        environment: a ``vf.Environment``.
+        timeout: seconds of a rollout with its scoring.
+    """
+
+    environment: Any
+    timeout: float
+
+    async def __call__(self, base_url: str, api_key: str, row: Mapping[str, object], model: str) -> dict[str, object]:
+        """The reward as ``score``, and the metrics.
+
+        Args:
+            row: all columns; those of the environment's dataset are what its rollout begins with.
+
+        Raises:
+            EnvironmentFailure: the environment or its rubric failed, or gave no reward.
+            ConfigError: the row is not one of the environment's.
+        """
+        if row.get("example_id") is None:
+            fix = "Write the file with load_environment(...).get_dataset().to_parquet(path)."
+            raise ConfigError("a row of a verifiers environment has no example_id", key="data.train_files", fix=fix)
+        try:
+            output = await runner().run(partial(self._rollout, base_url, api_key, row, model), self.timeout)
+        except TimeLimit as limit:
+            raise EnvironmentFailure(f"a rollout took longer than {limit.seconds:g} s and was given up") from limit
+        error = output.get("error")
+        if error is not None and not any(name in str(error) for name in WRITTEN_BY_POLICY):
+            raise EnvironmentFailure(f"the rollout ended with {error.get('error_chain_repr') or error}")
+        if error is None and output["raised"]:
+            raise EnvironmentFailure(output["raised"][0])
+        if output.get("reward") is None:
+            raise EnvironmentFailure("its rubric gave no reward")
+        metrics = {f"verifiers/{name}": value for name, value in (output.get("metrics") or {}).items()}
+        return {"score": output["reward"], **metrics}
+
+    async def _rollout(self, base_url: str, api_key: str, row: Mapping[str, object], model: str) -> dict[str, Any]:
+        raised: list[str] = []
+        _RAISED.set(raised)
+        columns = {name: value for name, value in row.items() if not name.startswith("raw_prompt")}
+        start = prune({**columns, "prompt": row["raw_prompt"]})
+        async with import_module("openai").AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            spoken_to = import_module("verifiers").OpenAIChatCompletionsClient(client)
+            output = await self.environment.run_rollout(start, spoken_to, model, self.environment.sampling_args)
+        return {**output, "raised": raised}
+
+
+class _RaisedRewards(logging.Handler):
+    """Collects what ``verifiers`` only logs: that a reward function raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raised = _RAISED.get()
+        if raised is not None and ".rubrics." in record.name and record.levelno >= logging.ERROR:
+            raised.append(record.getMessage())
+
+
+def _load(name: str, arguments: Mapping[str, object]) -> object:
+    try:
+        verifiers = import_module("verifiers")
+        load = verifiers.load_environment
+    except ModuleNotFoundError as error:
+        if error.name != "verifiers":
+            raise
+        raise ConfigError("the package verifiers is not installed", key="environment", got=name, fix=INSTALL) from error
+    except AttributeError as error:
+        what = f"verifiers {version('verifiers')} has no load_environment"
+        raise ConfigError(what, key="environment", got=name, fix=INSTALL) from error
+    with _signals_kept():
+        environment = load(name, **arguments)
+    if environment.requires_group_rollouts:
+        what = "its rubric compares the rollouts of a prompt, and rows are scored one by one"
+        raise NotBuiltError(what, key="environment", got=name, fix="Use an environment with a reward per rollout.")
+    logger = logging.getLogger("verifiers")
+    if not any(isinstance(handler, _RaisedRewards) for handler in logger.handlers):
+        logger.addHandler(_RaisedRewards())
+    return environment
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """An environment of ``verifiers`` takes SIGINT and SIGTERM, which are the run's."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
