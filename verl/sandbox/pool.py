@@ -35,6 +35,8 @@ class Pool:
         packages: whether programs can import the packages installed here. They can then read them.
         preload: modules imported once for all programs, such as ``numpy``.
         without: layers that are left out even where the machine has them; each must also be in ``allow_missing``.
+        programs: files and folders of this machine that programs can read and run, too, such as ``/usr/bin``.
+        folders: names in the root, such as ``/app``, that lead to a folder of that name in the temporary one.
         newest_landlock: for tests: ask for no more than a kernel with this version of Landlock has; 0: it has none.
 
     Raises:
@@ -54,12 +56,18 @@ class Pool:
         packages: bool = True,
         preload: Sequence[str] = (),
         without: Sequence[str] = (),
+        programs: Sequence[str] = (),
+        folders: Sequence[str] = (),
         newest_landlock: int = NEWEST,
     ):
         if size is not None and size < 1:
             raise ConfigError("must be at least 1", key="sandbox pool size", got=size)
         self.size = size or len(os.sched_getaffinity(0))
-        self._options = (check_names(allow_missing), packages, tuple(preload), check_names(without), newest_landlock)
+        self._options = {
+            "allow_missing": check_names(allow_missing), "packages": packages, "preload": tuple(preload),
+            "without": check_names(without), "programs": tuple(programs), "folders": tuple(folders),
+            "newest_landlock": newest_landlock,
+        }  # fmt: skip
         # Callers' threads: a slot for the length of a run; inside it the lock, while a keeper is chosen or started.
         self._lock, self._slots = threading.Lock(), threading.BoundedSemaphore(self.size)
         self._keepers: list[KeeperProcess] = []
@@ -155,7 +163,7 @@ class Pool:
         with self._lock:
             if not self._keepers or not self._keepers[-1].alive:
                 _close_all(self._keepers)
-                self._keepers.append(KeeperProcess(*self._options))
+                self._keepers.append(KeeperProcess(**self._options))
             return self._keepers[-1]
 
 

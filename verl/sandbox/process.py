@@ -44,6 +44,8 @@ class KeeperProcess:
         preload: modules that are imported once, so that programs get them without paying for it.
         without: layers that are not used even where they are there.
         newest_landlock: the newest version of Landlock whose features are used.
+        programs: further paths that programs may read and run.
+        folders: names in the root that lead into the temporary folder.
 
     Raises:
         SandboxRefused: this machine lacks a layer.
@@ -57,6 +59,8 @@ class KeeperProcess:
         preload: Sequence[str],
         without: Sequence[str],
         newest_landlock: int,
+        programs: Sequence[str] = (),
+        folders: Sequence[str] = (),
     ):
         self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,7 +78,7 @@ class KeeperProcess:
         theirs.close()
         try:
             options = {"preload": list(preload), "without": list(without), "newest_landlock": newest_landlock}
-            self._start(allow_missing, packages, options)
+            self._start(allow_missing, packages, {**options, "programs": list(programs), "folders": list(folders)})
         except BaseException:
             self.close()
             raise
@@ -116,7 +120,7 @@ class KeeperProcess:
         library = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib"), "lib-dynload"))]
         start = {
             "caller": os.getpid(),
-            "paths": _with_targets([*_interpreter_paths(), *folders]),
+            "paths": _with_targets([*_interpreter_paths(), *folders, *options["programs"]]),
             "sys_path": [*library, *folders],
             "accepted": list(allow_missing),
             **options,

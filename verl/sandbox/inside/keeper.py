@@ -44,6 +44,7 @@ def main() -> NoReturn:
             start["without"],
             lambda missing: _accept(missing, start["accepted"]),
             start["newest_landlock"],
+            start["folders"],
         )
     except _Refused as error:
         control.send(json.dumps({"missing": error.args[0]}).encode())

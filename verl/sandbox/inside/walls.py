@@ -46,6 +46,7 @@ def raise_outer(
     without: Sequence[str],
     accept: Callable[[Mapping[str, str]], None],
     newest_landlock: int = landlock.NEWEST,
+    folders: Sequence[str] = (),
 ) -> Walls:
     """Put the calling process into namespaces of its own; its next child is the first of a new pid namespace.
 
@@ -53,6 +54,7 @@ def raise_outer(
         without: layers that are not to be used even if they are there.
         accept: receives what is missing (layer: reason), and raises to refuse.
         newest_landlock: the version of Landlock of an older kernel that is to be taken for this one.
+        folders: names in the root that lead into the temporary folder.
 
     Raises:
         OSError: a wall that the kernel offers could not be put up.
@@ -68,7 +70,7 @@ def raise_outer(
         version = offered
 
     for name, probe in (
-        ("namespaces", lambda: _try_in_child(lambda: _enter_namespaces(shown))),
+        ("namespaces", lambda: _try_in_child(lambda: _enter_namespaces(shown, folders))),
         ("landlock", try_landlock),
         ("seccomp", lambda: _try_in_child(_install_filter)),
     ):
@@ -79,7 +81,7 @@ def raise_outer(
             missing[name] = error.strerror or str(error)
     accept(missing)
     if "namespaces" not in missing:
-        _enter_namespaces(shown)
+        _enter_namespaces(shown, folders)
         shown = [root.place(path) for path in shown]
     return Walls(missing, shown, version)
 
@@ -193,7 +195,7 @@ def _write(proc: int, name: str, text: str) -> None:
         os.close(file)
 
 
-def _enter_namespaces(shown: Sequence[str]) -> None:
+def _enter_namespaces(shown: Sequence[str], folders: Sequence[str]) -> None:
     """User, mount, network, ipc and, for the children, pid namespace; outside, this process becomes an ordinary user.
 
     Root builds the file system first, because nobody else may read the files in root's folders; then it becomes nobody.
@@ -203,7 +205,7 @@ def _enter_namespaces(shown: Sequence[str]) -> None:
     if not privileged:
         _enter_user_namespace(proc, os.geteuid(), os.getegid())
     calls.unshare(calls.CLONE_NEWNS | calls.CLONE_NEWNET | calls.CLONE_NEWIPC | calls.CLONE_NEWUTS)
-    root.enter(shown)
+    root.enter(shown, folders)
     if privileged:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

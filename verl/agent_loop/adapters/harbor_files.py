@@ -1,0 +1,126 @@
+"""A task's folder in Harbor's format, and the refusal of what needs a container.
+
+https://harborframework.com/docs/task-format. Of ``environment/Dockerfile`` a plain distribution as ``FROM``,
+``WORKDIR`` and ``COPY`` are followed.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import posixpath
+import re
+import tarfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from verl.errors import ConfigError, NotBuiltError
+
+FOLDERS = ("/app", "/data", "/logs", "/solution", "/tests", "/workspace")
+"""Names in the root of a container that a task's files may have."""
+KEY = "environment_kwargs.path"
+ALLOWED = {
+    "": {"schema_version", "version", "source", "task", "metadata", "agent", "verifier", "environment"},
+    "environment": {"build_timeout_sec", "cpus", "memory_mb", "storage_mb", "allow_internet"},
+    "agent": {"timeout_sec"},
+    "verifier": {"timeout_sec"},
+}
+"""What task.toml may say, by section."""
+PLAIN_IMAGE = re.compile(r"FROM\s+(docker\.io/)?(library/)?(alpine|bash|debian|python|ubuntu)([:@]\S+)?$", re.I)
+COPY = re.compile(r"COPY\s+([^\s\[-]\S*)\s+(\S+)$", re.I)
+WORKDIR = re.compile(r"WORKDIR\s+(\S+)$", re.I)
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """A task as it was read.
+
+    Args:
+        files, tests, solution: tar archives in base64, of paths without the leading slash; a solution may be empty.
+        seconds: limit of the tests.
+    """
+
+    path: str
+    instruction: str
+    workdir: str
+    files: str
+    tests: str
+    solution: str
+    memory_mb: int
+    seconds: float
+
+
+@cache
+def read_task(path: str) -> TaskFolder:
+    """The task in a folder.
+
+    Raises:
+        NotBuiltError: it needs more than the sandbox has; the message names it.
+        ConfigError: the folder holds no task.
+    """
+    folder = Path(path)
+    for name in ("task.toml", "instruction.md", "tests/test.sh"):
+        if not (folder / name).is_file():
+            fix = "Name the folder of a Harbor task; one of Terminal-Bench 1 (task.yaml) is converted by harbor itself."
+            raise ConfigError(f"no task: {name} is missing", key=KEY, got=path, fix=fix)
+    settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    sections = {section: settings.get(section, {}) if section else settings for section in ALLOWED}
+    for section, values in sections.items():
+        for name in sorted(set(values) - ALLOWED[section]):
+            raise _needs_container(path, f"task.toml sets {section}{'.' if section else ''}{name}")
+    workdir, files = _environment(folder / "environment", path)
+    solution = {"/solution": folder / "solution"} if (folder / "solution/solve.sh").is_file() else {}
+    return TaskFolder(
+        path,
+        (folder / "instruction.md").read_text(encoding="utf-8").strip(),
+        workdir,
+        _packed(files),
+        _packed({"/tests": folder / "tests"}),
+        _packed(solution) if solution else "",
+        int(sections["environment"].get("memory_mb", 1024)),
+        float(sections["verifier"].get("timeout_sec", 60.0)),
+    )
+
+
+def _environment(folder: Path, task: str) -> tuple[str, dict[str, Path]]:
+    """The working folder, and what is where at the beginning."""
+    workdir, files, dockerfile = "/app", dict[str, Path](), folder / "Dockerfile"
+    for compose in folder.glob("*compose*.y*ml"):
+        raise _needs_container(task, f"environment/{compose.name}")
+    if not dockerfile.exists():
+        return workdir, {workdir: folder} if folder.is_dir() else {}
+    for number, line in enumerate(map(str.strip, dockerfile.read_text(encoding="utf-8").splitlines()), start=1):
+        if not line or line.startswith("#") or PLAIN_IMAGE.match(line):
+            continue
+        if (moved := WORKDIR.match(line)) and _is_inside(posixpath.join(workdir, moved[1])):
+            workdir = posixpath.normpath(posixpath.join(workdir, moved[1]))
+            continue
+        copied = COPY.match(line)
+        source = (folder / copied[1]).resolve() if copied else folder.parent
+        target = posixpath.join(workdir, copied[2]) if copied else ""
+        if not (source.exists() and source.is_relative_to(folder.resolve()) and _is_inside(target)):
+            raise _needs_container(task, f"environment/Dockerfile, line {number} ({line})")
+        into_folder = source.is_file() and (target.endswith("/") or posixpath.normpath(target) == workdir)
+        files[posixpath.normpath(posixpath.join(target, source.name) if into_folder else target)] = source
+    return workdir, files
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path of a container is one of `FOLDERS` or in one."""
+    return f"/{posixpath.normpath(path).split('/')[1]}" in FOLDERS if path.startswith("/") else False
+
+
+def _packed(files: Mapping[str, Path]) -> str:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, path in files.items():
+            archive.add(path, arcname=name.lstrip("/"))
+    return base64.b64encode(packed.getvalue()).decode()
+
+
+def _needs_container(task: str, what: str) -> NotBuiltError:
+    fix = "Take it out of the task, or let harbor itself run the task with Docker, at the run's endpoint."
+    return NotBuiltError(f"{task}: {what} needs a container, which the sandbox is not", key=KEY, fix=fix)
