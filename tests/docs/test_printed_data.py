@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from tests.docs.printed import bash, block
+from tests.docs.test_statements import blocks
+from tests.sanity.source_tree import ROOT
 from verl.data.vision.images import ImageLimits, load_image
 
 DATA, VISION, REWARDS = "docs/howto/data.md", "docs/howto/vision.md", "docs/howto/rewards.md"
@@ -22,7 +25,7 @@ RUN: dict[str, tuple[str, ...]] = {
     GSM8K: ("python -m verl.rewards.check",),
     SFT: ("torchrun",),
     PREFERENCE: ("import pandas", "verl dpo"),
-    EVALUATION: ("verl generate",),
+    EVALUATION: ("verl generate", "python -m lm_eval"),
     LORA: ("verl train grpo", "python -m verl.model_merger"),
 }
 """Blocks that a test here runs: how they begin."""
@@ -115,6 +118,20 @@ def test_answers_are_generated_and_scored_as_printed(fine_tuned):
     answers = pd.read_parquet(fine_tuned / "my/answers.parquet")
     assert {len(row) for row in answers["responses"]} == {4}
     assert "arithmetic" in printed and "pass@4" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install lm-eval")
+def test_lm_eval_scores_greedy_answers_as_the_library_does(fine_tuned, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (task,) = [one for one in blocks(ROOT / EVALUATION, "yaml") if "tasks/sums.yaml" in one]
+    (fine_tuned / "tasks").mkdir()
+    (fine_tuned / "tasks/sums.yaml").write_text(task)
+    printed = bash(fine_tuned, block(EVALUATION, "python -m lm_eval"))
+    (theirs,) = re.findall(r"\|exact_match\|↑  \| *([\d.]+)\|", printed)
+    greedy = block(EVALUATION, "verl generate").replace("data.n_samples=4", "data.n_samples=1 rollout.temperature=0")
+    (ours,) = re.findall(r"\| arithmetic \| 20 \| 20 \| ([\d.]+) \|", bash(fine_tuned, greedy))
+    assert float(theirs) == pytest.approx(float(ours), abs=1e-3)
 
 
 @pytest.mark.slow
