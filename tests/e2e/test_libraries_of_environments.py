@@ -90,7 +90,8 @@ def test_an_environment_of_verifiers_is_learned(tmp_path):
     (tmp_path / "words_env.py").write_text(WORDS)
     programs.run([sys.executable, "-c", WRITE], tmp_path)
     steps = learns(tmp_path, VERIFIERS)
-    assert all(step["rollout/agent/calls"] == 2 for step in steps)
+    for step in steps:  # an empty answer ends its rollout: a half for each call at most
+        assert step["critic/rewards/mean"] <= step["rollout/agent/calls"] / 2 <= 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")

@@ -256,3 +256,12 @@ def test_packages_that_lie_below_the_machines_temporary_folder_are_found(monkeyp
             assert "greeting" not in pool.run("import os; print(os.listdir('/tmp'))").stdout
     finally:
         shutil.rmtree(folder)
+
+
+def test_programs_and_folders_are_there_only_where_they_are_named(pool):
+    look = "import os; print([os.path.exists(name) for name in ('/usr/bin/env', '/app')])"
+    use = "import os, subprocess; os.mkdir('/tmp/app'); open('/app/x', 'w')\nprint(subprocess.call('/usr/bin/true'))\n"
+    assert pool.run(look).stdout == "[False, False]\n"
+    with Pool(1, programs=["/usr/bin"], folders=["/app"], **HERE) as other:
+        assert other.run(use + look).stdout == "0\n[True, True]\n"
+        assert other.run("open('/usr/bin/env', 'a')").status == "error"

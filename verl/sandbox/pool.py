@@ -63,7 +63,7 @@ class Pool:
         if size is not None and size < 1:
             raise ConfigError("must be at least 1", key="sandbox pool size", got=size)
         self.size = size or len(os.sched_getaffinity(0))
-        self._options = {
+        self._options: dict[str, Any] = {
             "allow_missing": check_names(allow_missing), "packages": packages, "preload": tuple(preload),
             "without": check_names(without), "programs": tuple(programs), "folders": tuple(folders),
             "newest_landlock": newest_landlock,

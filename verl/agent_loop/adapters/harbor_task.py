@@ -11,9 +11,10 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 
-from verl.agent_loop.adapters.harbor_files import FOLDERS, TaskFolder, read_task
+from verl.agent_loop.adapters.harbor_files import FOLDERS, read_task
 from verl.json_text import read_json
 from verl.sandbox import Limits, Outcome, Pool, Session
 from verl.sandbox.session import LOST
@@ -71,8 +72,10 @@ class HarborTask:
     """
 
     def __init__(self, path: str, max_commands: int = 16, command_seconds: float = 30.0, most_shown: int = 4000):
-        self._task, self._most, self._shown, self._count = read_task(path), max_commands, most_shown, 0
-        self._box = TaskBox(self._task, command_seconds)
+        self._task, self._most, self._seconds, self._shown = read_task(path), max_commands, command_seconds, most_shown
+        seconds = max(command_seconds, self._task.seconds) + SPARE_SECONDS
+        limits = Limits(seconds, self._task.memory_mb, processes=64, open_files=512, disk_mb=256)
+        self._session, self._has_files, self._count = Session(_pool(), limits), False, 0
 
     def reset(self) -> tuple[str, dict[str, object]]:
         """The instruction; a process checks a task before its first attempt.
@@ -81,7 +84,7 @@ class HarborTask:
             RuntimeError: the tests write no reward, or give the solution no more than an untouched folder.
         """
         with _LOCK:
-            check_task(self._task)
+            check_task(self._task.path)
         return f"{self._task.instruction}\n\n{HOW.format(self._task.workdir, self._most)}", {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, object]]:
@@ -89,42 +92,17 @@ class HarborTask:
         the tests write, the attempt gets 0: it is the policy's doing."""
         self._count += 1
         if text.strip() == SUBMIT:
-            return "", self._box.reward() or 0.0, True, False, {}
+            return "", self.test() or 0.0, True, False, {}
         fenced, is_last = FENCED.search(text), self._count >= self._most
-        output = self._box.run(fenced[1] if fenced else text, self._shown)
-        return output, (self._box.reward() or 0.0) if is_last else 0.0, False, is_last, {}
-
-    def close(self) -> None:
-        """End what runs."""
-        self._box.close()
-
-
-class TaskBox:
-    """A session of the sandbox with a task's files.
-
-    Args:
-        seconds: limit of a script.
-    """
-
-    def __init__(self, task: TaskFolder, seconds: float):
-        limits = Limits(max(seconds, task.seconds) + SPARE_SECONDS, task.memory_mb, 64, 512, disk_mb=256)
-        self._task, self._seconds, self._session, self._is_open = task, seconds, Session(_pool(), limits), False
-
-    def run(self, text: str, most: int) -> str:
-        """The output of a script and how it ended; one that a limit of the sandbox stops takes all files with it."""
-        outcome = self._cell(COMMAND.format(text=text, seconds=self._seconds, most=most))
-        if not outcome.ok:
-            begun_again = "" if self._is_open else "\n[all files are as they were at the beginning]"
-            return outcome.describe()[-most:] + begun_again
-        code, output = read_json(outcome.stdout)
-        return f"{output}\n[exit code {code}]"
+        output = self._run(fenced[1] if fenced else text)
+        return output, (self.test() or 0.0) if is_last else 0.0, False, is_last, {}
 
     def solve(self) -> None:
         """Run the task's solution."""
         self._cell(SOLUTION.format(files=self._task.solution, seconds=self._task.seconds))
 
-    def reward(self) -> float | None:
-        """What the tests write; None where they write none."""
+    def test(self) -> float | None:
+        """The reward that the tests write; None where they write none."""
         outcome = self._cell(TESTS.format(files=self._task.tests, seconds=self._task.seconds))
         try:
             value = read_json(outcome.stdout) if outcome.ok else None
@@ -137,39 +115,46 @@ class TaskBox:
         """End what runs."""
         self._session.close()
 
+    def _run(self, text: str) -> str:
+        """The output of a script and how it ended; one that a limit of the sandbox stops takes all files with it."""
+        outcome = self._cell(COMMAND.format(text=text, seconds=self._seconds, most=self._shown))
+        if outcome.ok:
+            code, output = read_json(outcome.stdout)
+            return f"{output}\n[exit code {code}]"
+        begun_again = "" if self._has_files else "\n[all files are as they were at the beginning]"
+        return outcome.describe()[-self._shown :] + begun_again
+
     def _cell(self, code: str) -> Outcome:
-        if not self._is_open:
+        if not self._has_files:
             task, path = self._task, f"{sys.base_prefix}/bin:/usr/bin:/bin"
             start = START.format(path=path, workdir=task.workdir, folders=FOLDERS, files=task.files)
             begun = self._session.run(start)
             if not begun.ok:
                 raise RuntimeError(f"the sandbox does not take the files of {task.path}: {begun.describe()}")
         outcome = self._session.run(code)
-        self._is_open = not outcome.detail.endswith(LOST)
+        self._has_files = not outcome.detail.endswith(LOST)
         return outcome
 
 
 @cache
-def check_task(task: TaskFolder) -> None:
+def check_task(path: str) -> None:
     """Whether the tests give a reward in this sandbox, and more for the solution than for nothing.
 
     Raises:
         RuntimeError: they do not.
     """
-    rewards = []
+    rewards, task = [], read_task(path)
     for is_solved in (False, True) if task.solution else (False,):
-        box = TaskBox(task, task.seconds)
-        if is_solved:
-            box.solve()
-        rewards.append(box.reward())
-        box.close()
-    if any(reward is None for reward in rewards):
-        raise RuntimeError(f"tests/test.sh of {task.path} writes no reward to /logs/verifier in this sandbox")
-    if task.solution and not rewards[1] > rewards[0]:  # type: ignore[operator]
+        with closing(HarborTask(path)) as attempt:
+            if is_solved:
+                attempt.solve()
+            reward = attempt.test()
+        if reward is None:
+            raise RuntimeError(f"tests/test.sh of {path} writes no reward to /logs/verifier in this sandbox")
+        rewards.append(reward)
+    if task.solution and rewards[1] <= rewards[0]:
         what = f"its solution gets {rewards[1]:g}, an untouched folder {rewards[0]:g}"
-        raise RuntimeError(
-            f"{task.path} cannot be solved in this sandbox (no network, this machine's programs): {what}"
-        )
+        raise RuntimeError(f"{path} cannot be solved in this sandbox (no network, this machine's programs): {what}")
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
 
 from verl.errors import ConfigError
 from verl.json_text import read_json
@@ -90,7 +89,7 @@ class OpenEnv:
     def _refusal(self, error: Exception) -> tuple[object, object, bool, bool, dict[str, object]]:
         return f"no action of this environment: {error}", self._invalid, True, False, {}
 
-    def _shown(self, observation: Any) -> object:
+    def _shown(self, observation: object) -> object:
         if self._observation is None:
             return json.dumps(observation, ensure_ascii=False)
         if not isinstance(observation, Mapping) or self._observation not in observation:

@@ -48,16 +48,16 @@ class VerifiersAgentLoop(OpenAIAgentLoop):
 
     @classmethod
     def prepare(
-        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
+        cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: object
     ) -> SharedEndpoint:
-        name, arguments = kwargs.pop("environment", None), kwargs.pop("environment_kwargs", None)
-        if not isinstance(name, str) or not name or "agent" in kwargs:
-            allowed = "the id of an installed environment, and no agent"
+        name, arguments = kwargs.pop("environment", None), kwargs.pop("environment_kwargs", None) or {}
+        if not isinstance(name, str) or not name or not isinstance(arguments, Mapping) or "agent" in kwargs:
+            allowed = "the id of an installed environment, its environment_kwargs by name, and no agent"
             raise ConfigError("a verifiers loop needs to know its environment", key="environment", allowed=allowed)
         settings = AgentSettings.read({**kwargs, "agent": name})
         of_data = {} if data_config is None else dict(data_config.get("apply_chat_template_kwargs") or {})
         parser = ToolParser.get_tool_parser(settings.tool_format or config.multi_turn.format, tokenizer)
-        rollouts = VerifiersRollouts(_load(name, arguments or {}), settings.timeout)
+        rollouts = VerifiersRollouts(_load(name, arguments), settings.timeout)
         later = replace(settings, timeout=settings.timeout + GRACE_SECONDS)
         return SharedEndpoint(later, rollouts, parser, {**of_data, **settings.template_kwargs})
 
@@ -90,28 +90,27 @@ class VerifiersRollouts:
             fix = "Write the file with load_environment(...).get_dataset().to_parquet(path)."
             raise ConfigError("a row of a verifiers environment has no example_id", key="data.train_files", fix=fix)
         try:
-            output = await runner().run(partial(self._rollout, base_url, api_key, row, model), self.timeout)
+            return await runner().run(partial(self._rollout, base_url, api_key, row, model), self.timeout)
         except TimeLimit as limit:
             raise EnvironmentFailure(f"a rollout took longer than {limit.seconds:g} s and was given up") from limit
-        error = output.get("error")
-        if error is not None and not any(name in str(error) for name in WRITTEN_BY_POLICY):
-            raise EnvironmentFailure(f"the rollout ended with {error.get('error_chain_repr') or error}")
-        if error is None and output["raised"]:
-            raise EnvironmentFailure(output["raised"][0])
-        if output.get("reward") is None:
-            raise EnvironmentFailure("its rubric gave no reward")
-        metrics = {f"verifiers/{name}": value for name, value in (output.get("metrics") or {}).items()}
-        return {"score": output["reward"], **metrics}
 
-    async def _rollout(self, base_url: str, api_key: str, row: Mapping[str, object], model: str) -> dict[str, Any]:
+    async def _rollout(self, base_url: str, api_key: str, row: Mapping[str, object], model: str) -> dict[str, object]:
         raised: list[str] = []
         _RAISED.set(raised)
         columns = {name: value for name, value in row.items() if not name.startswith("raw_prompt")}
-        start = prune({**columns, "prompt": row["raw_prompt"]})
+        start, environment = prune({**columns, "prompt": row["raw_prompt"]}), self.environment
         async with import_module("openai").AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            spoken_to = import_module("verifiers").OpenAIChatCompletionsClient(client)
-            output = await self.environment.run_rollout(start, spoken_to, model, self.environment.sampling_args)
-        return {**output, "raised": raised}
+            endpoint = import_module("verifiers").OpenAIChatCompletionsClient(client)
+            output = await environment.run_rollout(start, endpoint, model, environment.sampling_args)
+        error = output.get("error")
+        if error is None and raised:
+            raise EnvironmentFailure(raised[0])
+        if error is not None and not any(name in str(error) for name in WRITTEN_BY_POLICY):
+            raise EnvironmentFailure(f"the rollout ended with {error.get('error_chain_repr') or error}")
+        if output.get("reward") is None:
+            raise EnvironmentFailure("its rubric gave no reward")
+        metrics = output.get("metrics") or {}
+        return {"score": output["reward"], **{f"verifiers/{name}": value for name, value in metrics.items()}}
 
 
 class _RaisedRewards(logging.Handler):
@@ -153,5 +152,5 @@ def _signals_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
+            if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
