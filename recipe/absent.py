@@ -33,7 +33,6 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     "recipe.r1.data_process": ("the data preparation of recipe r1", _OWN),
     "recipe.r1.main_eval": ("the evaluation of recipe r1", _EVALUATION),
     "recipe.r1_ascend.main_ppo": ("training of DeepSeek-V3 on Ascend", _ASCEND),
-    "recipe.rep_exp.main_rep_exp": ("exploration by representations", _OWN),
     "recipe.spo.spo_main_ppo": (
         "SPO by upstream's settings",
         "Start recipe.spo.main_spo; its README has the settings.",

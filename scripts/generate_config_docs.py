@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from recipe import flowrl, online_dpo, prime, spin, spo, sppo
+from recipe import flowrl, online_dpo, prime, rep_exp, spin, spo, sppo
 from scripts import config_views
 from scripts.config_page import pages
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = (flowrl.RECIPE, online_dpo.RECIPE, prime.RECIPE, spin.RECIPE, spo.RECIPE, sppo.RECIPE)
+RECIPES = (flowrl.RECIPE, online_dpo.RECIPE, prime.RECIPE, rep_exp.RECIPE, spin.RECIPE, spo.RECIPE, sppo.RECIPE)
 
 
 def made() -> dict[Path, str]:

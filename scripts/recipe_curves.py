@@ -13,15 +13,20 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if TYPE_CHECKING:
+    from recipe.collabllm.loop import Conversation
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -46,13 +51,150 @@ COMMON = [
     "trainer.resume_mode=disable",
     "trainer.project_name=curves",
 ]
+SCORE = "critic/score/mean"
 BY_RULE = ["reward.custom_reward_function.path=scorer.py"]
 CRITIC = ["critic.optim.lr=1e-2"]
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
+LOSS = f"{A}.policy_loss"
+UNFILTERED = [f"{ALG}.filter_groups.enable=false"]
+"""Dynamic sampling draws more answers per step than are trained on."""
+PAIRS = [f"{R}.n=2", "data.train_batch_size=16", f"{A}.ppo_mini_batch_size=8"]
 JUDGE = "+reward.custom_reward_function.reward_kwargs"
+LOOPS = """
+- name: collabllm
+  _target_: recipe.collabllm.loop.CollaborativeLoop
+  futures: 2
+  max_tokens_per_turn: 6
+  metrics: {letters: {function: scripts.recipe_curves:lower_case}}
+"""
+USERS = "interaction: [{name: user, class_name: recipe.collabllm.users.PlainUser}]"
 Run = tuple[str, list[str]]
 """A module with a ``main``, and its words."""
 PLAIN: Run = (GRPO, [f"{ALG}.adv_estimator=grpo", *BY_RULE])
+
+
+COMPARED: dict[str, dict[str, Run]] = {
+    "vapo": {
+        "VAPO": (
+            "recipe.vapo.main_vapo",
+            [*BY_RULE, *CRITIC, f"{ALG}.vapo_length_alpha=0.5", "trainer.critic_warmup=6"],
+        ),
+    },
+    "flowrl": {
+        "FlowRL": ("recipe.flowrl.main_flowrl", BY_RULE),
+        "FlowRL, learned log Z": (
+            "recipe.flowrl.main_flowrl",
+            [
+                *BY_RULE,
+                *CRITIC,
+                "critic.cliprange_value=20",
+                f"{ALG}.adv_estimator=recipe.flowrl.core:learned_partition",
+            ],
+        ),
+    },
+    "spo": {
+        "SPO": (
+            "recipe.spo.main_spo",
+            [*BY_RULE, f"{R}.n=1", "data.train_batch_size=32", f"{A}.ppo_mini_batch_size=16"],
+        ),
+    },
+    "gkd": {
+        "GKD": (
+            "recipe.gkd.main_gkd",
+            [*BY_RULE, f"{R}.n=4", f"{TEACHER}=teacher/global_step_{{steps}}/actor/huggingface"],
+        ),
+    },
+    "genrm_remote": {
+        "GRPO by a judge": (
+            "recipe.genrm_remote.main_genrm_remote",
+            [f"{A}.use_kl_loss=false", f"{JUDGE}.address={{judge}}"],
+        ),
+    },
+    "pf_ppo": {
+        "PPO": (GRPO, [f"{ALG}.adv_estimator=gae", *BY_RULE, *CRITIC]),
+        "PF-PPO": ("recipe.pf_ppo.main_pf_ppo", [*BY_RULE, *CRITIC, f"{ALG}.use_kl_in_reward=false"]),
+    },
+    "entropy": {
+        "KL-Cov": ("recipe.entropy.main_entropy", [*BY_RULE, *UNFILTERED, f"{LOSS}.kl_cov_ratio=0.02"]),
+        "Clip-Cov": (
+            "recipe.entropy.main_entropy",
+            [
+                *BY_RULE,
+                *UNFILTERED,
+                f"{LOSS}.loss_mode=clip_cov",
+                f"{LOSS}.clip_cov_ratio=0.02",
+                f"{A}.clip_ratio_low=1",
+                f"{A}.clip_ratio_high=1",
+            ],
+        ),
+    },
+    "dapo": {"DAPO": ("recipe.dapo.main_dapo", [*BY_RULE, *UNFILTERED])},
+    "sppo": {"SPPO": ("recipe.sppo.main_sppo", BY_RULE)},
+    "spin": {"SPIN": ("recipe.spin.main_spin", [*BY_RULE, *PAIRS])},
+    "online_dpo": {
+        "online DPO": ("recipe.online_dpo.main_online_dpo", [*BY_RULE, *PAIRS]),
+        "XPO": ("recipe.online_dpo.main_online_dpo", ["algorithm=xpo", *BY_RULE, *PAIRS]),
+        "Nash-MD": (
+            "recipe.online_dpo.main_online_dpo",
+            ["algorithm=nash_md", *BY_RULE, f"{ALG}.nash_scale=0.1", f"{ALG}.kl_ctrl.kl_coef=0.005"],
+        ),
+        "Nash-MD, ten times the KL": (
+            "recipe.online_dpo.main_online_dpo",
+            ["algorithm=nash_md", *BY_RULE, f"{ALG}.nash_scale=0.1", f"{ALG}.kl_ctrl.kl_coef=0.05"],
+        ),
+    },
+    "prime": {
+        "PRIME": (
+            "recipe.prime.main_prime",
+            [
+                "reward.custom_reward_function.path=shares.py",
+                "reward.reward_model.model_path=model",
+                "reward.reward_model.implicit.optim.lr=1e-2",
+                "data.oversample_factor=1",
+                "data.filter_accuracy=false",
+                "data.filter_truncate=false",
+            ],
+        ),
+    },
+    "rep_exp": {
+        f"rep_exp, `rep_exp_beta={beta}`": (
+            "recipe.rep_exp.main_rep_exp",
+            [*BY_RULE, f"{ALG}.rep_exp_beta={beta}"],
+        )
+        for beta in (0.01, 0.1, 1)
+    },
+    "ladder": {
+        **{
+            f"`rung={rung}`": ("recipe.ladder.main_ladder", [f"rung={rung}", *BY_RULE])
+            for rung in ("grpo", "token_mean", "clip_higher", "dr_grpo", "gspo")
+        },
+        "`rung=gspo`, clip 0.05": (
+            "recipe.ladder.main_ladder",
+            ["rung=gspo", *BY_RULE, f"{A}.clip_ratio_low=0.05", f"{A}.clip_ratio_high=0.05"],
+        ),
+    },
+    "collabllm": {
+        "CollabLLM": (
+            "recipe.collabllm.main_collabllm",
+            [
+                f"{R}.agent.agent_loop_config_path=loops.yaml",
+                f"{R}.multi_turn.interaction_config_path=users.yaml",
+                f"{A}.use_kl_loss=false",
+                "data.max_response_length=96",
+            ],
+        ),
+    },
+    "one_step_off_policy": {
+        "one step off": ("recipe.one_step_off_policy.main_ppo", PLAIN[1]),
+    },
+    "fully_async_policy": {
+        "fully asynchronous": (
+            "recipe.fully_async_policy.fully_async_main",
+            [*PLAIN[1], "async_training.trigger_parameter_sync_step=2"],
+        ),
+    },
+}
+"""Recipe -> name of a run -> what it starts; ``steps`` and ``judge`` in braces are filled in."""
 
 
 def runs(recipe: str, steps: int, judge: str) -> dict[str, Run]:
@@ -61,56 +203,17 @@ def runs(recipe: str, steps: int, judge: str) -> dict[str, Run]:
     Args:
         judge: address of the server that grades by the rule of `SCORER`.
     """
-    compared: dict[str, dict[str, Run]] = {
-        "vapo": {
-            "VAPO": (
-                "recipe.vapo.main_vapo",
-                [*BY_RULE, *CRITIC, f"{ALG}.vapo_length_alpha=0.5", "trainer.critic_warmup=6"],
-            ),
-        },
-        "flowrl": {
-            "FlowRL": ("recipe.flowrl.main_flowrl", BY_RULE),
-            "FlowRL, learned log Z": (
-                "recipe.flowrl.main_flowrl",
-                [
-                    *BY_RULE,
-                    *CRITIC,
-                    "critic.cliprange_value=20",
-                    f"{ALG}.adv_estimator=recipe.flowrl.core:learned_partition",
-                ],
-            ),
-        },
-        "spo": {
-            "SPO": (
-                "recipe.spo.main_spo",
-                [*BY_RULE, f"{R}.n=1", "data.train_batch_size=32", f"{A}.ppo_mini_batch_size=16"],
-            ),
-        },
-        "gkd": {
-            "GKD": (
-                "recipe.gkd.main_gkd",
-                [*BY_RULE, f"{R}.n=4", f"{TEACHER}=teacher/global_step_{steps}/actor/huggingface"],
-            ),
-        },
-        "genrm_remote": {
-            "GRPO by a judge": (
-                "recipe.genrm_remote.main_genrm_remote",
-                [f"{A}.use_kl_loss=false", f"{JUDGE}.address={judge}"],
-            ),
-        },
-        "pf_ppo": {
-            "PPO": (GRPO, [f"{ALG}.adv_estimator=gae", *BY_RULE, *CRITIC]),
-            "PF-PPO": ("recipe.pf_ppo.main_pf_ppo", [*BY_RULE, *CRITIC, f"{ALG}.use_kl_in_reward=false"]),
-        },
+    saves = [f"trainer.save_freq={steps}", "trainer.default_local_dir=teacher"] if recipe == "gkd" else []
+    compared = {
+        name: (module, [word.format(steps=steps, judge=judge) for word in words])
+        for name, (module, words) in COMPARED[recipe].items()
     }
-    first = PLAIN
-    if recipe == "gkd":
-        saves = [f"trainer.save_freq={steps}", "trainer.default_local_dir=teacher"]
-        first = (GRPO, [*PLAIN[1], *saves])
-    return {"GRPO": first, **compared[recipe]}
+    return {"GRPO": (GRPO, [*PLAIN[1], *saves]), **compared}
 
 
-RECIPES = ("vapo", "flowrl", "spo", "gkd", "genrm_remote", "pf_ppo")
+def lower_case(conversation: Conversation) -> float:
+    """The mean of `SCORER` over the answers of a conversation, for CollabLLM."""
+    return fmean(sum(c.islower() for c in text) / max(len(text), 1) for text in conversation.answers())
 
 
 @contextmanager
@@ -126,31 +229,37 @@ def judging() -> Iterator[str]:
         thread.join()
 
 
-def learn(name: str, run: Run, steps: int, seed: int) -> list[float]:
-    """The mean score of every step of one run.
+def learn(name: str, run: Run, steps: int, seed: int) -> list[dict[str, float]]:
+    """The metrics of every step of one run.
 
     Raises:
         SystemExit: the run failed.
     """
     module, words = run
-    label = f"{name.lower().replace(' ', '_').replace(',', '')}_{seed}"
+    label = re.sub(r"\W+", "_", f"{name}_{seed}")
     more = [f"trainer.total_training_steps={steps}", f"trainer.experiment_name={label}", f"trainer.seed={seed}"]
     start: Callable[[list[str]], int] = importlib.import_module(module).main
     if status := start([*COMMON, *words, *more, f"data.seed={seed}"]):
         sys.exit(status)
     lines = Path("logs/curves", f"{label}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["data"]["critic/score/mean"] for line in lines]
+    return [json.loads(line)["data"] for line in lines]
 
 
-def curves(recipe: str, steps: int, seeds: list[int]) -> dict[str, list[list[float]]]:
-    """Name of a run -> the mean score of every step, for each seed; in a folder that is removed afterwards."""
+def curves(
+    recipe: str, steps: int, seeds: list[int], metrics: Sequence[str] = (SCORE,)
+) -> dict[str, list[list[float]]]:
+    """Name of a run -> the mean score of every step, for each seed; in a folder that is removed afterwards.
+
+    Args:
+        metrics: what is read instead of the score; a name has those other than the score.
+    """
     from tests.harness.models import tiny_model_dir
     from tests.harness.rows import addition_rows, write_prompts
 
     made: dict[str, list[list[float]]] = {}
     rows = addition_rows(64)
     for row in rows:
-        row["extra_info"]["question"] = row["prompt"][0]["content"]
+        row["extra_info"] |= {"question": row["prompt"][0]["content"], "interaction_kwargs": {"name": "user"}}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder, judging() as judge:
             os.chdir(folder)
@@ -158,8 +267,14 @@ def curves(recipe: str, steps: int, seeds: list[int]) -> dict[str, list[list[flo
             tiny_model_dir("model", hidden=16, heads=2, kv_heads=1, layers=1, seed=seed)
             write_prompts("train.jsonl", rows)
             Path("scorer.py").write_text(SCORER, encoding="utf-8")
+            Path("shares.py").write_text(f"{SCORER.partition('return')[0]}return share\n", encoding="utf-8")
+            Path("loops.yaml").write_text(LOOPS, encoding="utf-8")
+            Path("users.yaml").write_text(USERS, encoding="utf-8")
             for name, run in runs(recipe, steps, judge).items():
-                made.setdefault(name, []).append(learn(name, run, steps, seed))
+                logged = learn(name, run, steps, seed)
+                for metric in metrics:
+                    label = name if metric == SCORE else f"{name}, `{metric}`"
+                    made.setdefault(label, []).append([step[metric] for step in logged])
             os.chdir(ROOT)
     return made
 
@@ -185,12 +300,13 @@ def table(made: dict[str, list[list[float]]], steps: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Learning curves of recipes and of GRPO.")
-    parser.add_argument("recipes", nargs="+", choices=RECIPES)
+    parser.add_argument("recipes", nargs="+", choices=COMPARED)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--metrics", nargs="+", default=[SCORE], help="rows of the table for each run")
     arguments = parser.parse_args()
     for recipe in arguments.recipes:
-        made = curves(recipe, arguments.steps, arguments.seeds)
+        made = curves(recipe, arguments.steps, arguments.seeds, arguments.metrics)
         print(f"{recipe}, seeds {', '.join(map(str, arguments.seeds))}\n\n{table(made, arguments.steps)}\n", flush=True)
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
-from recipe.dapo.main_dapo import DAPO, main
+from recipe.dapo.main_dapo import DAPO
 from tests.brief.machine import guides_machine
 from tests.harness.models import tiny_model_dir
 from tests.harness.programs import run
@@ -39,14 +39,6 @@ def test_the_settings_are_those_of_the_paper_and_the_command_line_wins(here):
     assert config.algorithm.filter_groups.enable and config.algorithm.filter_groups.metric == "seq_reward"
     assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
     assert config.reward.reward_manager.name == "dapo" and config.actor_rollout_ref.rollout.n == 16
-
-
-def test_the_command_is_that_of_main_ppo(capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["algorithm.filter_groups.max_num_gen_batches=3", "--cfg", "job"])
-    assert not left.value.code
-    said = capsys.readouterr().out
-    assert "max_num_gen_batches: 3" in said and "clip_ratio_high: 0.28" in said
 
 
 def test_the_trainer_is_the_librarys():

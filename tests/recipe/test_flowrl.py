@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from recipe.flowrl.core import flow_balance, group_partition, learned_partition
-from recipe.flowrl.main_flowrl import FLOWRL, main
-from tests.harness.configs import changed
+from recipe.flowrl.main_flowrl import main
 from tests.harness.runs import logged
 from verl.algorithms.aggregation import loss_norm
-from verl.config import load_config
-from verl.errors import ConfigError
 
 A, CORE = "actor_rollout_ref.actor", "recipe.flowrl.core"
 ACTOR = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3, clip_ratio_c=3.0)
@@ -183,33 +180,6 @@ def test_descent_leads_to_the_reference_times_the_exponential_reward():
 REQUIRED = ("data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
             "data.max_response_length=6", "actor_rollout_ref.model.path=model", f"{A}.ppo_mini_batch_size=4",
             "reward.custom_reward_function.path=scorer.py", "actor_rollout_ref.rollout.n=4")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("algorithm.flowrl_beta=0", "flowrl_beta: out of range"),
-        ("algorithm.adv_estimator=grpo", "recipe.flowrl.core:group_partition"),
-        (f"{A}.policy_loss.loss_mode=vanilla", "recipe.flowrl.core:flow_balance"),
-        (f"{A}.use_kl_loss=false", "reads the reference's log-probs"),
-        ("algorithm.use_kl_in_reward=true", "charge it twice"),
-        ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(lower_case_task: Path, change, says):
-    words = changed(FLOWRL, *REQUIRED)
-    load_config("ppo_trainer", words)
-    with pytest.raises(ConfigError) as error:
-        load_config("ppo_trainer", changed(words, change))
-    assert says in str(error.value)
-
-
-def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as left:
-        main(["algorithm.flowrl_beta=3", "--cfg", "job"])
-    assert not left.value.code
-    printed = capsys.readouterr().out
-    assert "flowrl_beta: 3" in printed and f"{CORE}:flow_balance" in printed
 
 
 @pytest.mark.slow

@@ -53,11 +53,3 @@ def test_a_student_comes_nearer_to_its_teacher(task: Path):
     assert main([*REQUIRED, *more]) == 0
     losses = [step["distillation/loss"] for step in logged("logs/verl-gkd", "gkd")]
     assert len(losses) == 12 and sum(losses[-2:]) < 0.95 * sum(losses[:2]), losses
-
-
-def test_the_command_line_wins_over_the_recipe(task: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as left:
-        main([*REQUIRED, f"{L}.loss_mode=k3+", "--cfg", "job"])
-    assert not left.value.code
-    printed = capsys.readouterr().out
-    assert "loss_mode: k3+" in printed and "use_task_rewards: false" in printed

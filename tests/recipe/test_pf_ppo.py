@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.pf_ppo.main_pf_ppo import PF_PPO, main
+from recipe.pf_ppo.main_pf_ppo import PF_PPO
 from tests.harness.configs import changed
 from tests.harness.runs import train
 from verl.algorithms.reweighting import reweight_probabilities
@@ -30,11 +30,3 @@ def test_a_step_learns_from_rows_that_were_drawn_by_their_scores(lower_case_task
     (step,) = train(*words).metrics
     assert 0 < step["training/pf_ppo/distinct_rows"] < 1
     assert step["critic/grad_norm"] > 0 and step["actor/grad_norm"] > 0
-
-
-def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as left:
-        main(["algorithm.pf_ppo.weight_pow=3", "--cfg", "job"])
-    assert not left.value.code
-    printed = capsys.readouterr().out
-    assert "weight_pow: 3" in printed and "use_pf_ppo: true" in printed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.retool.main_retool import HERE, RETOOL, main
+from recipe.retool.main_retool import HERE, RETOOL
 from recipe.retool.reward import compute_score
 from tests.harness.conversations import Script, manager, rollout, rows
 from tests.harness.models import tiny_model_dir, tiny_tokenizer
@@ -109,7 +109,7 @@ def test_calls_make_a_wrong_answer_less_wrong_and_a_right_one_no_better(answer: 
     assert alone["score"] == (1.0 if answer == "1060" else -1.0)
 
 
-def test_the_settings_are_accepted_and_the_command_line_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_prompts(Path("train.jsonl"), 4)
     tiny_model_dir("model")
@@ -118,14 +118,6 @@ def test_the_settings_are_accepted_and_the_command_line_wins(tmp_path: Path, mon
     config = load_config("ppo_trainer", [*RETOOL, *required])
     assert config.actor_rollout_ref.rollout.multi_turn.enable and config.actor_rollout_ref.rollout.n == 2
     assert config.reward.custom_reward_function.path == str(HERE / "reward.py")
-
-
-def test_the_command_is_that_of_main_ppo(capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["actor_rollout_ref.rollout.n=3", "--cfg", "job"])
-    assert not left.value.code
-    said = capsys.readouterr().out
-    assert "recipe/retool/tools.yaml" in said and "clip_ratio_high: 0.28" in said
 
 
 def test_the_recipes_tool_file_loads(tools: str):

@@ -16,7 +16,6 @@ from tests.harness.configs import changed
 from tests.harness.models import tiny_tokenizer
 from tests.harness.rows import addition_rows, columns, write_prompts
 from tests.harness.runs import logged, train
-from verl.config import load_config
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto, declared_field
 from verl.trainer.ppo.scoring import under_free_names
@@ -182,28 +181,3 @@ def test_a_run_by_the_recipe_raises_the_reward(lower_case_task: Path):
     assert main(changed(REQUIRED, *more)) == 0
     means = [line["critic/score/mean"] for line in logged("logs/verl-spo", "spo")]
     assert len(means) == 20 and sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.3, means
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("data.spo_rho=1", "spo_rho: out of range"),
-        ("data.spo_floor=0", "spo_floor: out of range"),
-        ("data.sampler.class_path=null", "data.sampler.class_path"),
-        ("data.custom_cls.path=null", "data.custom_cls.path"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(lower_case_task: Path, change, says):
-    words = changed(SPO, *REQUIRED)
-    load_config("ppo_trainer", words)
-    with pytest.raises(ConfigError) as error:
-        load_config("ppo_trainer", changed(words, change))
-    assert says in str(error.value)
-
-
-def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as left:
-        main(["data.spo_rho=0.8", "--cfg", "job"])
-    assert not left.value.code
-    printed = capsys.readouterr().out
-    assert "spo_rho: 0.8" in printed and "recipe.spo.core:single_stream" in printed

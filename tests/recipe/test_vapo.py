@@ -93,11 +93,3 @@ def test_the_critic_learns_first_and_the_policy_from_the_named_step_on(lower_cas
     assert ["actor/grad_norm" in step for step in steps] == [False, False, True]
     assert all(step["critic/grad_norm"] > 0 for step in steps)
     assert "actor/positive_nll" in steps[2]
-
-
-def test_the_command_line_wins_over_the_recipe(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as left:
-        main(["trainer.critic_warmup=7", "--cfg", "job"])
-    assert not left.value.code
-    printed = capsys.readouterr().out
-    assert "critic_warmup: 7" in printed and "adv_estimator: vapo" in printed

@@ -1,0 +1,1 @@
+"""From GRPO to Dr. GRPO and GSPO: one change after the other, as settings."""
