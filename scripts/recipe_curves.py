@@ -60,6 +60,28 @@ UNFILTERED = [f"{ALG}.filter_groups.enable=false"]
 """Dynamic sampling draws more answers per step than are trained on."""
 PAIRS = [f"{R}.n=2", "data.train_batch_size=16", f"{A}.ppo_mini_batch_size=8"]
 JUDGE = "+reward.custom_reward_function.reward_kwargs"
+KINDS = ("letters", "digits")
+OF_KIND = ["reward.custom_reward_function.path=kinds.py"]
+KIND_SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    test = str.islower if data_source == "letters" else str.isdigit
+    return sum(map(test, solution_str)) / max(len(solution_str), 1)
+"""
+CHECKPOINT = "global_step_{steps}/actor/huggingface"
+DISTILLED = [
+    "data.train_files=both.jsonl",
+    "distillation.enabled=true",
+    "distillation.distillation_loss.loss_mode=forward_kl_topk",
+    "distillation.distillation_loss.topk=259",
+    "distillation.distillation_loss.use_task_rewards=false",
+]
+
+
+def save_words(folder: str) -> list[str]:
+    """The words of a run whose model is a teacher."""
+    return ["trainer.save_freq={steps}", f"trainer.default_local_dir={folder}"]
+
+
 LOOPS = """
 - name: collabllm
   _target_: recipe.collabllm.loop.CollaborativeLoop
@@ -165,12 +187,12 @@ COMPARED: dict[str, dict[str, Run]] = {
     },
     "ladder": {
         **{
-            f"`rung={rung}`": ("recipe.ladder.main_ladder", [f"rung={rung}", *BY_RULE])
+            f"`{rung}`": ("recipe.ladder.main_ladder", [rung, *BY_RULE])
             for rung in ("grpo", "token_mean", "clip_higher", "dr_grpo", "gspo")
         },
-        "`rung=gspo`, clip 0.05": (
+        "`gspo`, clip 0.05": (
             "recipe.ladder.main_ladder",
-            ["rung=gspo", *BY_RULE, f"{A}.clip_ratio_low=0.05", f"{A}.clip_ratio_high=0.05"],
+            ["gspo", *BY_RULE, f"{A}.clip_ratio_low=0.05", f"{A}.clip_ratio_high=0.05"],
         ),
     },
     "collabllm": {
@@ -183,6 +205,26 @@ COMPARED: dict[str, dict[str, Run]] = {
                 "data.max_response_length=96",
             ],
         ),
+    },
+    "distillation": {
+        name: (GRPO, [f"{ALG}.adv_estimator=grpo", *words])
+        for name, words in {
+            "GRPO, both kinds": [*OF_KIND, "data.train_files=both.jsonl", *save_words("both")],
+            "teacher of letters": [*OF_KIND, "data.train_files=letters.jsonl", *save_words("letters")],
+            "teacher of digits": [*OF_KIND, "data.train_files=digits.jsonl", *save_words("digits")],
+            "one teacher": [
+                *OF_KIND,
+                *DISTILLED,
+                "distillation.teacher_models.teacher_model.model_path=both/" + CHECKPOINT,
+            ],
+            "two teachers": [
+                *OF_KIND,
+                *DISTILLED,
+                "distillation.teacher_key=data_source",
+                *(f"distillation.teacher_models.{kind}.model_path={kind}/{CHECKPOINT}" for kind in KINDS),
+                *(f"distillation.teacher_models.{kind}.key={kind}" for kind in KINDS),
+            ],
+        }.items()
     },
     "one_step_off_policy": {
         "one step off": ("recipe.one_step_off_policy.main_ppo", PLAIN[1]),
@@ -203,12 +245,17 @@ def runs(recipe: str, steps: int, judge: str) -> dict[str, Run]:
     Args:
         judge: address of the server that grades by the rule of `SCORER`.
     """
-    saves = [f"trainer.save_freq={steps}", "trainer.default_local_dir=teacher"] if recipe == "gkd" else []
-    compared = {
+    first = (GRPO, [*PLAIN[1], *save_words("teacher")]) if recipe == "gkd" else PLAIN
+    all_runs = {**({} if recipe == "distillation" else {"GRPO": first}), **COMPARED[recipe]}
+    return {
         name: (module, [word.format(steps=steps, judge=judge) for word in words])
-        for name, (module, words) in COMPARED[recipe].items()
+        for name, (module, words) in all_runs.items()
     }
-    return {"GRPO": (GRPO, [*PLAIN[1], *saves]), **compared}
+
+
+def ask(kind: str) -> list[dict[str, str]]:
+    """The prompt of a row that is for one of the `KINDS`."""
+    return [{"role": "user", "content": {"letters": "aaaaaa", "digits": "111111"}[kind]}]
 
 
 def lower_case(conversation: Conversation) -> float:
@@ -270,11 +317,18 @@ def curves(
             Path("shares.py").write_text(f"{SCORER.partition('return')[0]}return share\n", encoding="utf-8")
             Path("loops.yaml").write_text(LOOPS, encoding="utf-8")
             Path("users.yaml").write_text(USERS, encoding="utf-8")
+            Path("kinds.py").write_text(KIND_SCORER, encoding="utf-8")
+            of_kinds = {
+                kind: [{**row, "prompt": ask(kind), "data_source": kind} for row in rows[:32]] for kind in KINDS
+            }
+            for kind, part in of_kinds.items():
+                write_prompts(f"{kind}.jsonl", part)
+            write_prompts("both.jsonl", [row for part in of_kinds.values() for row in part])
             for name, run in runs(recipe, steps, judge).items():
-                logged = learn(name, run, steps, seed)
-                for metric in metrics:
+                steps_of_run = learn(name, run, steps, seed)
+                for metric in (metric for metric in metrics if metric in steps_of_run[0]):
                     label = name if metric == SCORE else f"{name}, `{metric}`"
-                    made.setdefault(label, []).append([step[metric] for step in logged])
+                    made.setdefault(label, []).append([step[metric] for step in steps_of_run])
             os.chdir(ROOT)
     return made
 

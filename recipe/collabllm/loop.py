@@ -157,12 +157,12 @@ class CollaborativeLoop(ToolAgentLoop):
         data, settings = self._begin(kwargs, []), self.shared.settings
         answer = await self._answer(data.prompt_ids, sampling_params, int(self.config.response_length))
         data.add_sampled(answer)
-        said = {"role": "assistant", "content": self.shared.extender.text(answer.token_ids)}
+        message = {"role": "assistant", "content": self.shared.extender.text(answer.token_ids)}
         is_cut = answer.finish_reason != "stop" and len(answer.token_ids) != settings.max_tokens_per_turn
         score, error, values = CUT_OFF, None, dict[str, float]()
-        if said["content"].strip() and not is_cut:
+        if message["content"].strip() and not is_cut:
             try:
-                futures = [await self._future(data, said, sampling_params) for _ in range(settings.futures)]
+                futures = [await self._future(data, message, sampling_params) for _ in range(settings.futures)]
                 values = {
                     metric.name: fmean([await metric.of_conversation(f) for f in futures])
                     for metric in self.shared.metrics
@@ -178,18 +178,18 @@ class CollaborativeLoop(ToolAgentLoop):
         output = replace(data.output(), reward_score=score)
         return output if error is None else failed(output, "a conversation", error, settings.on_error)
 
-    async def _future(self, data: AgentData, said: Mapping[str, Any], parameters: Mapping[str, Any]) -> Conversation:
+    async def _future(self, data: AgentData, message: Mapping[str, Any], parameters: Mapping[str, Any]) -> Conversation:
         """One continuation of the conversation behind the answer."""
-        future = AgentData(data.row, [*data.messages, dict(said)], seen=data.seen)
+        future = AgentData(data.row, [*data.messages, dict(message)], seen=data.seen)
         tokens, answers, limits = len(data.response_ids), 1, self.shared.limits
-        simulated = await self._simulated_user(future, None)
-        if simulated is None:
+        user = await self._simulated_user(future, None)
+        if user is None:
             fix = "Add extra_info.interaction_kwargs, and set multi_turn.interaction_config_path."
             raise DataError("a row has no simulated user", key="interaction_kwargs", got=None, fix=fix)
         room = int(self.config.prompt_length) + int(self.config.response_length)
         try:
             while answers != limits.assistant and (limits.user is None or answers <= limits.user):
-                new, _ = await self._ask(future, simulated)
+                new, _ = await self._ask(future, user)
                 prompt = data.seen.prompt(self.shared.extender.prompt([*future.messages, *new]))
                 if not new or len(prompt) >= room:
                     break
@@ -198,7 +198,7 @@ class CollaborativeLoop(ToolAgentLoop):
                 future.messages += [*new, {"role": "assistant", "content": text}]
                 tokens, answers = tokens + len(answer.token_ids), answers + 1
         finally:
-            await self._leave(future, simulated)
+            await self._leave(future, user)
         return Conversation([plain_message(message) for message in future.messages], data.row, tokens)
 
     async def _answer(self, prompt: list[int], parameters: Mapping[str, Any], most: int) -> Completion:

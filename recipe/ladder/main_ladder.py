@@ -1,4 +1,4 @@
-"""``python -m recipe.ladder.main_ladder rung=grpo|token_mean|clip_higher|dr_grpo|gspo key=value ...``.
+"""``python -m recipe.ladder.main_ladder grpo|token_mean|clip_higher|dr_grpo|gspo key=value ...``.
 
 `verl.trainer.main_ppo` with the settings of one rung as defaults; what the command line says wins over them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from verl.errors import ConfigError, suggest
+from verl.errors import ConfigError
 from verl.trainer import main_ppo
 from verl.trainer.command import report_error
 
@@ -45,14 +45,13 @@ def defaults_of(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """The other words, and the settings of the rung that they name.
 
     Raises:
-        ConfigError: no rung is named, or there is no such rung.
+        ConfigError: not exactly one rung is named.
     """
-    names = [word.partition("=")[2] for word in words if word.startswith("rung=")]
-    name = names[-1] if names else ""
-    if name not in RUNGS:
-        fix = suggest(name, list(RUNGS)) if name else "Add rung=grpo or another one to the command line."
-        raise ConfigError("no such rung", key="rung", got=name or None, allowed=list(RUNGS), fix=fix)
-    return [word for word in words if not word.startswith("rung=")], (*COMMON, *RUNGS[name])
+    names = [word for word in words if word in RUNGS]
+    if len(names) != 1:
+        fix = "Write the name of one as a word of the command line, without a key."
+        raise ConfigError("a run is on one rung", key="rung", got=names or None, allowed=list(RUNGS), fix=fix)
+    return [word for word in words if word not in RUNGS], (*COMMON, *RUNGS[names[0]])
 
 
 def main(argv: list[str] | None = None) -> int:

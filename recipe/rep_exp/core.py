@@ -57,14 +57,14 @@ def leverages(representations: Tensor, index: Sequence[Hashable], counted: Tenso
         ridge: lambda.
     """
     groups = Groups.of(index, counted)
-    made = torch.zeros(len(representations), dtype=torch.float64)
+    bonus = torch.zeros(len(representations), dtype=torch.float64)
     for number in range(groups.num_groups):
         rows = ((groups.ids == number) & counted).nonzero().flatten()
         centred = representations[rows].double()
         centred = centred - centred.mean(0)
         kernel = centred @ centred.T
-        made[rows] = torch.linalg.solve(kernel + ridge * torch.eye(len(rows), dtype=torch.float64), kernel).diagonal()
-    return made
+        bonus[rows] = torch.linalg.solve(kernel + ridge * torch.eye(len(rows), dtype=torch.float64), kernel).diagonal()
+    return bonus
 
 
 def paid_bonus(bonus: Tensor, right: Tensor, index: Sequence[Hashable], counted: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def paid_bonus(bonus: Tensor, right: Tensor, index: Sequence[Hashable], counted:
 
     Without one, novelty alone would pay.
     """
-    solved = Groups.of(index, counted).max(right.double(), counted) > 0
-    return torch.where(solved & counted, bonus, 0.0)
+    any_right = Groups.of(index, counted).max(right.double(), counted) > 0
+    return torch.where(any_right & counted, bonus, 0.0)
 
 
 @torch.no_grad()
@@ -99,9 +99,9 @@ def explored(
         advantages and returns, which are the same: (B, T).
     """
     share = config.rep_exp_beta * exploration_bonus.double() / token_level_rewards.shape[-1]
-    paid = token_level_rewards.double() + share[:, None]
+    rewards = token_level_rewards.double() + share[:, None]
     advantages, _returns = grpo(
-        paid, response_mask, index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, singleton=singleton
+        rewards, response_mask, index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, singleton=singleton
     )
     advantages = advantages.to(torch.promote_types(token_level_rewards.dtype, torch.float32))
     return advantages, advantages

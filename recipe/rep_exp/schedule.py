@@ -38,8 +38,8 @@ def add_bonus(batch: DataProto, roles: Roles, ctx: StepContext) -> None:
     bonus = leverages(states, index, counted, algorithm.rep_exp_lambda)
     batch.tensors[BONUS] = paid_bonus(bonus, right, index, counted).float()
     if counted.any():
-        paid = paid_bonus(torch.ones_like(bonus), right, index, counted)
-        for name, values in (("bonus", bonus), ("paid", paid)):
+        shares = paid_bonus(torch.ones_like(bonus), right, index, counted)
+        for name, values in (("bonus", bonus), ("paid", shares)):
             ctx.metrics.add(f"rep_exp/{name}", values[counted].mean().item(), weight=int(counted.sum()))
 
 

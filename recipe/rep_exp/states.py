@@ -29,13 +29,13 @@ def with_states_of_tokens(batch: DataProto) -> DataProto:
     """
     tensors, columns = batch.tensors, batch.non_tensor_batch
     ids, attended, number = tensors["input_ids"], tensors["attention_mask"], tensors["responses"].shape[1]
-    prompt, longer = ids.shape[1] - number, torch.cat([ids, ids[:, -1:]], 1)
+    prompt, new_ids = ids.shape[1] - number, torch.cat([ids, ids[:, -1:]], 1)
     first = attended.new_ones(len(attended), 1)
     return DataProto.from_dict(
         tensors={
-            "input_ids": longer,
+            "input_ids": new_ids,
             "attention_mask": torch.cat([attended[:, :prompt], first, attended[:, prompt:]], 1),
-            "responses": longer[:, -number:],
+            "responses": new_ids[:, -number:],
             "response_mask": tensors["response_mask"],
         },
         non_tensors={name: columns[name] for name in ("multi_modal_inputs",) if name in columns},
@@ -80,10 +80,10 @@ class StatesEngine(PlainEngine):
         with (
             devices.autocast(self.device, self.forward.dtype),
             select_positions(self.forward.head, micro.positions),
-            _instead_of_logits(self.forward.head) as seen,
+            _instead_of_logits(self.forward.head) as inputs_of_head,
         ):
             self.forward._run(micro)
-        states, rows = seen[0].float().squeeze(0), micro.places // micro.num_responses
+        states, rows = inputs_of_head[0].float().squeeze(0), micro.places // micro.num_responses
         sums = states.new_zeros(len(micro.index), states.shape[-1]).index_add_(0, rows, states)
         return sums / torch.bincount(rows, minlength=len(sums)).clamp(min=1)[:, None]
 
@@ -91,14 +91,14 @@ class StatesEngine(PlainEngine):
 @contextmanager
 def _instead_of_logits(head: nn.Module) -> Iterator[list[Tensor]]:
     """Within the block what reaches the head is put into the list, and no logits are computed."""
-    seen: list[Tensor] = []
+    inputs_of_head: list[Tensor] = []
 
     def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen.append(inputs[0])
+        inputs_of_head.append(inputs[0])
         return (inputs[0][:, :0], *inputs[1:])
 
     handle = head.register_forward_pre_hook(take)
     try:
-        yield seen
+        yield inputs_of_head
     finally:
         handle.remove()

@@ -78,8 +78,8 @@ def test_an_answer_is_worth_the_mean_of_two_conversations(tmp_path):
     assert score(batch) == pytest.approx((4 / 6 + 2 / 6) / 2)
     assert tokenizer.decode(batch.batch["responses"][0]) == "ab" and batch.batch["response_mask"].sum() == 2
     first, second = SEEN
-    said = [(message["role"], message["content"]) for message in first.messages]
-    assert said == [("user", "Write."), ("assistant", "ab"), ("user", "More?"), ("assistant", "1c"),
+    messages = [(message["role"], message["content"]) for message in first.messages]
+    assert messages == [("user", "Write."), ("assistant", "ab"), ("user", "More?"), ("assistant", "1c"),
                     ("user", "And then?"), ("assistant", "d2")]  # fmt: skip
     assert second.answers() == ["ab", "345", "6"] and (first.tokens, second.tokens) == (6, 6)
     prompts = [tokenizer.decode(list(request.token_ids)) for request in script.requests]
@@ -169,7 +169,7 @@ def test_a_row_without_a_user_is_named(tmp_path):
         manager(settings, script, tokenizer).generate_sequences(rows(ASK))
 
 
-def said_by(config: dict, messages: list[dict], **kwargs) -> tuple:
+def reply_of(config: dict, messages: list[dict], **kwargs) -> tuple:
     user = LanguageModelUser(config)
     return asyncio.run(user.generate_response("i", messages, **kwargs))
 
@@ -183,11 +183,11 @@ def test_a_user_on_a_server_knows_its_goal_and_the_conversation():
 
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Which one?"}]
     with serving({judges.PATH: reply}) as server:
-        goes_on = said_by({"address": server.url}, messages, goal="An odd number.")
-        ends = said_by({"address": server.url, "model": "content"}, messages, goal="An odd number.")
-    assert goes_on == (False, "An odd one.", 0.0, {}) and ends[0] is True
+        first = reply_of({"address": server.url}, messages, goal="An odd number.")
+        last = reply_of({"address": server.url, "model": "content"}, messages, goal="An odd number.")
+    assert first == (False, "An odd one.", 0.0, {}) and last[0] is True
     with pytest.raises(ConfigError, match="goal"):
-        said_by({"address": "http://127.0.0.1:9"}, messages)
+        reply_of({"address": "http://127.0.0.1:9"}, messages)
 
 
 def test_the_recipes_metrics_read_answers_judge_and_tokens():

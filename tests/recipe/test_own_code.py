@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.runs import prepare, train
+from tests.harness.programs import metrics, python
+from tests.harness.runs import COMMON, prepare, train
 from verl.errors import ConfigError
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -54,3 +56,94 @@ def test_an_estimator_reads_the_setting_that_its_file_brings(here):
     of_tokens = advantages[seen.batches[0].tensors["response_mask"].bool()]
     assert of_tokens.min() >= 3 and of_tokens.max() < 4
     assert seen.trainer.config.algorithm.bonus == 3
+
+
+RECIPE = '''"""Answers against the others to their prompt, less a price for their length."""
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from verl.config import ConfigNode, Recipe, setting
+from verl.registry import EstimatorFacts
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.schedules import SYNC
+
+
+@dataclass(frozen=True)
+class Price(ConfigNode):
+    """What length costs."""
+
+    token_price: float = setting(0.25, "price of a token")
+
+
+RECIPE = Recipe("priced", settings={"algorithm": Price})
+FACTS = {"priced": EstimatorFacts(groups=True)}
+
+
+def priced(*, token_level_rewards, response_mask, index, config, **_):
+    worth = token_level_rewards.sum(-1) - config.token_price * response_mask.sum(-1)
+    groups = defaultdict(list)
+    for row, uid in enumerate(index):
+        groups[uid].append(row)
+    gain = torch.zeros_like(worth)
+    for rows in groups.values():
+        gain[rows] = worth[rows] - worth[rows].mean()
+    advantages = gain[:, None] * response_mask
+    return advantages, advantages
+
+
+def pushed(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    return agg_loss(-log_prob * advantages, response_mask, loss_agg_mode), {"actor/pushed": 1.0}
+
+
+def measure(batch, roles, ctx):
+    ctx.metrics.add("priced/tokens", batch.batch["response_mask"].sum(-1).float().mean().item())
+
+
+MEASURED = dataclasses.replace(SYNC, stages=(measure,))
+'''
+WATCHED = """
+import json, sys
+written = set()
+
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and (arguments[2] or 0) & 3:  # for writing
+        written.add(arguments[0])
+
+sys.addaudithook(watch)
+from verl.trainer.main_ppo import main
+status = main(sys.argv[1:])
+loaded = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"status": status, "written": sorted(written), "loaded": loaded}))
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_from_the_page_alone_touches_nothing_but_its_folder(workplace: Path, project_root: Path):
+    """Estimator, loss, setting, stage and schedule of a folder outside: all that it imports is on the page."""
+    page = (project_root / "docs/howto/extending.md").read_text(encoding="utf-8")
+    folder = Path("priced")
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "core.py").write_text(RECIPE)
+    imported = [(node.module, name.name) for node in ast.walk(ast.parse(RECIPE)) if isinstance(node, ast.ImportFrom)
+                for name in node.names if (node.module or "").startswith("verl")]  # fmt: skip
+    assert len(imported) == 6 and [pair for pair in imported if not all(part in page for part in pair)] == []
+    prepare(hidden=16, heads=2, kv_heads=1, layers=1)
+    words = ["algorithm.adv_estimator=priced.core:priced", f"{A}.policy_loss.loss_mode=priced.core:pushed",
+             "trainer.v1.trainer_mode=priced.core:MEASURED", "algorithm.token_price=0.5",
+             "trainer.total_training_steps=2", "trainer.project_name=own", "trainer.experiment_name=priced",
+             "trainer.default_local_dir=run"]  # fmt: skip
+    done = python("-c", WATCHED, *COMMON[1:], *words, cwd=workplace, PYTHONDONTWRITEBYTECODE="1")
+    report = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    assert report["status"] == 0 and "recipe" not in report["loaded"] and "priced" in report["loaded"]
+    outside = [
+        path for path in report["written"] if not (workplace / path).resolve().is_relative_to(workplace.resolve())
+    ]
+    assert [path for path in outside if not path.startswith(("/dev/", "/proc/", "/tmp/"))] == []
+    assert [path for path in outside if path.startswith(str(project_root))] == []
+    steps = metrics(workplace, "own", "priced")
+    assert [step["actor/pushed"] for step in steps] == [1.0, 1.0]
+    assert all(step["priced/tokens"] == pytest.approx(step["response_length/mean"]) for step in steps)

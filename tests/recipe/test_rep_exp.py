@@ -38,8 +38,8 @@ def test_the_bonus_is_the_distance_by_the_covariance_of_the_group(numbers):
         others = [j for j in range(9) if index[j] == index[i] and counted[j]]
         centred = rows[others] - rows[others].mean(0)
         matrix = 0.3 * np.eye(numbers) + sum(np.outer(row, row) for row in centred)
-        mine = rows[i] - rows[others].mean(0)
-        expected = mine @ np.linalg.inv(matrix) @ mine if counted[i] else 0.0
+        row = rows[i] - rows[others].mean(0)
+        expected = row @ np.linalg.inv(matrix) @ row if counted[i] else 0.0
         assert bonus[i].item() == pytest.approx(expected, rel=1e-9)
 
 
@@ -75,8 +75,8 @@ def test_the_reward_with_the_bonus_is_compared_in_the_group():
     rewards[:, 0] = torch.tensor(scores)
     config = SimpleNamespace(rep_exp_beta=0.5)
     advantages, returns = explored(rewards, mask, ["a"] * 4, torch.tensor(bonus).float(), config)
-    paid = (scores + 0.5 * bonus)[:3]
-    expected = (paid - paid.mean()) / (paid.std(ddof=1) + 1e-6)
+    total = (scores + 0.5 * bonus)[:3]
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
     np.testing.assert_allclose(advantages[[0, 1, 2], [0, 0, 1]].numpy(), expected, rtol=1e-5)
     assert (advantages[mask == 0] == 0).all() and (advantages[3] == 0).all() and advantages is returns
 
@@ -119,18 +119,18 @@ def test_a_run_pays_the_bonus_of_the_initial_models_states(lower_case_task: Path
     means = (states * mask[..., None]).sum(1) / mask.sum(-1, keepdim=True)
     rows = (means @ random_projection(16, 32, [7, 2])).numpy()
     scores = tensors["token_level_scores"].double().sum(-1).numpy()
-    solved = 0
+    with_right = 0
     for uid in set(batch.non_tensor_batch["uid"]):
         group = group_of(batch, uid)
         centred = rows[group] - rows[group].mean(0)
         inverse = np.linalg.inv(0.01 * np.eye(32) + centred.T @ centred)
         bonus = np.einsum("id,de,ie->i", centred, inverse, centred) * (scores[group] > 0).any()
         np.testing.assert_allclose(tensors[BONUS][group].numpy(), bonus, atol=1e-4)
-        paid = scores[group] + 2 * bonus
-        expected = (paid - paid.mean()) / (paid.std(ddof=1) + 1e-6)
+        total = scores[group] + 2 * bonus
+        expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
         np.testing.assert_allclose(tensors["advantages"][group, 0].numpy(), expected, atol=1e-3)
-        solved += len(group) * bool((scores[group] > 0).any())
-    assert solved > 0 and seen.metrics[1]["rep_exp/paid"] == pytest.approx(solved / len(batch))
+        with_right += len(group) * bool((scores[group] > 0).any())
+    assert with_right > 0 and seen.metrics[1]["rep_exp/paid"] == pytest.approx(with_right / len(batch))
     assert 0 < seen.metrics[1]["rep_exp/bonus"] < 1
 
 

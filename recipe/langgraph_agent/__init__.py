@@ -1,0 +1,1 @@
+"""A LangGraph agent, trained through the run's OpenAI endpoint."""
