@@ -206,6 +206,9 @@ COMPARED: dict[str, dict[str, Run]] = {
             ],
         ),
     },
+    "langgraph_agent": {
+        "LangGraph agent": ("recipe.langgraph_agent.main_langgraph_agent", BY_RULE),
+    },
     "distillation": {
         name: (GRPO, [f"{ALG}.adv_estimator=grpo", *words])
         for name, words in {

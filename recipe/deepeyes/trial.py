@@ -3,7 +3,7 @@
     python -m recipe.deepeyes.trial outputs/deepeyes [--seed 0]
 
 A picture of 448 x 448 pixels has one small disc in its upper left corner, and the model is shown the picture at an
-eighth of its size. In the demonstrations one pupil in two zooms in on the corner and names the colour of the disc; the
+eighth of its size. In the demonstrations three pupils in four zoom in on the corner and name the colour; the
 others guess.
 """
 
@@ -43,7 +43,7 @@ def answer(text: str) -> dict[str, str]:
 
 def demonstration(rng: random.Random, picture: Image.Image, colour: str) -> dict[str, Any]:
     """A conversation with a look, or with a guess."""
-    if rng.random() < 0.5:
+    if rng.random() < 0.25:
         return {
             "messages": [QUESTION, answer(f"<answer>{rng.choice(sorted(COLOURS))}</answer>")],
             "images": [png(picture)],
@@ -53,9 +53,10 @@ def demonstration(rng: random.Random, picture: Image.Image, colour: str) -> dict
 
 
 def prompt(picture: Image.Image, colour: str, index: int) -> dict[str, Any]:
+    look = {NAME: {"create_kwargs": {"image": png(picture)["bytes"]}}}
     truth = {"style": "rule", "ground_truth": colour}
     row = {"data_source": "vision/corner", "prompt": [QUESTION], "images": [png(picture)]}
-    return {**row, "reward_model": truth, "extra_info": {"index": index}}
+    return {**row, "reward_model": truth, "extra_info": {"index": index, "tools_kwargs": look}}
 
 
 def make_model(folder: Path, seed: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from PIL import Image
 
+from verl.data.vision.images import ImageLimits, load_image
 from verl.tools.base import BaseTool, Executed
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -35,6 +36,9 @@ SCHEMA = {
 class ZoomTool(BaseTool):
     """Cuts a box out of an image that the trajectory has seen, and enlarges it.
 
+    A run that shows images at a lower resolution gives the tool the original of the first one, whose pixels are then
+    those of ``bbox_2d``: a row's ``tools_kwargs.image_zoom_in_tool.create_kwargs.image``, in any form of an image.
+
     An image that is shown has the step reward 1, so that a reward function can count them; a call that cannot be
     carried out says why, without a reward.
 
@@ -43,12 +47,34 @@ class ZoomTool(BaseTool):
             often it is enlarged at most.
     """
 
+    def __init__(self, config: Any, tool_schema: Any = None):
+        super().__init__(config, tool_schema)
+        self.originals: dict[str, Image.Image] = {}
+
+    async def create(
+        self, instance_id: str | None = None, image: Any = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """See `BaseTool.create`.
+
+        Raises:
+            DataError: ``image`` is none.
+        """
+        name, answer = await super().create(instance_id)
+        if image is not None:
+            self.originals[name] = load_image(image, f"tools_kwargs.{NAME}.create_kwargs.image", ImageLimits())
+        return name, answer
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """See `BaseTool.release`."""
+        self.originals.pop(instance_id, None)
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         """See `BaseTool.execute`; ``agent_data`` is the conversation."""
-        images: list[Image.Image] = kwargs["agent_data"].seen.images
+        images: list[Image.Image] = list(kwargs["agent_data"].seen.images)
+        images[:1] = [self.originals.get(instance_id, images[0])] if images else []
         number = parameters.get("image", 0)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(images):
             return (

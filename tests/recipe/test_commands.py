@@ -34,6 +34,8 @@ PRINTED = {
         "use_task_rewards: false",
     ),
     "ladder": (["gspo", f"{A}.clip_ratio_low=0.05"], "clip_ratio_low: 0.05", "clip_ratio_high: 0.0004"),
+    "langgraph_agent": ([f"{A}.clip_ratio_high=0.5"], "clip_ratio_high: 0.5", "langgraph_agent/loops.yaml"),
+    "deepeyes": ([f"{R}.multi_turn.max_assistant_turns=3"], "max_assistant_turns: 3", "deepeyes/tools.yaml"),
     "pf_ppo": (["algorithm.pf_ppo.weight_pow=3"], "weight_pow: 3", "use_pf_ppo: true"),
     "rep_exp": (["algorithm.rep_exp_beta=0.5"], "rep_exp_beta: 0.5", "recipe.rep_exp.core:explored"),
     "retool": ([f"{R}.multi_turn.max_assistant_turns=3"], "max_assistant_turns: 3", "recipe/retool/tools.yaml"),

@@ -29,6 +29,8 @@ def test_a_cell_is_the_mean_over_three_steps_and_the_seeds():
 @pytest.mark.parametrize("recipe", COMPARED)
 def test_every_run_of_a_curve_starts_and_has_a_score_of_each_step(workplace: Path, recipe: str):
     """By the ``main`` of its recipe; the environment and the folder of before come back with the fixture."""
+    if recipe == "langgraph_agent":
+        pytest.importorskip("langgraph")
     made = curves(recipe, 2, [0], [SCORE, "actor/grad_norm"])
     names = list(runs(recipe, 2, "http://judge"))
     assert list(made) == [label for name in names for label in (name, f"{name}, `actor/grad_norm`")]

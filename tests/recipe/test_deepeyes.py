@@ -83,6 +83,25 @@ def test_a_part_is_enlarged_to_the_least_edge():
     assert other.image[0].getpixel((0, 0)) == (255, 255, 255)
 
 
+def test_an_original_takes_the_place_of_the_image_that_was_shown():
+    tool, original = ZoomTool({"min_side": 1}, None), Image.new("RGB", (560, 560), "yellow")
+
+    async def look(instance: str):
+        data = SimpleNamespace(seen=SimpleNamespace(images=[quarters()]))
+        return await tool.execute(instance, {"bbox_2d": [0, 0, 400, 300]}, agent_data=data)
+
+    async def play():
+        name, _ = await tool.create(image=original)
+        other, _ = await tool.create()
+        answers = await look(name), await look(other)
+        await tool.release(name)
+        return *answers, tool.originals
+
+    first, second, left = asyncio.run(play())
+    assert first[0].image[0].size == (400, 300) and first[0].image[0].getpixel((9, 9)) == (255, 255, 0)
+    assert second[0].image[0].size == (56, 56) and left == {}
+
+
 @pytest.mark.parametrize("number", [2, -1, True, "0", 0.0])
 def test_an_image_that_there_is_not_is_no_reward(number):
     answer, step_reward, _ = zoomed(ZoomTool({}, None), bbox_2d=[0, 0, 8, 8], image=number)
