@@ -33,6 +33,8 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "run_with_rollout_is.sh": "the hub and GPUs; tests/docs/test_printed_sampling.py runs it with TINY=1"
     },
     "examples/split_placement/README.md": {"run.sh": "eight GPUs; tests/examples/test_scripts.py runs it with TINY=1"},
+    "recipe/deepeyes/README.md": {"recipe.deepeyes.trial": "minutes; tests/recipe/test_deepeyes.py trains in small"},
+    "recipe/retool/README.md": {"recipe.retool.trial": "minutes; tests/recipe/test_trials.py makes its files"},
     "recipe/r1_style/README.md": {
         "--out outputs/r1_style": "minutes; tests/recipe/test_r1_style.py runs it in small",
         "--model Qwen": "the hub; tests/recipe/test_r1_style.py runs it in small",
