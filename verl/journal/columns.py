@@ -54,7 +54,8 @@ class Names:
 
     def numbers(self, texts: Sequence[object], dtype: type = np.int32) -> np.ndarray:
         """(N,) of texts; -1 for None."""
-        return np.array([-1 if text is None else self.number(str(text)) for text in texts], dtype=dtype)
+        numbers = {text: -1 if text is None else self.number(str(text)) for text in dict.fromkeys(texts)}
+        return np.fromiter(map(numbers.__getitem__, texts), dtype, len(texts))
 
 
 class Lineage:

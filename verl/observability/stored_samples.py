@@ -93,7 +93,8 @@ class StepSamples:
             lines = (self._line(row) for row in range(len(self)))
             return np.array([bool(has(str(line.get("input"))) or has(str(line.get("output")))) for line in lines], bool)
         made = np.zeros(len(self), dtype=bool)
-        table = pq.read_table(self.path, columns=["input", "output"], use_threads=False)
+        with pq.ParquetFile(self.path) as file:
+            table = file.read(columns=["input", "output"], use_threads=False)
         if len(table) != len(self):
             raise ValueError("another number of rows than before")
         for column in table.columns:
@@ -183,7 +184,8 @@ def read_lines(path: Path, step: int, uids: Names, finishes: Names) -> StepSampl
 
 
 def _numbers(column: pa.ChunkedArray, kind: type) -> np.ndarray:
-    return column.fill_null(_missing(kind)).to_numpy().astype(kind)
+    filled = column.fill_null(_missing(kind)) if column.null_count else column
+    return filled.to_numpy().astype(kind)
 
 
 def _missing(kind: type) -> float | int:

@@ -242,7 +242,8 @@ def write_table(table: pa.Table, path: Path) -> None:
     part = path.with_suffix(".parquet.part")
     lengths = np.nan_to_num(table["length"].to_numpy(zero_copy_only=False).astype(float))
     floats = [f"{name}.list.element" for name in FLOATS if name in table.column_names]
-    others = [name for name in table.column_names if name not in FLOATS and name not in ("score", "clipped")]
+    unlike = (*FLOATS, "score", "clipped", "output")  # most of their values differ: a dictionary only slows a reader
+    others = [name for name in table.column_names if name not in unlike]
     repeated = [f"{name}.list.element" if name in TOKENS else name for name in others]
     with pq.ParquetWriter(part, table.schema, compression="zstd", use_dictionary=repeated,
                           use_byte_stream_split=floats) as writer:  # fmt: skip

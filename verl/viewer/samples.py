@@ -6,6 +6,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from verl.observability.stored_samples import INDEX, UNREADABLE, StepSamples, re
 from verl.viewer.folder import STEP_FILE
 from verl.viewer.questions import NoSuchThing, Question, Row
 
-READ_SECONDS, SEARCH_SECONDS = 0.5, 0.6
+READ_SECONDS, SEARCH_SECONDS = 0.3, 0.6
 """For which one request reads files into the index, and searches in texts; the next request continues."""
+SEARCH_THREADS = 2
+"""They decompress and compare texts at the same time."""
 STATES = ("trained", "waiting", "dropped")
 EXCERPT = 200
 """Characters of a text in a table."""
@@ -232,21 +235,24 @@ class SampleIndex:
             del self._searches[next(iter(self._searches))]
         passes &= columns["block"] >= 0  # the journal has no texts
         blocks = np.unique(columns["block"][passes])[::-1].tolist()
-        until, searched = time.monotonic() + seconds, 0
-        for number in blocks:
+        until = time.monotonic() + seconds
+
+        def matches_in(number: int) -> np.ndarray | None:
             block = self._order[number]
-            before = done.get(block.step)
-            if before is None or before[0] is not block:
-                if time.monotonic() > until:
-                    continue
-                done[block.step] = block, self._contains(block, text)
-            searched += 1
+            before, matches = done.get(block.step, (None, None))
+            if before is not block:
+                matches = self._contains(block, text) if time.monotonic() <= until else None
+            return matches
+
+        with ThreadPoolExecutor(SEARCH_THREADS, "viewer search") as pool:
+            results = list(pool.map(matches_in, blocks))
         starts = np.searchsorted(columns["block"][: int((columns["block"] >= 0).sum())], np.arange(len(self._order)))
-        for number in blocks:
-            block, part = self._order[number], slice(starts[number], starts[number] + len(self._order[number]))
-            entry = done.get(block.step)
-            passes[part] &= entry[1] if entry is not None and entry[0] is block else False
-        return searched, len(blocks)
+        for number, matches in zip(blocks, results):
+            block = self._order[number]
+            passes[starts[number] : starts[number] + len(block)] &= False if matches is None else matches
+            if matches is not None:
+                done[block.step] = block, matches
+        return sum(matches is not None for matches in results), len(blocks)
 
     def _contains(self, block: StepSamples, text: str) -> np.ndarray:
         try:
