@@ -17,10 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 GRACE_SECONDS = 3.0
+KILL_SECONDS = 10.0
+"""That a `Program` gets to end before it is killed."""
+LAST_LINES = 12
 DEATH_SIGNAL, SUBREAPER = 1, 36
 """Numbers of ``prctl``: the signal at the parent's death, and that orphans below become children."""
 
@@ -30,6 +34,75 @@ def guarded(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
+
+
+class Program:
+    """A running program, whose output a thread reads; it ends with `close`, or when this process exits.
+
+    Args:
+        command: starts it; `guarded` if it would outlive a kill of this process.
+        environment: all of its variables.
+        name: of the thread, and in messages.
+        pipes: descriptors that it inherits.
+
+    Raises:
+        OSError: it cannot be started. RuntimeError: there is no further thread.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], name: str, pipes: Sequence[int] = ()):
+        self.name = name
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self.process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            pass_fds=pipes,
+            start_new_session=True,  # what a terminal sends is the run's to answer, which still needs it
+        )
+        atexit.register(self.close)
+        self._reader = threading.Thread(target=self._listen, name=f"output of {name}", daemon=True)
+        try:
+            self._reader.start()
+        except RuntimeError:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def output_tail(self) -> str:
+        return "\n".join(self._last) or "it said nothing"
+
+    def heard(self, line: str) -> None:
+        """Take a line of its output, in the thread that reads it."""
+        self._last.append(line)
+
+    def ended(self, status: int) -> None:
+        """Called in that thread after the last line."""
+
+    def close(self) -> None:
+        """End it; it gets some seconds for it."""
+        if self.is_alive:
+            self.process.terminate()
+            try:
+                self.process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        atexit.unregister(self.close)
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None, "a pipe"
+        with self.process.stdout as output:
+            for line in output:
+                self.heard(line.rstrip())
+        self.ended(self.process.wait())
 
 
 def main(caller: int, command: list[str]) -> int:

@@ -25,7 +25,7 @@ from verl.metrics import notice, start_logging
 from verl.observability.tracking import Tracking
 from verl.registry import refuse_while_loading
 from verl.trainer.placement import Place, topology_of
-from verl.viewer.run_page import RunPage
+from verl.viewer.run_page import run_page
 
 RunConfig = PPOTrainerConfig | SupervisedConfig
 
@@ -134,10 +134,8 @@ def write_config(config: RunConfig) -> None:
     save_config(config, Path(config.trainer.default_local_dir) / "config.yaml")
 
 
-def page_of_run(
-    config: RunConfig, tracking: Tracking, samples: Path | None = None
-) -> AbstractContextManager[RunPage | None]:
-    """The page of the run (``trainer.viewer``) for as long as the block lasts; None where it is off.
+def page_of_run(config: RunConfig, tracking: Tracking, samples: Path | None = None) -> AbstractContextManager[None]:
+    """The page of the run (``trainer.viewer``) for as long as the block lasts, where it is on.
 
     Args:
         tracking: it has begun, so that its file of metrics is there.
@@ -146,7 +144,7 @@ def page_of_run(
     if not config.trainer.viewer:
         return nullcontext()
     file = tracking.logger.get("file")
-    return RunPage(Path(config.trainer.default_local_dir), None if file is None else file.place, samples)
+    return run_page(Path(config.trainer.default_local_dir), None if file is None else file.place, samples)
 
 
 def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:

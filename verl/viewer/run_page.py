@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import threading
-from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from verl import env, lifeline
@@ -14,99 +14,84 @@ from verl.journal.places import private_opener
 from verl.metrics import notice
 
 KEY = "trainer.viewer"
-END_SECONDS = 5.0
-"""That the process gets to end."""
 LINK = "viewer_link.txt"
 """In the run's folder: the link, with its token. Trackers may store what a run prints."""
-SHOWN_LINES = 5
-"""Of its output in a notice."""
+STDOUT, TERMINAL = 1, "/dev/tty"
 
 
-class RunPage:
+class RunPage(lifeline.Program):
     """``python -m verl.viewer`` on one run; the console names the file with its link, and a failure is one notice.
 
     Args:
         folder: of the run.
         metrics, samples: its metrics file and its folder of samples, which may be outside of the folder.
 
-    Example:
-        >>> with RunPage(Path("checkpoints/sums"), Path("checkpoints/sums/metrics.jsonl")):
-        ...     train()
+    Raises:
+        OSError: it cannot be started. RuntimeError: there is no further thread.
     """
 
     def __init__(self, folder: Path, metrics: Path | None = None, samples: Path | None = None):
-        self._command = [sys.executable, "-m", "verl.viewer", str(folder)]
+        command = ["nice", "-n", "10", sys.executable, "-m", "verl.viewer", str(folder)]  # the run comes first
         for flag, place in (("--metrics", metrics), ("--samples", samples)):
-            self._command += [] if place is None else [flag, str(place)]
+            command += [] if place is None else [flag, str(place)]
         self._link = folder / LINK
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
         self._closing = threading.Event()
+        super().__init__(lifeline.guarded(command), env.whole(), KEY)
 
-    def __enter__(self) -> RunPage:
-        try:
-            process = subprocess.Popen(
-                lifeline.guarded(["nice", "-n", "10", *self._command]),  # the run comes first
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=env.whole(),
-                start_new_session=True,  # an interrupt from the terminal is for the run, whose last step is still shown
-            )
-        except OSError as error:
-            notice(KEY, f"the page of this run cannot be started: {error}")
-            return self
-        reader = threading.Thread(target=self._listen, args=(process,), name=KEY, daemon=True)
-        try:
-            reader.start()
-        except RuntimeError as error:  # the limit of threads
-            notice(KEY, f"the page of this run cannot be started: {error}")
-            with process:
-                _end(process)
-            return self
-        self._process, self._reader = process, reader
-        return self
+    def heard(self, line: str) -> None:
+        if line.startswith("http://127.0.0.1:"):
+            self._publish(line)
+        else:
+            super().heard(line)
 
-    def __exit__(self, *_: object) -> None:
+    def ended(self, status: int) -> None:
+        if not self._closing.is_set():
+            notice(KEY, f"the page of this run ended with status {status}; the run continues. {self.output_tail}")
+
+    def close(self) -> None:
         self._closing.set()
-        if self._process is None or self._reader is None:
-            return
-        _end(self._process)
-        self._reader.join(END_SECONDS)
+        super().close()
+        if self._reader.is_alive():
+            self._reader.join(lifeline.KILL_SECONDS)
         with suppress(OSError):
             self._link.unlink()
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None, "a pipe"
-        last = deque[str](maxlen=SHOWN_LINES)
-        with process.stdout:
-            for line in process.stdout:
-                if line.startswith("http://127.0.0.1:"):
-                    self._publish(line, process)
-                else:
-                    last.append(line.strip())
-        status = process.wait()
-        if not self._closing.is_set():
-            notice(KEY, f"the page of this run ended with status {status}; the run continues. {' '.join(last)}")
-
-    def _publish(self, link: str, process: subprocess.Popen[str]) -> None:
+    def _publish(self, link: str) -> None:
         try:
             self._link.unlink(missing_ok=True)
             with open(self._link, "x", encoding="utf-8", opener=private_opener) as file:
-                file.write(link)
+                file.write(f"{link}\n")
         except OSError as error:
             notice(KEY, f"the page of this run ends, because its link cannot be written: {error}")
-            process.terminate()
+            self.process.terminate()
         else:
             print(f"the page of this run: open the link in {self._link}", flush=True)
+            show_at_terminal(link)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
+@contextmanager
+def run_page(folder: Path, metrics: Path | None = None, samples: Path | None = None) -> Iterator[None]:
+    """The page of a run for as long as the block lasts; one that cannot be started is a notice.
+
+    Args:
+        folder, metrics, samples: as of `RunPage`.
+
+    Example:
+        >>> with run_page(Path("checkpoints/sums"), Path("checkpoints/sums/metrics.jsonl")):
+        ...     train()
+    """
     try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        page = RunPage(folder, metrics, samples)
+    except (OSError, RuntimeError) as error:
+        notice(KEY, f"the page of this run cannot be started: {error}")
+        yield
+        return
+    with closing(page):
+        yield
+
+
+def show_at_terminal(link: str) -> None:
+    """Write a link that can be clicked where this process prints to a terminal: no tracker or log reads it there."""
+    if os.isatty(STDOUT):
+        with suppress(OSError), open(TERMINAL, "w", encoding="utf-8") as terminal:  # none controls this process
+            terminal.write(f"\033]8;;{link}\033\\{link}\033]8;;\033\\\n")

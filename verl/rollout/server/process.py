@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import collections
 import contextlib
 import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +21,6 @@ from verl.serving import secret
 from verl.serving.listener import private_folder
 
 POLL_SECONDS = 0.2
-LAST_LINES = 12
-KILL_SECONDS = 10.0
 END_WITH_STDIN, ANNOUNCE, TRANSPORT = "--end-with-stdin", "--announce", "--transport"
 """Arguments of a host of ours. The first makes it end when its standard input does: the system closes that however this
 process ends."""
@@ -35,7 +29,7 @@ KEY = "VERL_SERVER_KEY"
 _START = "actor_rollout_ref.rollout.server.max_start_wait_time"
 
 
-class ServerProcess:
+class ServerProcess(lifeline.Program):
     """A server in a child process.
 
     Args:
@@ -55,21 +49,7 @@ class ServerProcess:
         pipes: Sequence[int] = (),
     ):
         self.url = url
-        self.name = name or command[0]
-        self._said: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self.process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**env.whole(), **(environment or {})},
-            pass_fds=pipes,
-            start_new_session=True,  # what a terminal sends is the run's to answer, which still needs it
-        )
-        threading.Thread(target=self._listen, name=f"output of {self.name}", daemon=True).start()
-        atexit.register(self.close)
+        super().__init__(command, {**env.whole(), **(environment or {})}, name or command[0], pipes)
 
     @classmethod
     def foreign(
@@ -77,10 +57,6 @@ class ServerProcess:
     ) -> ServerProcess:
         """A server that is not of this library, on a port of loopback; it ends with everything that it started."""
         return cls(lifeline.guarded(command), f"http://127.0.0.1:{port}", environment, name or command[0])
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
 
     async def wait_until_up(self, seconds: float) -> None:
         """Return once it answers.
@@ -116,27 +92,6 @@ class ServerProcess:
         status = self.process.wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return f"{self.name} ended with {how}; it said last: {self.output_tail}"
-
-    @property
-    def output_tail(self) -> str:
-        return "\n".join(self._said) or "it said nothing"
-
-    def close(self) -> None:
-        """End it; it gets some seconds for it."""
-        if self.is_alive:
-            self.process.terminate()
-            try:
-                self.process.wait(KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        atexit.unregister(self.close)
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):
-            for line in self.process.stdout:
-                self._said.append(line.rstrip())
 
 
 class HostProcess(ServerProcess):
