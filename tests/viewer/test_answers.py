@@ -17,6 +17,7 @@ from tests.viewer.served import served
 from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
 from verl.journal.ledger_reader import History
+from verl.viewer import run
 
 SAMPLES = 16
 """Of a step: four prompts, four answers each."""
@@ -169,7 +170,7 @@ def test_the_gantt_chart_has_the_stages_of_the_steps(site):
 def test_busy_and_idle_seconds_of_a_role_add_up_to_the_run(site):
     system = site.get("system")
     sums = [role["busy"] + role["idle"] for role in system["roles"]]
-    assert sums == pytest.approx([sums[0]] * len(sums)) and {one["step"] for one in system["progress"]} == {STEPS}
+    assert sums == pytest.approx([sums[0]] * len(sums)) and {role["step"] for role in system["roles"]} == {STEPS}
 
 
 def test_the_settings_of_a_run_are_listed(site):
@@ -188,6 +189,32 @@ def test_a_table_is_exported_as_csv_and_parquet(site):
     assert table["step"].to_pylist() == [1.0, 2.0, 3.0]
     groups = site.send("/api/export?what=groups&step=2").body.decode()
     assert len(groups.splitlines()) > 4
+
+
+@pytest.mark.parametrize(("name", "rows", "parameters"), [
+    ("runs", "runs", ""), ("steps", "steps", ""), ("config", "rows", "&run=0"),
+    ("gantt", "spans", "&first=2&last=2"), ("system", "roles", ""),
+])  # fmt: skip
+def test_each_view_is_exported_with_the_rows_that_it_shows(site, name, rows, parameters):
+    shown = site.send(f"/api/{name}?{parameters}").json[rows]
+    content = site.send(f"/api/export?what={name}{parameters}").body.decode()
+    assert [row[0] for row in csv.reader(io.StringIO(content))][1:] == [str(next(iter(row.values()))) for row in shown]
+    table = pq.read_table(io.BytesIO(site.send(f"/api/export?what={name}&format=parquet{parameters}").body))
+    assert table.num_rows == len(shown) > 0 and table.column_names == list(shown[0])
+
+
+def test_the_tokens_of_a_sample_are_exported_with_their_numbers(site):
+    identity = site.get("samples", step=2)["rows"][0]["id"]
+    tokens = site.get("sample", id=identity)["tokens"]
+    table = pq.read_table(io.BytesIO(site.send(f"/api/export?what=tokens&id={identity}&format=parquet").body))
+    assert table["ids"].to_pylist() == tokens["ids"] and table["advantage"].to_pylist() == tokens["advantage"]
+    assert table.num_rows == tokens["total"] and {"text", "ratio", "mask", "version"} <= set(table.column_names)
+
+
+def test_an_export_without_all_its_rows_is_refused(site, monkeypatch):
+    monkeypatch.setattr(run, "MOST_SPANS", 2)
+    assert site.get("gantt", first=2, last=2)["left_out"] > 0
+    assert site.refused("export", what="gantt", first=2, last=2)["fix"] == "Choose fewer steps."
 
 
 def test_an_answer_that_has_not_changed_is_empty(site):

@@ -88,3 +88,8 @@ def test_a_link_among_the_files_of_the_page_is_left_out(tmp_path):
     (tmp_path / "vendor" / "a.js").write_text("1")
     (tmp_path / "link.txt").symlink_to("/etc/passwd")
     assert set(page_files(tmp_path)) == {"index.html", "vendor/a.js"}
+
+
+def test_the_code_of_the_page_stays_small_enough_to_read():
+    lines = {name: len(file.read_text().splitlines()) for name, file in page_files().items() if "vendor" not in name}
+    assert sum(lines.values()) <= 1500 and {"app.js", "style.css", "index.html"} <= lines.keys()

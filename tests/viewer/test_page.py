@@ -413,6 +413,26 @@ def test_a_chart_is_saved_as_picture_and_its_values_as_files(page):
     assert [float(value) for value in values] == [5, 10, 15, 20]
 
 
+def test_every_view_has_its_files_for_other_programs(page):
+    saved = {
+        "curves": {"curves", "runs", "events"}, "steps": {"steps"}, "groups": {"groups"}, "samples": {"samples"},
+        "sample": {"tokens"}, "compare": {"tokens"}, "prompt": {"samples"}, "configuration": {"config"},
+        "system": {"curves", "gantt", "system"},
+    }  # fmt: skip
+    script = """
+    const links = [...document.querySelectorAll("a[download]")].map((one) => one.href);
+    const answers = links.map(async (link) => [new URL(link).searchParams.get("what"), (await fetch(link)).status]);
+    return Promise.all(answers);
+    """
+    for name, view in every_view(page).items():
+        page.open(view)
+        page.run("for (const one of document.querySelectorAll('details')) one.open = true")
+        if name == "curves":
+            page.rows("Events")
+        answers = page.run(f"return (async () => {{{script}}})()")
+        assert {what for what, _ in answers} == saved[name] and {status for _, status in answers} == {200}, name
+
+
 def test_long_texts_are_cut_with_a_button_and_many_tokens_come_in_pages(chromium, tmp_path):
     from selenium.webdriver.common.keys import Keys
 

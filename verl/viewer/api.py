@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import DataError, VerlError, suggest
+from verl.json_text import read_json
 from verl.serving import ApiError, BrowserAccess, Handle, HttpRequest, HttpResponse, Server, secret
 from verl.viewer.export import FORMATS, as_file
 from verl.viewer.groups import groups_of, steps_of
@@ -20,6 +21,8 @@ PAGE = Path(__file__).parent / "page"
 INDEX = "index.html"
 COOKIE = "verl_viewer"
 Answering = Callable[[Question], HttpResponse]
+TABLES = {"runs": "runs", "steps": "steps", "config": "rows", "events": "events", "gantt": "spans", "system": "roles"}
+"""Questions whose answer is exported as it is -> the list of its rows."""
 
 
 @dataclass
@@ -151,7 +154,7 @@ class Api:
 
     def export(self, question: Question) -> HttpResponse:
         """A table as a file."""
-        what = question.text("what", "", ("curves", "groups", "samples"))
+        what = question.text("what", "", ("curves", "groups", "samples", "tokens", *TABLES))
         kind = question.text("format", "csv", tuple(FORMATS))
         if what == "curves":
             selection = self._curves(question)
@@ -160,10 +163,18 @@ class Api:
                 for _, run, name in selection
                 for place, value, step in run.log.points(name, selection.x, selection.since, run.samples_per_step)
             ]
+            return as_file(rows, what, kind)
+        run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
+        if what in TABLES:
+            answer = read_json(self.questions[what](question).content)
+            if answer.get("left_out"):
+                raise DataError("too many rows for a file", key=what, got=len(answer["spans"]) + answer["left_out"],
+                                allowed=f"up to {len(answer['spans'])}", fix="Choose fewer steps.")  # fmt: skip
+            rows = answer[TABLES[what]]
+        elif what == "groups":
+            rows = groups_of(question, run.index, run.columns, True)["rows"]
         else:
-            run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
-            is_groups = what == "groups"
-            rows = groups_of(question, run.index, run.columns, True)["rows"] if is_groups else run.exported(question)
+            rows = run.exported(question) if what == "samples" else run.tokens(question)
         return as_file(rows, what, kind)
 
     def _of_run(self, question: Question, make: Callable[[ViewedRun], Row], ends: bool = True) -> HttpResponse:

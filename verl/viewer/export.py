@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -38,6 +39,8 @@ def _csv(rows: Sequence[Row]) -> bytes:
 
 
 def _cell(value: object) -> object:
+    if isinstance(value, list | dict):
+        value = json.dumps(value, ensure_ascii=False)
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 

@@ -151,6 +151,22 @@ class ViewedRun:
         record = self.index.record(columns, row)
         return {**described, "meaning": meaning, **detail_of(record, shows_all), "ledger": ledger}
 
+    def tokens(self, question: Question) -> list[Row]:
+        """A row per token of a sample, with all quantities that the run has of it.
+
+        Raises:
+            NoSuchThing: there is no such sample.
+            DataError: it has no token data, or a parameter has no such value.
+        """
+        identity = question.text("id")
+        question.end()
+        tokens = self.sample(identity, shows_all=True)["tokens"]
+        if tokens is None:
+            raise DataError("this sample has no token data", key="id", got=identity,
+                            fix="trainer.rollout_data_tokens writes them.")  # fmt: skip
+        columns = {name: values for name, values in tokens.items() if isinstance(values, list)}
+        return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
     def same_prompt(self, identity: str, first: int, size: int) -> Row:
         """The samples of the same row of the data over all steps; of the same group where the row is not known.
 
@@ -188,19 +204,15 @@ class ViewedRun:
 
     def system(self) -> Row:
         """Busy and idle seconds of each role, its last stage, and the watchdog's stacks."""
-        spans, stacks = self.lineage.spans, self.folder.stacks()
-        if not spans:
-            return {"roles": [], "progress": [], "stacks": stacks}
-        begin = min(span.begin for span in spans)
-        last = {role: max(work, key=lambda span: span.end) for role, work in by_role(spans).items()}
-        return {
-            "roles": [{"role": r, "busy": busy, "idle": idle} for r, (busy, idle) in work_of_roles(spans).items()],
-            "progress": [
-                {"role": role, "step": span.step, "time": span.end - begin, "name": span.stage}
-                for role, span in last.items()
-            ],
-            "stacks": stacks,
-        }
+        spans, rows = self.lineage.spans, []
+        begin = min((span.begin for span in spans), default=0.0)
+        work = work_of_roles(spans) if spans else {}
+        for role, stages in by_role(spans).items():
+            busy, idle = work[role]
+            last = max(stages, key=lambda span: span.end)
+            rows.append({"role": role, "busy": busy, "idle": idle, "step": last.step, "name": last.stage,
+                         "time": last.end - begin})  # fmt: skip
+        return {"roles": rows, "stacks": self.folder.stacks()}
 
     def events(self) -> list[Row]:
         """Checkpoints, validations, restarts and notices, in the order of time; null: not known."""

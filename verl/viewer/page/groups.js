@@ -53,7 +53,7 @@ export async function steps(page) {
   const run = page.run;
   const next = feed("steps", { run }, page.signal);
   const box = h("div");
-  page.show(heading(`Steps of ${page.name(run)}`), box);
+  page.show(heading(`Steps of ${page.name(run)}`), exports("steps", { run }), box);
   const samples = (row, label, filter) => anchor(link("samples", { run, step: row.step, ...filter }), label);
   const groups = ({ step }) => anchor(link("step", { run, step }), number(step), { key: `step-${step}` });
   const columns = [

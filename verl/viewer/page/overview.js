@@ -19,7 +19,7 @@ function source(metric) {
 export function exports(what, query) {
   const one = (format, label) =>
     anchor(exportLink(what, query, format), [label, unseen(` of ${what}`)], { download: true, class: "button" });
-  return [one("csv", "CSV"), one("parquet", "Parquet")];
+  return h("span", { class: "buttons" }, one("csv", "CSV"), one("parquet", "Parquet"));
 }
 
 /**
@@ -127,7 +127,7 @@ function controls(page, x, smooth, onsmooth) {
     h("label", {}, "Smoothing ", slider), value);
 }
 
-function eventTable(page, events) {
+function eventTable(page, runs, events) {
   const columns = [
     { label: "Run", cell: (one) => page.name(one.run) },
     { label: "Step", number: true, cell: (one) => number(one.step) },
@@ -135,7 +135,8 @@ function eventTable(page, events) {
     { label: "Kind", cell: (one) => h("span", { class: `event ${one.kind}` }, one.kind) },
     { label: "Event", cell: (one) => one.text },
   ];
-  return events.length ? table("Events", columns, events) : empty("No events yet.");
+  const files = () => runs.map((run) => [page.name(run), exports("events", { run })]);
+  return events.length ? [files(), table("Events", columns, events)] : empty("No events yet.");
 }
 
 /** Metrics of the runs by group, each once. */
@@ -168,11 +169,11 @@ export async function overview(page) {
   const count = () => page.runs.map((one) => one.metrics).join();
   const before = count();
   function fillEvents() {
-    if (events.open) replace(list, eventTable(page, shown.events));
+    if (events.open) replace(list, eventTable(page, runs, shown.events));
   }
   const compare = runs.length === 2 &&
     anchor(link("config", { run: runs[0], against: runs[1] }), "Compare configurations", { class: "button" });
-  page.show(heading("Curves"), runBox, compare, every.length === 0 ? empty(...NO_METRICS)
+  page.show(heading("Curves"), runBox, exports("runs", {}), compare, every.length === 0 ? empty(...NO_METRICS)
     : h("div", { class: "columns" }, metricList(page, groups, chosen),
       h("div", {}, controls(page, x, smooth, shown.smooth), first.box, events,
         sources.length > 0 && h("h2", {}, "Validation"), sources.map(({ name, box }) => [h("h3", {}, name), box]))));
@@ -200,6 +201,7 @@ export async function config(page) {
   const nothing = words ? "No setting has this in its name."
     : against === null ? "The run wrote no configuration." : "The two configurations are equal.";
   page.show(heading(against === null ? "Configuration" : "Differences of configuration"),
-    h("form", { class: "controls" }, h("label", {}, "Against ", choice), h("label", {}, "Search settings ", search)),
+    h("form", { class: "controls" }, h("label", {}, "Against ", choice), h("label", {}, "Search settings ", search),
+      exports("config", { run: page.run, against })),
     matches.length ? table("Settings", columns, matches) : empty(nothing));
 }

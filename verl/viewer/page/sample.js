@@ -5,6 +5,7 @@ import { get, link } from "./api.js";
 import { Chart } from "./chart.js";
 import { anchor, empty, facts, h, heading, longText, number, table, unseen } from "./dom.js";
 import { pager, trail } from "./groups.js";
+import { exports } from "./overview.js";
 import { CLIPPED, sampleColumns } from "./samples.js";
 import { tokenView } from "./tokens.js";
 
@@ -41,7 +42,8 @@ function response(page, one, remember, rest = null) {
   if (!one.tokens?.text.length) return [text(), h("p", { class: "note" }, NO_TOKENS)];
   const [measure, place] = [page.query.get("color") ?? "log_prob", Number(page.query.get("token") ?? 0)];
   const plain = h("details", {}, h("summary", {}, "Text without tokens"), text());
-  return [tokenView(one.tokens, { measure, place, remember }), plain];
+  const files = exports("tokens", { run: page.run, id: one.id });
+  return [tokenView(one.tokens, { measure, place, remember }), files, plain];
 }
 
 function turn({ role, text }) {
@@ -114,6 +116,8 @@ export async function prompt(page) {
     open: (_, step) => { location.hash = link("step", { run, step }); } });
   const labels = ["Sample", "Step", "Score", "Tokens"];
   const columns = sampleColumns(page).filter(({ label }) => labels.includes(label));
+  const [{ row, uid }] = rows; // all of them are answers to the same row, or of one group where it is not known
+  const query = { run, sort: "step", ...(row === null ? { uid } : { row }) };
   page.show(trail(page, ["Sample", link("sample", { run, id })], ["Prompt", null]), heading("One prompt over training"),
-    chart.element, table("Its samples", columns, rows), pager(page, total, MOST));
+    chart.element, exports("samples", query), table("Its samples", columns, rows), pager(page, total, MOST));
 }

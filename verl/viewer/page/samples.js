@@ -54,7 +54,7 @@ export async function samples(page) {
   const way = [step && [`Step ${step}`, link("step", { run: page.run, step })], [title, null]].filter(Boolean);
   const filtered = FILTERS.some(([name]) => page.query.get(name));
   page.show(trail(page, ...way), heading(title === "Group" ? `Samples of a group, step ${step ?? "any"}` : title),
-    form(page), h("p", { class: "buttons" }, exports("samples", query)), box);
+    form(page), exports("samples", query), box);
   return async () => {
     const answer = await next();
     if (!answer) return;

@@ -2,7 +2,7 @@
 
 import { feed, get, link } from "./api.js";
 import { anchor, empty, h, heading, number, plain, replace, table, tint } from "./dom.js";
-import { curves } from "./overview.js";
+import { curves, exports } from "./overview.js";
 
 const CHARTS = [/^perf\/(throughput|time_per_step|max_memory|cpu_memory|memory|weights_sent)/, /idle_seconds$/,
   /^rollout\/weights_mb/, /^timing_s\/(gen|update_actor|update_weights)$/];
@@ -69,27 +69,27 @@ export async function system(page) {
   const charts = curves(page, [{ box, metrics }], { runs: [run] });
   const field = (name, label) => h("label", {}, label, h("input", { type: "number", min: "0", key: name,
     value: range[name], onchange: (event) => page.set({ [name]: event.target.value }) }));
-  const role = { label: "Role", cell: (one) => one.role };
   const share = ({ busy, idle }) => `${number(Math.round((1000 * idle) / (busy + idle || 1)) / 10)} %`;
-  const busy = [role,
+  const columns = [
+    { label: "Role", cell: (one) => one.role },
     { label: "Busy (s)", number: true, cell: (one) => number(one.busy) },
     { label: "Idle (s)", number: true, cell: (one) => number(one.idle) },
     { label: "Idle share", number: true, cell: share },
-  ];
-  const progress = [role,
-    { label: "Step", number: true, cell: ({ step }) => anchor(link("step", { run, step }), number(step)) },
-    { label: "Seconds", number: true, cell: (one) => number(one.time) },
+    { label: "Last step", number: true, cell: ({ step }) => anchor(link("step", { run, step }), number(step)) },
+    { label: "Last work", cell: (one) => one.name },
+    { label: "Until (s)", number: true, cell: (one) => number(one.time) },
   ];
   page.show(heading(`System of ${page.name(run)}`),
     h("section", { "aria-label": "Roles" }, h("h2", {}, "Roles over time"),
-      h("form", { class: "controls" }, field("first", "From step "), field("last", "To step ")), spans, roles),
+      h("form", { class: "controls" }, field("first", "From step "), field("last", "To step "),
+        exports("gantt", { run, ...range }), exports("system", { run })), spans, roles),
     h("section", { "aria-label": "Numbers" }, h("h2", {}, "Speed, memory, weights"),
       metrics.length ? box : empty("No metric of speed or memory was logged yet.")));
   return async () => {
     const [work, numbers] = await Promise.all([nextSpans(), nextRoles(), charts.refresh()]);
     if (work) replace(spans, work.spans.length ? gantt(work) : empty("No spans of these steps.", "Choose others."));
-    if (numbers) replace(roles, numbers.roles.length > 0 && [table("Busy and idle", busy, numbers.roles),
-      table("Progress", progress, numbers.progress)], numbers.stacks !== null && h("details", {},
-      h("summary", {}, "Stacks at the last hang"), h("pre", { class: "text", tabindex: "0" }, numbers.stacks)));
+    if (numbers) replace(roles, numbers.roles.length > 0 && table("Roles", columns, numbers.roles),
+      numbers.stacks !== null && h("details", {}, h("summary", {}, "Stacks at the last hang"),
+        h("pre", { class: "text", tabindex: "0" }, numbers.stacks)));
   };
 }
