@@ -224,6 +224,8 @@ def test_what_works_instead_is_said_for_features_that_exist_in_the_tree():
     assert set(INSTEAD) <= features
     with pytest.raises(NotBuiltError, match=r"Leave it out: training starts exactly from the base"):
         ppo("actor_rollout_ref.model.lora.lora_B_init_method=normal")
+    with pytest.raises(NotBuiltError, match=r"the Prometheus endpoint.*server\.url names answer /metrics themselves"):
+        ppo(f"{R}.prometheus.enable=true")
 
 
 def test_a_value_of_another_type_is_refused_by_the_features_name_and_by_its_type_where_a_sampler_follows_it():

@@ -409,6 +409,8 @@ INSTEAD: dict[str, str] = {
     "replay of rollouts by the asynchronous trainer": "Set skip.rollout, with the same settings.",
     "a sampler of batches of your own": "Leave it out; trainer.v1.trainer_mode takes a schedule of your own.",
     "moving devices between sampling and training": "Leave it out; trainer and rollout pools keep their sizes.",
+    "the Prometheus endpoint": "Leave it out: servers that actor_rollout_ref.rollout.server.url names answer /metrics "
+    "themselves (SGLang with --enable-metrics), and trainer.logger=[console,file,prometheus] serves the run's metrics.",
     "validation by samplers of the trainers": "Leave it out: the samplers validate.",
 }
 """What works today, by the feature that is missing."""
