@@ -1,8 +1,8 @@
 """Runs a program that must not outlive its parent: ``python verl/lifeline.py PID command...``.
 
 For programs that do not end by themselves when the process PID is killed. However that process ends, the program and
-everything that it started are ended. Standard input and output are the program's. Only the standard library is used, so
-that this process starts in a moment.
+everything that it started are ended. Standard input and output are the program's. `Program` starts one and reads its
+output. Only the standard library is used, so that this process starts in a moment.
 """
 
 from __future__ import annotations
