@@ -1,33 +1,48 @@
 """The page over a long run: seconds for a first page, for filters and further pages, and the server's peak memory.
 
     PYTHONPATH=. python benchmarks/bench_viewer.py [--samples 1000000] [--tokens 64] [--folder RUN]
+    PYTHONPATH=. python benchmarks/bench_viewer.py --dump [--steps 12]
 
 A run of 1,000 samples per step is written as a trainer writes it (metrics, journal, parquet files with tokens), unless
 ``--folder`` has one. Then ``python -m verl.viewer`` serves it, and each request is timed from outside: "cold" is a
 server that has read nothing, "indexed" says after how many seconds and requests all files were in its index.
 Goals for a million samples: 2 s for a first page, 1 s for any filter or page, 500 MB.
+
+``--dump`` measures what a run pays for its files of samples with all tokens: the step of `bench_grpo_step.py` with 10M
+parameters (16 prompts x 8 samples x 32 tokens) in one process, timed from inside, by the CPU's time and by the clock.
+The goal for what the step waits for is 2 % of it; "thread" is the CPU time of what is written behind its back.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 import numpy as np
 import psutil
+import pyarrow as pa
+from bench_grpo_step import WARMUP, make_inputs
 
+from verl.config import load_config
 from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
-from verl.observability.token_dump import Pieces, table_of, write_table
+from verl.observability.token_dump import Pieces, TokenDump, table_of, write_table
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo import callbacks
+from verl.trainer.ppo.callbacks import DumpRollouts
 
 PER_STEP, EACH, METRICS = 1000, 8, 60
 SENTENCE = "let us add the two numbers first and then carry one digit of what is left over"
@@ -50,7 +65,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="of a run that is written here, or read if it is there"
     )
+    parser.add_argument("--dump", action="store_true", help="measure the share of a step instead")
+    parser.add_argument("--steps", type=int, default=12, help=f"with --dump; the first {WARMUP} are not counted")
     args = parser.parse_args()
+    if args.dump:
+        return measure_dump(args.steps)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         if not (folder / "metrics.jsonl").exists():
@@ -184,6 +203,71 @@ def measure(folder: Path) -> None:
     print(f"peak memory of the server {served.peak():.0f} MB")
     served.process.terminate()
     served.process.wait()
+
+
+Seconds = tuple[float, float]
+"""By the CPU, and by the clock."""
+
+
+class TimedDump(TokenDump):
+    """Counts the CPU seconds of its thread."""
+
+    seconds: ClassVar[list[float]] = []
+
+    def _write(self, step: int, make: Callable[[], pa.Table]) -> None:
+        began = time.thread_time()
+        super()._write(step, make)
+        self.seconds.append(time.thread_time() - began)
+
+
+class TimedRollouts(DumpRollouts):
+    """The callback of a run, with what its steps wait for; and each step's length up to the end of the dump."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Seconds] = []
+        self.ends: list[Seconds] = []
+
+    def on_step_end(self, trainer: Any, batch: Any) -> None:
+        began = time.thread_time(), time.perf_counter()
+        super().on_step_end(trainer, batch)
+        self.waits.append((time.thread_time() - began[0], time.perf_counter() - began[1]))
+        self.ends.append((time.process_time(), time.perf_counter()))
+
+
+def measure_dump(steps: int) -> None:
+    """Print the share of a step that the dump takes."""
+    timed, home = TimedRollouts(), Path.cwd()
+
+    class Runner(TaskRunner):
+        def make_trainer(self, config: Any, tokenizer: Any, processor: Any) -> Any:
+            trainer = super().make_trainer(config, tokenizer, processor)
+            trainer.callbacks = [timed if type(one) is DumpRollouts else one for one in trainer.callbacks]
+            return trainer
+
+    with tempfile.TemporaryDirectory() as temporary:
+        os.chdir(temporary)
+        callbacks.TokenDump = TimedDump  # type: ignore[misc]  # the callback makes it by this name
+        model, prompts, _ = make_inputs(Path(temporary), "10M")
+        words = [
+            "algorithm.adv_estimator=grpo", f"data.train_files={prompts}", "data.train_batch_size=16",
+            "data.max_prompt_length=64", "data.max_response_length=32", f"actor_rollout_ref.model.path={model}",
+            "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.ignore_eos=true",
+            "actor_rollout_ref.rollout.calculate_log_probs=true", "trainer.skip_old_log_prob=false",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16", "reward.custom_reward_function.path=reward.py",
+            f"trainer.total_training_steps={steps}", "trainer.logger=[file]", "trainer.runtime=local",
+            "trainer.default_local_dir=run", "trainer.rollout_data_dir=run/samples", "trainer.device=cpu",
+        ]  # fmt: skip
+        run_ppo(load_config("ppo_trainer", words), Runner)
+        os.chdir(home)
+    for kind, name in enumerate(("CPU", "clock")):
+        step = statistics.median(after[kind] - before[kind] for before, after in pairwise(timed.ends[WARMUP:]))
+        wait = statistics.median(seconds[kind] for seconds in timed.waits[WARMUP:])
+        print(
+            f"by the {name}: the step takes {step:.3f} s, and waits {wait * 1e3:.2f} ms for the dump: {wait / step:.2%}"
+        )
+    print(f"thread: {statistics.median(TimedDump.seconds[WARMUP:]) * 1e3:.1f} ms of CPU time per step")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
