@@ -22,7 +22,7 @@ help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
 	@echo "make test         set up $(VENV), then run what a commit has to pass (about 12 minutes on 2 cores)"
 	@echo "make test-all     every test there is, and a table; GROUP=sandbox: one folder of tests/; ARGS=--last-failed: the rest"
-	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab, clearml; no torch), then run their tests"
+	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab, clearml, trackio; no torch), then run their tests"
 	@echo "make test-vllm    set up $(VLLM_VENV) (vLLM on CPU, 4 GB), then run the tests against vLLM itself"
 	@echo "make site         build the documentation into build/site (no network)"
 	@echo "make install      only set up $(VENV)"
@@ -67,7 +67,7 @@ test-all: install install-trackers
 # Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
 $(TRACKERS_VENV)/.installed: constraints-trackers.txt
 	@$(PYTHON) -m venv $(TRACKERS_VENV)
-	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab clearml prometheus-client rich pytest psutil 'math-verify[antlr4_9_3]' $(OR_SAY)
+	@$(TRACKERS_VENV)/bin/python -m pip install -qq --constraint constraints-trackers.txt wandb mlflow swanlab clearml trackio prometheus-client rich pytest psutil 'math-verify[antlr4_9_3]' $(OR_SAY)
 	@touch $@
 
 install-trackers: $(TRACKERS_VENV)/.installed

@@ -51,13 +51,13 @@ def train(folder: Path, rate: str) -> Path:
         f"trainer.experiment_name={run.name}", f"trainer.default_local_dir={run}",
         f"trainer.rollout_data_dir={run / 'samples'}",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl")}
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], cwd=folder, env=environment, check=True)
     return run
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(prefix="runs-") as temporary:
         folder = Path(temporary)
         (folder / "reward.py").write_text(REWARD)
         rows = [
