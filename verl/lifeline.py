@@ -1,8 +1,8 @@
 """Runs a program that must not outlive its parent: ``python verl/lifeline.py PID command...``.
 
 For programs that do not end by themselves when the process PID is killed. However that process ends, the program and
-everything that it started are ended. Standard input and output are the program's. `Program` starts one and reads its
-output. Only the standard library is used, so that this process starts in a moment.
+everything that it started are ended. Standard input and output are the program's. `ChildProgram` starts a program and
+reads its output. Only the standard library is used, so that this process starts in a moment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 
 GRACE_SECONDS = 3.0
 KILL_SECONDS = 10.0
-"""That a `Program` gets to end before it is killed."""
+"""That a `ChildProgram` gets to end before it is killed."""
 LAST_LINES = 12
 DEATH_SIGNAL, SUBREAPER = 1, 36
 """Numbers of ``prctl``: the signal at the parent's death, and that orphans below become children."""
@@ -36,7 +36,7 @@ def guarded(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
-class Program:
+class ChildProgram:
     """A running program, whose output a thread reads; it ends with `close`, or when this process exits.
 
     Args:

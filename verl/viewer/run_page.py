@@ -19,7 +19,7 @@ LINK = "viewer_link.txt"
 STDOUT, TERMINAL = 1, "/dev/tty"
 
 
-class RunPage(lifeline.Program):
+class RunPage(lifeline.ChildProgram):
     """``python -m verl.viewer`` on one run; the console names the file with its link, and a failure is one notice.
 
     Args:

@@ -29,7 +29,7 @@ KEY = "VERL_SERVER_KEY"
 _START = "actor_rollout_ref.rollout.server.max_start_wait_time"
 
 
-class ServerProcess(lifeline.Program):
+class ServerProcess(lifeline.ChildProgram):
     """A server in a child process.
 
     Args:
