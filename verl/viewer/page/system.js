@@ -80,7 +80,7 @@ export async function system(page) {
     { label: "Until (s)", number: true, cell: (one) => number(one.time) },
   ];
   page.show(heading(`System of ${page.name(run)}`),
-    h("section", { "aria-label": "Roles" }, h("h2", {}, "Roles over time"),
+    h("section", { "aria-label": "Roles over time" }, h("h2", {}, "Roles over time"),
       h("form", { class: "controls" }, field("first", "From step "), field("last", "To step "),
         exports("gantt", { run, ...range }), exports("system", { run })), spans, roles),
     h("section", { "aria-label": "Numbers" }, h("h2", {}, "Speed, memory, weights"),
