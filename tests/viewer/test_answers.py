@@ -215,6 +215,8 @@ def test_an_export_without_all_its_rows_is_refused(site, monkeypatch):
     monkeypatch.setattr(run, "MOST_SPANS", 2)
     assert site.get("gantt", first=2, last=2)["left_out"] > 0
     assert site.refused("export", what="gantt", first=2, last=2)["fix"] == "Choose fewer steps."
+    changed = site.get("steps")["changed"]
+    assert site.refused("export", what="steps", changed=changed)["key"] == "changed"
 
 
 def test_an_answer_that_has_not_changed_is_empty(site):

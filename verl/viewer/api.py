@@ -166,7 +166,10 @@ class Api:
             return as_file(rows, what, kind)
         run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
         if what in TABLES:
-            answer = read_json(self.questions[what](question).content)
+            content = self.questions[what](question).content
+            if not content:
+                raise DataError("a file has all rows, also if nothing changed", key="changed", fix="Leave it out.")
+            answer = read_json(content)
             if answer.get("left_out"):
                 raise DataError("too many rows for a file", key=what, got=len(answer["spans"]) + answer["left_out"],
                                 allowed=f"up to {len(answer['spans'])}", fix="Choose fewer steps.")  # fmt: skip
