@@ -1,0 +1,171 @@
+"""How a run is laid out: the roles with their engines and parallel sizes, and the work of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SAMPLERS = ("hf", "vllm", "sglang", "server")
+TRAINERS = ("plain", "fsdp2", "megatron", "torchtitan")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Parallel sizes of a role, or of its sampling replicas.
+
+    The processes of a role are ``tensor * pipeline * sequence * context * data``; experts are spread over some of
+    these (``expert`` divides ``tensor * sequence * context * data``).
+
+    Args:
+        tensor: processes that share each matrix (t).
+        pipeline: processes that share the depth (p).
+        data: shares of a batch (d); of a sampler, its replicas.
+        expert: processes that share the experts of a mixture (e).
+        sequence: processes that share the sequences by Ulysses (s).
+        context: processes that share the sequences by context parallelism.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    sequence: int = 1
+    context: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Processes of the role."""
+        return self.tensor * self.pipeline * self.sequence * self.context * self.data
+
+    @property
+    def model(self) -> int:
+        """Processes that share one copy of the dense matrices."""
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One model of a run on its devices.
+
+    Args:
+        role: ``actor``, ``rollout``, ``ref``, ``critic``, ``rm``, or the name of an added one.
+        engine: of `TRAINERS` or `SAMPLERS`.
+        devices: processes of the role, one per device; equals ``parallel.devices``.
+        parallel: how they share the work.
+        pool: roles of one pool take turns on the same devices.
+        trains: it has gradients and an optimizer.
+        weight_bytes: per weight that the optimizer updates or a frozen role holds (4: float32).
+        compute_bytes: per value in matrix products and activations (2: bf16).
+        shards: devices over which fsdp2 spreads one copy of the weights.
+        optimizer: its name, a row of `engines.OPTIMIZERS`.
+        optimizer_offload: its state is on the host between updates.
+        param_offload: so are weights and gradients.
+        recompute: activations of a layer are computed again in the backward pass.
+        activation_offload: what recomputation keeps of a layer is on the host until the backward pass.
+        micro_tokens: tokens of a micro-batch of an update, per device.
+        infer_tokens: tokens of a micro-batch of a pass without gradients, per device.
+        mini_batches: optimizer steps per step of the run.
+        packed: micro-batches hold no padding.
+        fused_head: log-probs come without logits of all tokens: ``""``, ``torch`` or ``triton``.
+        entropy: the loss reads the entropy.
+        scalar_head: the model gives one number per token (critic, reward model).
+        lora_rank: of an adapter; 0 trains all weights.
+        lora_modules: linear layers of a block that have the adapter; ``all-linear`` all of them.
+        freeze_vision: the vision tower is not trained.
+        memory_fraction: of a sampler, the share of a device's memory that it takes (``gpu_memory_utilization``).
+        cache_bytes: per value of the KV cache.
+        batch_rows: of a sampler, sequences in work per replica at most (``max_num_seqs``).
+        sleeps: a sampler gives its memory back while others work.
+        bucket_bytes: largest chunk of a weight sync.
+    """
+
+    role: str
+    engine: str
+    devices: int = 1
+    parallel: Parallel = Parallel()
+    pool: str = "global_pool"
+    trains: bool = False
+    weight_bytes: int = 4
+    compute_bytes: int = 2
+    shards: int = 1
+    optimizer: str = "AdamW"
+    optimizer_offload: bool = False
+    param_offload: bool = False
+    recompute: bool = False
+    activation_offload: bool = False
+    micro_tokens: int = 0
+    infer_tokens: int = 0
+    mini_batches: int = 1
+    packed: bool = True
+    fused_head: str = ""
+    entropy: bool = False
+    scalar_head: bool = False
+    lora_rank: int = 0
+    lora_modules: str = "all-linear"
+    freeze_vision: bool = False
+    memory_fraction: float = 0.0
+    cache_bytes: int = 2
+    batch_rows: int = 1024
+    sleeps: bool = True
+    bucket_bytes: int = 2 << 30
+
+    @property
+    def samples(self) -> bool:
+        """Whether the role is a sampler."""
+        return self.engine in SAMPLERS
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts or responses.
+
+    Args:
+        mean: of all sequences.
+        longest: the most that the settings admit.
+        quantiles: of measured lengths, evenly spaced from the shortest to the longest; empty where none were measured.
+    """
+
+    mean: float
+    longest: int
+    quantiles: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step of the run does.
+
+    Args:
+        prompts: per step.
+        samples: per prompt.
+        prompt, response: lengths in tokens.
+        steps: of the run.
+        epochs: passes of an update over the batch.
+        micro_rows: sequences of a micro-batch where it is not bounded by tokens; 0 where it is.
+    """
+
+    prompts: int
+    samples: int
+    prompt: Lengths
+    response: Lengths
+    steps: int = 1
+    epochs: int = 1
+    micro_rows: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Per step."""
+        return self.prompts * self.samples
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt.longest + self.response.longest
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence in the mean."""
+        return self.prompt.mean + self.response.mean
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all sequences of a step."""
+        return self.sequences * self.mean_length
