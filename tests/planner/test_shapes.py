@@ -146,9 +146,9 @@ def test_a_missing_field_is_named(field):
 
 
 def test_a_missing_field_of_a_part_is_named_with_its_section():
-    with pytest.raises(ModelError, match="^vision_config.embed_dim: "):
+    with pytest.raises(ModelError, match=r"^vision_config\.embed_dim: "):
         ModelShape.from_config(TEXT | {"model_type": "qwen2_vl", "vision_config": {}})
-    with pytest.raises(ModelError, match="^text_config.hidden_size: "):
+    with pytest.raises(ModelError, match=r"^text_config\.hidden_size: "):
         ModelShape.from_config({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
 
 

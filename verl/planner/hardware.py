@@ -63,7 +63,7 @@ class Cluster:
             ConfigError: another form, no device, or an unknown name.
         """
         match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\S+)", text.strip())
-        if match is None or match[1] is not None and int(match[1]) < 1:
+        if match is None or (match[1] is not None and int(match[1]) < 1):
             raise ConfigError("this names no devices", key="--devices", got=text, allowed="64xH100, or H100 for one")
         return cls(device(match[2]), int(match[1] or 1))
 

@@ -253,7 +253,7 @@ class ModelShape:
         return self.cache_bytes(1, value_bytes)
 
     def flops_per_token(self, length: float) -> float:
-        """Operations of a forward pass per token of a sequence of ``length`` tokens; training takes three times that."""
+        """Operations of a forward pass per token of a sequence of ``length`` tokens; training takes three times those."""
         attention = sum(2.0 * (block.scores + block.mixed) * block.context(length) for block in self.blocks)
         return 2.0 * self.active_parameters + attention
 
@@ -282,7 +282,7 @@ class _Facts:
 
     def on(self, name: str) -> bool:
         """Whether a switch is on."""
-        return name == "always" or bool(name) and bool(self.get(name, name in _ON))
+        return name == "always" or (bool(name) and bool(self.get(name, name in _ON)))
 
     def section(self, name: str) -> _Facts:
         value = self.values[name]
