@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.engines.micro_batch import CPU_TOKENS, LOGITS_BYTES, automatic_tokens, plan_padded
+from verl.engines.micro_batch import plan_padded
 from verl.errors import ConfigError
+from verl.planner.engines import CPU_TOKENS, LOGITS_BYTES, automatic_tokens
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 

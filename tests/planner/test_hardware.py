@@ -15,13 +15,13 @@ def test_a_device_is_named_in_any_usual_form(written):
 
 
 def test_a_gpu_of_two_sizes_needs_its_size():
-    with pytest.raises(ConfigError, match="A100-40GB.*A100-80GB"):
+    with pytest.raises(ConfigError, match=r"A100-40GB.*A100-80GB"):
         device("A100")
     assert device("A100-80").memory == 80e9
 
 
 def test_an_unknown_device_is_answered_with_all_and_the_nearest():
-    with pytest.raises(ConfigError, match="MI300X.*Did you mean 'H100'") as error:
+    with pytest.raises(ConfigError, match=r"MI300X.*Did you mean 'H100'") as error:
         device("H1000")
     assert error.value.allowed == list(devices())
 

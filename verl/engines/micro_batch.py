@@ -11,14 +11,6 @@ from collections.abc import Sequence
 
 from verl.errors import ConfigError
 
-LOGITS_BYTES = 1 << 28
-"""Largest tensor of logits that an engine makes of its own accord."""
-CPU_TOKENS = 2048
-"""On a CPU 4096 at once gain nothing, and memory that was not touched before is slow; 1024 cost 1 to 9 % more time."""
-CPU_TOKENS_OF_LARGE, LARGE = 1024, 64_000_000
-"""A model of `LARGE` parameters has work enough in half the tokens, whose activations take half the memory."""
-GPU_TOKENS = 16384
-
 
 def plan_padded(
     lengths: Sequence[int], micro_batch_size: int | None = None, max_tokens: int | None = None
@@ -74,16 +66,6 @@ def plan_together(
         None if max_tokens is None else max_tokens // together,
     )
     return [[unit * together + n for unit in part for n in range(together)] for part in plan]
-
-
-def automatic_tokens(logits_per_token: int, device: str, longest: int, num_parameters: int = 0) -> int:
-    """A token budget for runs that set none: logits stay below `LOGITS_BYTES`, and one row always fits."""
-    tokens = GPU_TOKENS
-    if device == "cpu":
-        tokens = CPU_TOKENS if num_parameters < LARGE else CPU_TOKENS_OF_LARGE
-    if logits_per_token:
-        tokens = min(tokens, LOGITS_BYTES // (4 * logits_per_token))
-    return max(tokens, longest)
 
 
 def check_limits(lengths: Sequence[int], micro_batch_size: int | None, max_tokens: int | None) -> None:

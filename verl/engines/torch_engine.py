@@ -44,7 +44,7 @@ from verl.engines.blank_pictures import Blanks
 from verl.engines.forward import TokenForward, zeros_of
 from verl.engines.gradient_rows import GradientRows
 from verl.engines.loss_scale import LossScale
-from verl.engines.micro_batch import automatic_tokens, plan_padded, plan_together
+from verl.engines.micro_batch import plan_padded, plan_together
 from verl.engines.muon import build_for_model
 from verl.engines.optimizer import copied, load_optimizer_state, optimizer_state
 from verl.engines.packing import plan_packed, plan_packed_together
@@ -68,6 +68,7 @@ from verl.models.routers import RouterStatistics
 from verl.models.tiled_mlp import tile_mlps
 from verl.models.vision import family_of, freeze_tower, tower_flops, tower_modules
 from verl.models.weights import named_tensors, names_on_disk
+from verl.planner.engines import automatic_tokens
 from verl.protocol import DataProto
 from verl.protocol.sharding import ShardSpec
 from verl.protocol.tokenizer import Tokenizer

@@ -59,7 +59,11 @@ class RolePlan:
         optimizer: its name, a row of `engines.OPTIMIZERS`.
         optimizer_offload: its state is on the host between updates.
         param_offload: so are weights and gradients.
+        offload_policy: weights, gradients and optimizer are on the host during updates, too (fsdp2).
         recompute: activations of a layer are computed again in the backward pass.
+        compiled: layers are compiled, and keep less.
+        on_cpu: the device is a CPU.
+        whole_gradients: processes sum their gradients at the last micro-batch, and each has all of them until then.
         activation_offload: what recomputation keeps of a layer is on the host until the backward pass.
         micro_tokens: tokens of a micro-batch of an update, per device.
         infer_tokens: tokens of a micro-batch of a pass without gradients, per device.
@@ -90,7 +94,11 @@ class RolePlan:
     optimizer: str = "AdamW"
     optimizer_offload: bool = False
     param_offload: bool = False
+    offload_policy: bool = False
     recompute: bool = False
+    compiled: bool = False
+    on_cpu: bool = False
+    whole_gradients: bool = False
     activation_offload: bool = False
     micro_tokens: int = 0
     infer_tokens: int = 0
@@ -159,6 +167,11 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt.longest + self.response.longest
+
+    @property
+    def predicted(self) -> float:
+        """Share of the tokens that a response is, whose log-probs are computed."""
+        return self.response.mean / self.mean_length
 
     @property
     def mean_length(self) -> float:

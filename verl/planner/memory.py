@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from verl.planner.engines import (
+    head_bytes,
+    kept_per_token,
+    sampler_costs,
+    state_bytes,
+    trainer_costs,
+    worked_per_token,
+)
+from verl.planner.hardware import Device
+from verl.planner.layout import RolePlan, Workload
+from verl.planner.shapes import ModelShape
+
+PROCESS = 1.5e9
+"""Bytes of host memory of a worker with torch and its libraries, before it holds any tensor: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -71,3 +87,150 @@ class Memory:
     def total(self) -> float:
         """Bytes per device in the largest phase."""
         return self.peak.total
+
+
+def memory_of(plan: RolePlan, shape: ModelShape, work: Workload, device: Device | None = None) -> Memory:
+    """Bytes of a role.
+
+    Args:
+        device: what a sampler with a share of its memory takes the share of; None leaves its cache out.
+
+    Raises:
+        ConfigError: no costs of this engine or optimizer.
+    """
+    return _sampler(plan, shape, work, device) if plan.samples else _trainer(plan, shape, work)
+
+
+def pool_memory(roles: Sequence[Memory], phase: str, active: str) -> float:
+    """Bytes per device while one role of a pool works in a phase and the others idle."""
+    return sum(role.phase(phase if role.role == active else "idle").total for role in roles)
+
+
+def trained_parameters(plan: RolePlan, shape: ModelShape) -> int:
+    """Weights with a gradient."""
+    if not plan.trains:
+        return 0
+    if plan.lora_rank:
+        return shape.adapter_parameters(plan.lora_rank)
+    return shape.parameters - (shape.vision if plan.freeze_vision else 0)
+
+
+def share_of_weights(plan: RolePlan, shape: ModelShape) -> float:
+    """Part of all weights that one device holds."""
+    if trainer_costs(plan.engine).shards:
+        return 1 / plan.shards
+    dense = shape.parameters - shape.expert_parameters
+    experts = shape.expert_parameters / plan.parallel.expert / max(1, plan.parallel.pipeline)
+    return (dense / plan.parallel.model + experts) / shape.parameters
+
+
+def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
+    costs, share = trainer_costs(plan.engine), share_of_weights(plan, shape)
+    trained = trained_parameters(plan, shape)
+    weights = shape.parameters + (trained if plan.lora_rank else 0)
+    state = state_bytes(plan.optimizer) if plan.trains else 0.0
+    if costs.main_weights:
+        held, state = plan.compute_bytes * weights * share, state + costs.main_weights * plan.trains
+    else:
+        held = plan.weight_bytes * weights * share
+    gradients = 4 * trained * (1 if plan.whole_gradients and costs.shards else share)
+    optimizer = state * trained * share / (plan.parallel.data if costs.optimizer_over_data else 1)
+    working = PhaseMemory("update")
+    if not plan.offload_policy:
+        working = PhaseMemory("update", weights=held, gradients=gradients, optimizer=optimizer)
+    idle = PhaseMemory(
+        "idle",
+        weights=0.0 if plan.param_offload else working.weights,
+        optimizer=0.0 if plan.optimizer_offload else working.optimizer,
+    )
+    phases = [idle, _inference(plan, shape, work, replace(idle, weights=working.weights))]
+    if plan.trains:
+        phases.append(_update(plan, shape, work, working))
+    offloaded = held * (plan.param_offload or plan.offload_policy)
+    offloaded += optimizer * (plan.optimizer_offload or plan.offload_policy) + gradients * plan.offload_policy
+    checkpoint = weights * plan.weight_bytes + trained * state if plan.trains else 0.0
+    return Memory(plan.role, tuple(phases), host=offloaded + PROCESS, checkpoint=checkpoint)
+
+
+def _gathered(plan: RolePlan, shape: ModelShape) -> tuple[float, float]:
+    """Bytes of weights in the compute dtype: what is there through a pass, and one layer."""
+    costs, c = trainer_costs(plan.engine), plan.compute_bytes
+    root = shape.embedding + shape.head + shape.hidden
+    if costs.shards and (plan.shards > 1 or plan.offload_policy):
+        return c * root, c * shape.layer_parameters
+    if costs.shards:
+        return 0.0, 0.0
+    if costs.caches and c < plan.weight_bytes and not plan.compiled:
+        if plan.recompute:
+            return c * shape.embedding, 0.0  # a layer's copies end with its pass; the head's stays
+        return c * (shape.parameters - shape.vision - (0 if shape.tied else shape.embedding)), 0.0
+    return 0.0, 0.0
+
+
+def _inference(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMemory) -> PhaseMemory:
+    """A pass without gradients: a layer's widest tensors, then the head."""
+    tokens = _tokens(plan, work, plan.infer_tokens)
+    block = max(shape.blocks, key=lambda block: worked_per_token(plan, shape, block))
+    through, layer = _gathered(plan, shape)
+    working = tokens * 2 * worked_per_token(plan, shape, block)
+    head = head_bytes(plan, shape, tokens * work.predicted, trains=False)
+    at_head = head > working + 2 * layer
+    return replace(
+        resting,
+        phase="infer",
+        activations=tokens * 8 * shape.hidden if at_head else working,
+        logits=head if at_head else 0.0,
+        transient=through + (0 if at_head else 2 * layer),
+    )
+
+
+def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMemory) -> PhaseMemory:
+    """The larger of two moments: the head with all activations, or a layer of the backward pass."""
+    c, tokens = plan.compute_bytes, _tokens(plan, work, plan.micro_tokens)
+    residual = (plan.weight_bytes if trainer_costs(plan.engine).casts else c) * shape.hidden
+    stages = plan.parallel.pipeline
+    kept = [kept_per_token(plan, shape, block) for block in shape.blocks]
+    worked = max(worked_per_token(plan, shape, block) for block in shape.blocks)
+    if plan.recompute:
+        inputs = 0 if plan.activation_offload else residual
+        layers, worked = tokens * inputs * shape.layers / stages, worked + max(kept) - inputs
+    elif plan.activation_offload:
+        layers, worked = 0.0, worked + max(kept)
+    else:
+        layers = tokens * sum(kept)  # of a pipeline's first stage: its share of the layers, of as many micro-batches
+    through, layer = _gathered(plan, shape)
+    # The last norm, and the input of the head.
+    edge = tokens * (2 * residual + c * shape.hidden * work.predicted)
+    head = edge + head_bytes(plan, shape, tokens * work.predicted, trains=True)
+    # Gradients that are complete and wait for their end: of tied or gathered embeddings, and of the gathered layer.
+    waits = 0.0 if plan.lora_rank else shape.embedding * (c if layer else 4) * bool(layer or shape.tied)
+    in_layer = (1 + plan.recompute) * layer + (0 if plan.lora_rank else layer / c * 4)
+    if head > tokens * worked + in_layer + waits:
+        return replace(resting, activations=layers + edge, logits=head - edge, transient=through)
+    return replace(resting, activations=layers + tokens * worked, transient=through + in_layer + waits)
+
+
+def _tokens(plan: RolePlan, work: Workload, limit: int) -> float:
+    """Tokens of a micro-batch on one device: no more than there are."""
+    share = plan.parallel.data * max(1, plan.mini_batches)
+    there = max(work.longest, work.sequences * work.longest / share) / (plan.parallel.sequence * plan.parallel.context)
+    return min(limit or there, there)
+
+
+def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device | None) -> Memory:
+    costs, split = sampler_costs(plan.engine), plan.parallel.model
+    experts = shape.expert_parameters / max(plan.parallel.expert, split)
+    dense = (shape.parameters - shape.expert_parameters) / split
+    weights = 0.0 if costs.shares_weights and plan.on_cpu else plan.compute_bytes * (dense + experts)
+    rows = min(plan.batch_rows, work.sequences / plan.parallel.data)
+    wanted = rows * shape.cache_bytes(work.mean_length, plan.cache_bytes) / split
+    if not costs.reserves or device is None:
+        cache = wanted * costs.cache_growth
+    else:
+        cache = max(0.0, plan.memory_fraction * device.memory - weights - costs.overhead)
+    bucket = max(plan.bucket_bytes, plan.compute_bytes * shape.embedding)
+    idle = PhaseMemory("idle") if plan.sleeps else PhaseMemory("idle", weights=weights, kv_cache=cache)
+    generate = PhaseMemory("generate", weights=weights, kv_cache=cache, transient=costs.overhead)
+    sent = min(bucket, plan.compute_bytes * shape.parameters)
+    sync = PhaseMemory("sync", weights=weights, transient=2.0 * sent)  # at the sender and at the receiver
+    return Memory(plan.role, (idle, generate, sync), host=PROCESS)

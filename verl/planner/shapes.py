@@ -7,7 +7,7 @@ Operations follow `verl.models.flops`: a multiply-add counts two, embeddings are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.config.machine.config_json import config_json
@@ -104,7 +104,11 @@ class Block:
         expert_vectors: biases of one expert.
         scores: heads times the width of a query.
         mixed: heads times the width of a value.
+        stored: widths of all keys and values that attention reads.
         cache: values that the KV cache holds per token; of latent attention the compressed ones.
+        norms: how many are as wide as the model.
+        normed: widths of normalised queries and keys.
+        inner: width of the dense feed-forward part, or of the shared experts.
         window: tokens that attention sees; None where it is the whole context.
     """
 
@@ -113,7 +117,11 @@ class Block:
     vectors: int
     scores: int
     mixed: int
+    stored: int
     cache: int
+    norms: int
+    normed: int = 0
+    inner: int = 0
     window: int | None = None
     expert: tuple[Linear, ...] = ()
     experts: int = 0
@@ -253,7 +261,7 @@ class ModelShape:
         return self.cache_bytes(1, value_bytes)
 
     def flops_per_token(self, length: float) -> float:
-        """Operations of a forward pass per token of a sequence of ``length`` tokens; training takes three times those."""
+        """Operations of a forward pass per token of a sequence of so many tokens; training takes three times those."""
         attention = sum(2.0 * (block.scores + block.mixed) * block.context(length) for block in self.blocks)
         return 2.0 * self.active_parameters + attention
 
@@ -313,17 +321,15 @@ def _head_dim(text: _Facts, layout: _Family) -> int:
 
 def _block(text: _Facts, layout: _Family, layer: int) -> Block:
     hidden = text.number("hidden_size")
-    attention, vectors, scores, mixed, cache = (_latent if layout.latent else _attention)(text, layout)
+    block = (_latent if layout.latent else _attention)(text, layout)
     kinds = text.get("layer_types")
-    windowed = isinstance(kinds, list) and kinds[layer] == "sliding_attention"
-    common = {"attention": attention, "scores": scores, "mixed": mixed, "cache": cache}
-    window = text.number("sliding_window") if windowed else None
-    vectors += layout.norms * hidden
+    if isinstance(kinds, list) and kinds[layer] == "sliding_attention":
+        block = replace(block, window=text.number("sliding_window"))
     if layout.mixture and _is_sparse(text, layout, layer):
-        return _mixture(text, layout, Block(**common, mlp=(), vectors=vectors, window=window))
+        return _mixture(text, layout, block)
     width = text.number("intermediate_size")
-    vectors += (2 * width + hidden) * text.on(layout.mlp_bias)
-    return Block(**common, mlp=_gated(hidden, width, layout.fused), vectors=vectors, window=window)
+    biases = (2 * width + hidden) * text.on(layout.mlp_bias)
+    return replace(block, mlp=_gated(hidden, width, layout.fused), inner=width, vectors=block.vectors + biases)
 
 
 def _gated(hidden: int, width: int, fused: bool = False) -> tuple[Linear, ...]:
@@ -331,20 +337,32 @@ def _gated(hidden: int, width: int, fused: bool = False) -> tuple[Linear, ...]:
     return (*up, (width, hidden))
 
 
-def _attention(text: _Facts, layout: _Family) -> tuple[tuple[Linear, ...], int, int, int, int]:
-    """Matrices, vectors, width of queries and of mixed values, values in the cache."""
+def _attention(text: _Facts, layout: _Family) -> Block:
+    """A layer with its norms and without a feed-forward part."""
     hidden, heads, dim = text.number("hidden_size"), text.number("num_attention_heads"), _head_dim(text, layout)
     query, key = heads * dim, text.number("num_key_value_heads", heads) * dim
     vectors = (query + 2 * key) * text.on(layout.qkv_bias) + hidden * text.on(layout.out_bias)
+    normed = 0
     if layout.head_norm and (not layout.head_norm_field or text.on(layout.head_norm_field)):
-        vectors += 2 * dim if layout.head_norm == "head" else query + key
+        normed = query + key
+        vectors += 2 * dim if layout.head_norm == "head" else normed
     if layout.mixture == "gpt_oss":
         vectors += heads  # attention sinks
     first = ((hidden, query + 2 * key),) if layout.fused else ((hidden, query), (hidden, key), (hidden, key))
-    return (*first, (query, hidden)), vectors, query, query, 2 * key
+    return Block(
+        attention=(*first, (query, hidden)),
+        mlp=(),
+        vectors=vectors + layout.norms * hidden,
+        scores=query,
+        mixed=query,
+        stored=2 * key,
+        cache=2 * key,
+        norms=layout.norms,
+        normed=normed,
+    )
 
 
-def _latent(text: _Facts, layout: _Family) -> tuple[tuple[Linear, ...], int, int, int, int]:
+def _latent(text: _Facts, layout: _Family) -> Block:
     """The same of latent attention, whose cache holds compressed keys and values and one rotated key."""
     hidden, heads = text.number("hidden_size"), text.number("num_attention_heads")
     query, mixed = heads * _head_dim(text, layout), heads * text.number("v_head_dim")
@@ -353,8 +371,17 @@ def _latent(text: _Facts, layout: _Family) -> tuple[tuple[Linear, ...], int, int
     queries = ((hidden, narrow), (narrow, query)) if narrow else ((hidden, query),)
     up = (rank, heads * text.number("qk_nope_head_dim") + mixed)
     biases = (narrow + rank + rotated + hidden) * text.on(layout.qkv_bias)
-    matrices = (*queries, (hidden, rank + rotated), up, (mixed, hidden))
-    return matrices, narrow + rank + biases, query, mixed, rank + rotated
+    return Block(
+        attention=(*queries, (hidden, rank + rotated), up, (mixed, hidden)),
+        mlp=(),
+        vectors=narrow + rank + biases + layout.norms * hidden,
+        scores=query,
+        mixed=mixed,
+        stored=query + mixed,
+        cache=rank + rotated,
+        norms=layout.norms,
+        normed=narrow + rank,
+    )
 
 
 def _is_sparse(text: _Facts, layout: _Family, layer: int) -> bool:
@@ -377,14 +404,11 @@ def _mixture(text: _Facts, layout: _Family, block: Block) -> Block:
     gate = ((hidden, 1),) if shared and layout.mixture == "qwen" else ()
     always = (_gated(hidden, shared) if shared else ()) + gate + ((hidden, experts),)
     has_bias = layout.mixture == "gpt_oss"
-    return Block(
-        attention=block.attention,
+    return replace(
+        block,
         mlp=always,
+        inner=shared,
         vectors=block.vectors + experts * has_bias,
-        scores=block.scores,
-        mixed=block.mixed,
-        cache=block.cache,
-        window=block.window,
         expert=_gated(hidden, width),
         experts=experts,
         active=text.number("num_experts_per_tok"),
