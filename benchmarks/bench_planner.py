@@ -1,9 +1,9 @@
-"""Bytes that the planner predicts beside those that real runs of the engines take, the worst row on top.
+"""Bytes that the planner predicts and bytes that real runs of the engines take, the worst row on top.
 
     python benchmarks/bench_planner.py [--quick]
 
 Small models on a CPU. A dispatch mode sees every tensor that an operation makes, and adds up the storages that are
-alive; the figure is the most of a whole optimizer step, weights and optimizer state included. The first step is not
+alive; the figure is the most of an entire optimizer step, weights and optimizer state included. The first step is not
 counted: it makes the optimizer's state. Rows of two processes are those of rank 0.
 """
 
@@ -131,7 +131,7 @@ class TensorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its own operations come here one by one
+            return NotImplemented  # the operations on its shards come here one by one
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
@@ -235,7 +235,7 @@ def make_model(case: Case, folder: Path) -> Path:
 
 
 def measured(case: Case, folder: Path) -> int:
-    """Bytes; a case of several ranks runs in processes of its own."""
+    """Bytes; a case of several ranks starts processes for them."""
     model = make_model(case, folder)
     if case.ranks == 1:
         with_group = case.strategy != "plain"

@@ -6,7 +6,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.models.flops import PEAK_BF16
-from verl.planner.hardware import Cluster, device, devices
+from verl.planner.hardware import Cluster, all_devices, device
 
 
 @pytest.mark.parametrize("written", ["RTX 4090", "rtx-4090", "RTX4090"])
@@ -23,15 +23,15 @@ def test_a_gpu_of_two_sizes_needs_its_size():
 def test_an_unknown_device_is_answered_with_all_and_the_nearest():
     with pytest.raises(ConfigError, match=r"MI300X.*Did you mean 'H100'") as error:
         device("H1000")
-    assert error.value.allowed == list(devices())
+    assert error.value.allowed == list(all_devices())
 
 
 def test_every_figure_has_a_source_and_peaks_are_those_of_the_runs_mfu():
-    for entry in devices().values():
+    for entry in all_devices().values():
         figures = {"memory", "bf16_flops", "memory_bandwidth", "node_link", "network", "node"}
         assert figures <= entry.sources.keys()
         assert all(entry.sources.values())
-    peaks = {name: PEAK_BF16[name] for name in devices() if name in PEAK_BF16}
+    peaks = {name: PEAK_BF16[name] for name in all_devices() if name in PEAK_BF16}
     assert peaks.keys() == {"H100", "H200", "H20", "B200", "MI300X", "L40S"}
     assert all(device(name).bf16_flops == pytest.approx(peak, rel=1e-3) for name, peak in peaks.items())
 

@@ -45,8 +45,11 @@ def layer_of_room() -> dict[str, int]:
 
 
 def room_of(module: str) -> str | None:
-    """``verl.trainer.ppo.step`` -> ``trainer``; None for ``verl`` itself."""
+    """``verl.trainer.ppo.step`` -> ``trainer``; None for ``verl`` itself. A module may have a layer of its own."""
     parts = module.split(".")
+    alone = ".".join(parts[1:3])
+    if alone in layer_of_room():
+        return alone
     return parts[1] if len(parts) > 1 else None
 
 

@@ -15,7 +15,7 @@ from verl.single_controller.base.worker import WorkerInfo
 from verl.trainer import models
 from verl.workers.model import ModelWorker
 from verl.workers.options import InferOptions
-from verl.workers.part import make_engine, memory_of
+from verl.workers.part import make_engine, watched_memory
 
 TWO = WorkerInfo(rank=0, world_size=2, master_port=1)
 
@@ -46,7 +46,7 @@ def test_one_worker_needs_no_peers(arguments):
 
 
 def test_memory_around_a_phase_is_a_metric():
-    with memory_of("generate", "cpu") as found:
+    with watched_memory("generate", "cpu") as found:
         held = torch.ones(50 << 20, dtype=torch.uint8)
     before, after = (found[f"perf/memory/generate/{moment}/host_gb"] for moment in ("before", "after"))
     assert after.value - before.value > 0.04 and held.numel() and after.reduction == "max"

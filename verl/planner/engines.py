@@ -1,4 +1,4 @@
-"""What each engine and each sampler costs, beside its name: bytes that it keeps, gathers and copies.
+"""What each engine and each sampler costs, by its name: bytes that it saves, gathers and copies.
 
 Rows of `TRAINERS` were read off real steps tensor by tensor (``benchmarks/bench_planner.py`` compares them).
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from verl.errors import ConfigError, suggest
 from verl.planner.layout import RolePlan
-from verl.planner.shapes import Block, ModelShape
+from verl.planner.shapes import LayerShape, ModelShape
 
 LOGITS_BYTES = 1 << 28
 """Largest tensor of logits that an engine makes of its own accord."""
@@ -71,7 +71,7 @@ class SamplerCosts:
     Args:
         reserves: it takes `RolePlan.memory_fraction` of the device at once, and its cache what is left in that.
         overhead: bytes of CUDA graphs, workspaces and its own buffers.
-        cache_growth: most that the cache takes beside its final size, where it grows with its requests.
+        cache_growth: most that the cache takes in parts of its final size, where it grows with its requests.
         shares_weights: on a CPU it reads the trainer's own tensors.
     """
 
@@ -136,7 +136,7 @@ def automatic_tokens(logits_per_token: int, device: str, longest: int, num_param
     return max(tokens, longest)
 
 
-def kept_per_token(plan: RolePlan, shape: ModelShape, block: Block) -> float:
+def saved_per_token(plan: RolePlan, shape: ModelShape, block: LayerShape) -> float:
     """Bytes per token that autograd keeps of one layer until its backward pass, on one device.
 
     Norms keep their input and what they multiply with their weight, matrices their inputs, attention its queries, keys,
@@ -159,7 +159,7 @@ def kept_per_token(plan: RolePlan, shape: ModelShape, block: Block) -> float:
     return norms + adapter + (mlp + attention) / plan.parallel.tensor
 
 
-def worked_per_token(plan: RolePlan, shape: ModelShape, block: Block) -> float:
+def worked_per_token(plan: RolePlan, shape: ModelShape, block: LayerShape) -> float:
     """Bytes per token that the backward pass of one layer takes in addition: gradients of its widest tensors."""
     widest = max(block.inner, block.active * _expert_width(block))
     residual = plan.weight_bytes if trainer_costs(plan.engine).casts else plan.compute_bytes
@@ -182,8 +182,10 @@ def head_bytes(plan: RolePlan, shape: ModelShape, tokens: float, trains: bool) -
         tile = min(CPU_TILE if plan.on_cpu else GPU_TILE, tokens * vocabulary)
         return weight + 8 * tile + 3 * plan.compute_bytes * tokens * shape.hidden
     # Float32 logits and probabilities; for the entropy again, masked logits with their mask, and three passing tensors.
+    if not trains:
+        return (21 if plan.infer_entropy else 8) * tokens * vocabulary
     return (29 if plan.entropy else 8) * tokens * vocabulary
 
 
-def _expert_width(block: Block) -> int:
+def _expert_width(block: LayerShape) -> int:
     return block.expert[0][1] if block.expert else 0

@@ -77,7 +77,7 @@ class Cluster:
         return self.device.node_link if devices <= self.device.node else self.device.network
 
 
-def devices() -> Mapping[str, Device]:
+def all_devices() -> Mapping[str, Device]:
     """All of `hardware.yaml` by name."""
     return _read(FILE)
 
@@ -88,12 +88,12 @@ def device(name: str) -> Device:
     Raises:
         ConfigError: no such device, or one of several sizes of memory is meant.
     """
-    by_form = {_form(key): entry for key, entry in devices().items()}
+    by_form = {_form(key): entry for key, entry in all_devices().items()}
     entry = by_form.get(_form(name))
     if entry is not None:
         return entry
-    fix = suggest(name.upper(), devices()) or "Add an entry with the figures of its data sheet to " + str(FILE)
-    raise ConfigError("unknown device", key="--devices", got=name, allowed=list(devices()), fix=fix)
+    fix = suggest(name.upper(), all_devices()) or "Add an entry with the figures of its data sheet to " + str(FILE)
+    raise ConfigError("unknown device", key="--devices", got=name, allowed=list(all_devices()), fix=fix)
 
 
 def _form(name: str) -> str:

@@ -58,12 +58,12 @@ class RolePlan:
         shards: devices over which fsdp2 spreads one copy of the weights.
         optimizer: its name, a row of `engines.OPTIMIZERS`.
         optimizer_offload: its state is on the host between updates.
-        param_offload: so are weights and gradients.
+        param_offload: weights are on the host between updates, too.
         offload_policy: weights, gradients and optimizer are on the host during updates, too (fsdp2).
         recompute: activations of a layer are computed again in the backward pass.
         compiled: layers are compiled, and keep less.
         on_cpu: the device is a CPU.
-        whole_gradients: processes sum their gradients at the last micro-batch, and each has all of them until then.
+        full_gradients: processes sum their gradients at the last micro-batch, and each has all of them until then.
         activation_offload: what recomputation keeps of a layer is on the host until the backward pass.
         micro_tokens: tokens of a micro-batch of an update, per device.
         infer_tokens: tokens of a micro-batch of a pass without gradients, per device.
@@ -71,6 +71,7 @@ class RolePlan:
         packed: micro-batches hold no padding.
         fused_head: log-probs come without logits of all tokens: ``""``, ``torch`` or ``triton``.
         entropy: the loss reads the entropy.
+        infer_entropy: a pass without gradients computes it.
         scalar_head: the model gives one number per token (critic, reward model).
         lora_rank: of an adapter; 0 trains all weights.
         lora_modules: linear layers of a block that have the adapter; ``all-linear`` all of them.
@@ -98,7 +99,7 @@ class RolePlan:
     recompute: bool = False
     compiled: bool = False
     on_cpu: bool = False
-    whole_gradients: bool = False
+    full_gradients: bool = False
     activation_offload: bool = False
     micro_tokens: int = 0
     infer_tokens: int = 0
@@ -106,6 +107,7 @@ class RolePlan:
     packed: bool = True
     fused_head: str = ""
     entropy: bool = False
+    infer_entropy: bool = False
     scalar_head: bool = False
     lora_rank: int = 0
     lora_modules: str = "all-linear"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 from verl.planner.engines import (
     head_bytes,
-    kept_per_token,
     sampler_costs,
+    saved_per_token,
     state_bytes,
     trainer_costs,
     worked_per_token,
@@ -133,7 +133,7 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
         held, state = plan.compute_bytes * weights * share, state + costs.main_weights * plan.trains
     else:
         held = plan.weight_bytes * weights * share
-    gradients = 4 * trained * (1 if plan.whole_gradients and costs.shards else share)
+    gradients = 4 * trained * (1 if plan.full_gradients and costs.shards else share)
     optimizer = state * trained * share / (plan.parallel.data if costs.optimizer_over_data else 1)
     working = PhaseMemory("update")
     if not plan.offload_policy:
@@ -189,15 +189,15 @@ def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMem
     c, tokens = plan.compute_bytes, _tokens(plan, work, plan.micro_tokens)
     residual = (plan.weight_bytes if trainer_costs(plan.engine).casts else c) * shape.hidden
     stages = plan.parallel.pipeline
-    kept = [kept_per_token(plan, shape, block) for block in shape.blocks]
+    saved = [saved_per_token(plan, shape, block) for block in shape.blocks]
     worked = max(worked_per_token(plan, shape, block) for block in shape.blocks)
     if plan.recompute:
         inputs = 0 if plan.activation_offload else residual
-        layers, worked = tokens * inputs * shape.layers / stages, worked + max(kept) - inputs
+        layers, worked = tokens * inputs * shape.layers / stages, worked + max(saved) - inputs
     elif plan.activation_offload:
-        layers, worked = 0.0, worked + max(kept)
+        layers, worked = 0.0, worked + max(saved)
     else:
-        layers = tokens * sum(kept)  # of a pipeline's first stage: its share of the layers, of as many micro-batches
+        layers = tokens * sum(saved)  # of a pipeline's first stage: its share of the layers, of as many micro-batches
     through, layer = _gathered(plan, shape)
     # The last norm, and the input of the head.
     edge = tokens * (2 * residual + c * shape.hidden * work.predicted)
@@ -223,9 +223,9 @@ def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device |
     dense = (shape.parameters - shape.expert_parameters) / split
     weights = 0.0 if costs.shares_weights and plan.on_cpu else plan.compute_bytes * (dense + experts)
     rows = min(plan.batch_rows, work.sequences / plan.parallel.data)
-    wanted = rows * shape.cache_bytes(work.mean_length, plan.cache_bytes) / split
+    needed = rows * shape.cache_bytes(work.mean_length, plan.cache_bytes) / split
     if not costs.reserves or device is None:
-        cache = wanted * costs.cache_growth
+        cache = needed * costs.cache_growth
     else:
         cache = max(0.0, plan.memory_fraction * device.memory - weights - costs.overhead)
     bucket = max(plan.bucket_bytes, plan.compute_bytes * shape.embedding)

@@ -91,7 +91,7 @@ _ON = frozenset(("qkv_bias",))
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerShape:
     """One layer.
 
     Args:
@@ -177,7 +177,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[LayerShape, ...]
     vision: int = 0
 
     @classmethod
@@ -319,10 +319,13 @@ def _head_dim(text: _Facts, layout: _Family) -> int:
     return text.number("head_dim", layout.head_dim or text.number("hidden_size") // text.number("num_attention_heads"))
 
 
-def _block(text: _Facts, layout: _Family, layer: int) -> Block:
+def _block(text: _Facts, layout: _Family, layer: int) -> LayerShape:
     hidden = text.number("hidden_size")
     block = (_latent if layout.latent else _attention)(text, layout)
     kinds = text.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != text.number("num_hidden_layers"):
+        raise ModelError("this lists another number of layers", key="layer_types", got=len(kinds),
+                         allowed=str(text.number("num_hidden_layers")))  # fmt: skip
     if isinstance(kinds, list) and kinds[layer] == "sliding_attention":
         block = replace(block, window=text.number("sliding_window"))
     if layout.mixture and _is_sparse(text, layout, layer):
@@ -337,7 +340,7 @@ def _gated(hidden: int, width: int, fused: bool = False) -> tuple[Linear, ...]:
     return (*up, (width, hidden))
 
 
-def _attention(text: _Facts, layout: _Family) -> Block:
+def _attention(text: _Facts, layout: _Family) -> LayerShape:
     """A layer with its norms and without a feed-forward part."""
     hidden, heads, dim = text.number("hidden_size"), text.number("num_attention_heads"), _head_dim(text, layout)
     query, key = heads * dim, text.number("num_key_value_heads", heads) * dim
@@ -349,7 +352,7 @@ def _attention(text: _Facts, layout: _Family) -> Block:
     if layout.mixture == "gpt_oss":
         vectors += heads  # attention sinks
     first = ((hidden, query + 2 * key),) if layout.fused else ((hidden, query), (hidden, key), (hidden, key))
-    return Block(
+    return LayerShape(
         attention=(*first, (query, hidden)),
         mlp=(),
         vectors=vectors + layout.norms * hidden,
@@ -362,7 +365,7 @@ def _attention(text: _Facts, layout: _Family) -> Block:
     )
 
 
-def _latent(text: _Facts, layout: _Family) -> Block:
+def _latent(text: _Facts, layout: _Family) -> LayerShape:
     """The same of latent attention, whose cache holds compressed keys and values and one rotated key."""
     hidden, heads = text.number("hidden_size"), text.number("num_attention_heads")
     query, mixed = heads * _head_dim(text, layout), heads * text.number("v_head_dim")
@@ -371,7 +374,7 @@ def _latent(text: _Facts, layout: _Family) -> Block:
     queries = ((hidden, narrow), (narrow, query)) if narrow else ((hidden, query),)
     up = (rank, heads * text.number("qk_nope_head_dim") + mixed)
     biases = (narrow + rank + rotated + hidden) * text.on(layout.qkv_bias)
-    return Block(
+    return LayerShape(
         attention=(*queries, (hidden, rank + rotated), up, (mixed, hidden)),
         mlp=(),
         vectors=narrow + rank + biases + layout.norms * hidden,
@@ -392,7 +395,7 @@ def _is_sparse(text: _Facts, layout: _Family, layer: int) -> bool:
     return not is_dense and (layer + 1) % text.number("decoder_sparse_step", 1) == 0
 
 
-def _mixture(text: _Facts, layout: _Family, block: Block) -> Block:
+def _mixture(text: _Facts, layout: _Family, block: LayerShape) -> LayerShape:
     """The layer with its router, its shared and its routed experts."""
     hidden = text.number("hidden_size")
     experts = text.first("num_experts", "num_local_experts", "n_routed_experts")

@@ -94,7 +94,7 @@ def scores_while_sampling(config: PPOTrainerConfig) -> bool:
 
 
 def dataset(
-    config: PPOTrainerConfig, tokenizer: Tokenizer, processor: VisionProcessor, is_train: bool
+    config: PPOTrainerConfig, tokenizer: Tokenizer, processor: VisionProcessor | None, is_train: bool
 ) -> Dataset | None:
     """The training or validation dataset; None where there are no validation files."""
     data = config.data

@@ -217,7 +217,7 @@ def load_part(part: ModelPart, folder: str, contents: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def memory_of(phase: str, device: str) -> Iterator[dict[str, Metric]]:
+def watched_memory(phase: str, device: str) -> Iterator[dict[str, Metric]]:
     """Memory around a phase, of the worker that has most: ``perf/memory/<phase>/before/host_gb``, ``.../after/...``.
 
     The mapping is full once the block has ended. Around sampling it also shows training: before is what

@@ -19,7 +19,7 @@ from verl.single_controller.base import Dispatch, Execute, register
 from verl.single_controller.base.handle import Handle
 from verl.workers import probing
 from verl.workers.loops import RemoteRunner
-from verl.workers.part import WorkerContext, local_model, memory_of
+from verl.workers.part import WorkerContext, local_model, watched_memory
 from verl.workers.profiling import profiled
 from verl.workers.replica import ReplicaWorker, frees_cache
 from verl.workers.scoring import early_scorer
@@ -163,7 +163,7 @@ class SamplingWorker(ReplicaWorker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Run the agent loop of every row: responses, masks and the sampler's own log-probs."""
         before, resent = self.service.replica_stats(), self.service.stats()["resent"]
-        with memory_of("generate", self.context.device) as memory:
+        with watched_memory("generate", self.context.device) as memory:
             batch = self._run(self._awake(self.agent_loops.generate(prompts)))
         sent = {"perf/weights_sent_mb": Metric(self.bytes_sent / 1e6, "max")}
         shared = balance_metrics(before, self.service.replica_stats(), self.service.stats()["resent"] - resent)

@@ -1,0 +1,179 @@
+"""`python -m verl.planner` on small runs: what it finds in faulty ones, and its estimates of sound ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.configs import changed
+from tests.harness.models import tiny_model_dir
+from tests.harness.rows import write_prompts
+from verl.cli.planning import main
+
+SOUND = [
+    "actor_rollout_ref.model.path=model",
+    "data.train_files=rows.jsonl",
+    "data.val_files=null",
+    "reward.custom_reward_function.path=reward.py",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=16",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.total_training_steps=2",
+    "trainer.device=cpu",
+]
+LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+ON_GPU = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda")
+
+
+@pytest.fixture
+def here(workplace: Path) -> Path:
+    tiny_model_dir("model")
+    rows = [{"prompt": f"{n}+1=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(8)]
+    write_prompts("rows.jsonl", rows)
+    Path("reward.py").write_text("def compute_score(solution_str, ground_truth):\n    return len(solution_str) / 4\n")
+    return workplace
+
+
+def nothing() -> None:
+    """The files stay as they are."""
+
+
+def write(name: str, text: str) -> Callable[[], None]:
+    return lambda: Path(name).write_text(text) and None
+
+
+def enlarge() -> None:
+    """A model of 8 billion parameters, by its config.json."""
+    file = Path("model/config.json")
+    small = json.loads(file.read_text())
+    file.write_text(json.dumps(small | LARGE | {"layer_types": ["full_attention"] * LARGE["num_hidden_layers"]}))
+
+
+def forget_template() -> None:
+    Path("model/chat_template.jinja").unlink(missing_ok=True)
+    file = Path("model/tokenizer_config.json")
+    settings = json.loads(file.read_text())
+    settings.pop("chat_template", None)
+    file.write_text(json.dumps(settings))
+
+
+def without_truth() -> None:
+    write_prompts("rows.jsonl", [{"prompt": "1+1=", "data_source": "openai/gsm8k"}] * 8)
+
+
+FAULTS = {
+    "a misspelt key": (nothing, ["algorithm.adv_estimatr=grpo"], "algorithm.adv_estimatr"),
+    "a word for a number": (nothing, ["trainer.nnodes=two"], "trainer.nnodes"),
+    "an unknown estimator": (nothing, ["algorithm.adv_estimator=grppo"], "algorithm.adv_estimator"),
+    "a group of one": (nothing, ["actor_rollout_ref.rollout.n=1"], "actor_rollout_ref.rollout.n"),
+    "no file": (nothing, ["data.train_files=row.jsonl"], "data.train_files"),
+    "no such column": (nothing, ["data.prompt_key=question"], "question"),
+    "mini-batches that do not divide": (nothing, ["data.train_batch_size=6"], "ppo_mini_batch_size"),
+    "a batch that ranks do not divide": (nothing, ["trainer.n_gpus_per_node=3"], "trainer.n_gpus_per_node"),
+    "a sampler over two devices": (
+        nothing,
+        ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    ),
+    "a token budget below one row": (
+        nothing,
+        ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32"],
+        "ppo_max_token_len_per_gpu",
+    ),
+    "no reward file": (nothing, ["reward.custom_reward_function.path=rewards.py"], "custom_reward_function"),
+    "a reward that fails": (
+        write("reward.py", "def compute_score(solution_str, ground_truth):\n    return float(solution_str)\n"),
+        [],
+        "fails on row 0",
+    ),
+    "a reward file without a function": (write("reward.py", "ANSWER = 42\n"), [], "reward"),
+    "rows without a ground truth": (without_truth, ["reward.custom_reward_function.path=null"], "ground_truth"),
+    "an unknown source": (nothing, ["reward.custom_reward_function.path=null"], "data_source"),
+    "a folder without a model": (lambda: shutil.rmtree("model"), [], "model"),
+    "a tokenizer without a template": (forget_template, [], "chat template"),
+    "a prompt that is too long": (nothing, ["data.max_prompt_length=3", "data.truncation=error"], "max_prompt_length"),
+    "an unknown schedule": (nothing, ["trainer.v1.trainer_mode=one_step_of"], "trainer.v1.trainer_mode"),
+    "a bound below zero": (
+        nothing,
+        ["trainer.v1.trainer_mode=fully_async", "async_training.staleness_threshold=-1"],
+        "staleness_threshold",
+    ),
+    "a model that does not fit": (enlarge, ["--devices=RTX4090", *ON_GPU], "actor_rollout_ref"),
+    "a cache without room": (
+        enlarge,
+        ["--devices=H200", *ON_GPU, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"],
+        "gpu_memory_utilization",
+    ),
+    "more processes than devices": (nothing, ["--devices=2xH100", "trainer.n_gpus_per_node=4", *ON_GPU], "at most 2"),
+    "an engine of another name": (nothing, ["--devices=H1000"], "--devices"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_with_its_key_and_a_way_out(here, capsys, fault):
+    plant, words, named = FAULTS[fault]
+    plant()
+    assert main(["check", *changed(SOUND, *words)]) != 0
+    printed = "".join(capsys.readouterr())
+    assert named in printed
+
+
+def test_there_are_at_least_twenty_faults():
+    assert len(FAULTS) >= 20
+
+
+def test_nothing_is_found_in_a_sound_run(here, capsys):
+    assert main(["check", *SOUND]) == 0
+    assert capsys.readouterr().out.strip().endswith("no findings: the run can start")
+    assert {path.name for path in here.iterdir()} <= {"model", "rows.jsonl", "reward.py", "__pycache__"}
+
+
+def test_a_full_disk_is_found_before_the_first_checkpoint(here, capsys, monkeypatch):
+    full = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert main(["check", *SOUND, "trainer.save_freq=1"]) == 1
+    assert "trainer.default_local_dir" in capsys.readouterr().out
+
+
+def test_findings_are_objects_in_json(here, capsys):
+    assert main(["check", "--json", *changed(SOUND, "algorithm.adv_estimator=grppo")]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)
+    assert finding["key"] == "algorithm.adv_estimator" and finding["got"] == "grppo"
+    assert "grpo" in finding["allowed"] and "'grpo'" in finding["fix"]
+
+
+def test_an_estimate_has_every_role_and_phase(here, capsys):
+    words = ["estimate", "--json", "--devices", "8xH100", *changed(SOUND, *ON_GPU, "trainer.n_gpus_per_node=4")]
+    assert main([*words, "actor_rollout_ref.actor.use_kl_loss=true"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    phases = {role["role"]: [phase["phase"] for phase in role["phases"]] for role in estimate["memory"]}
+    assert phases == {
+        "actor": ["idle", "infer", "update"],
+        "rollout": ["idle", "generate", "sync"],
+        "ref": ["idle", "infer"],
+    }
+    assert estimate["devices"] == 4 and estimate["device"] == "H100"
+    assert estimate["step"]["low"] < estimate["step"]["likely"] < estimate["step"]["high"]
+    assert estimate["problems"] == []
+    # Four weights' worth of 4 bytes on four devices: 59,200 parameters of the tiny model, its head tied or not.
+    update = estimate["memory"][0]["phases"][2]
+    assert update["weights"] * 2 == update["optimizer"] == update["gradients"] * 2
+
+
+def test_the_tables_of_an_estimate_name_what_does_not_fit(here, capsys):
+    enlarge()
+    assert main(["estimate", "--devices=RTX4090", *changed(SOUND, *ON_GPU)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "GB per device" in printed and "does not fit: actor_rollout_ref" in printed
+
+
+def test_an_unknown_command_is_answered_with_those_there_are(capsys):
+    assert main(["estimat"]) == 2
+    assert "Did you mean 'estimate'" in capsys.readouterr().err

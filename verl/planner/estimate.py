@@ -1,0 +1,204 @@
+"""What a run takes on a cluster: bytes, seconds and price, and what to change where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from verl.errors import ConfigError
+from verl.json_text import JsonObject
+from verl.planner.from_config import RunPlan
+from verl.planner.hardware import Cluster
+from verl.planner.layout import RolePlan, Workload
+from verl.planner.memory import Memory, memory_of, pool_memory
+from verl.planner.seconds import Range, Seconds, seconds_of, step_seconds
+
+USABLE = 0.94
+"""Share of a device's memory that tensors can take; the rest is the driver's context and fragments: an assumption."""
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class PoolPeak:
+    """The most that a device of a pool holds.
+
+    Args:
+        pool: its name.
+        role, phase: who works then, and on what; the other roles of the pool idle.
+        total: bytes per device.
+    """
+
+    pool: str
+    role: str
+    phase: str
+    total: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run on a cluster.
+
+    Args:
+        run: its roles and its work.
+        cluster: the devices.
+        memory, seconds: of each role, in the order of the run's.
+    """
+
+    run: RunPlan
+    cluster: Cluster
+    memory: tuple[Memory, ...]
+    seconds: tuple[Seconds, ...]
+
+    @classmethod
+    def of(cls, run: RunPlan, cluster: Cluster) -> Estimate:
+        """By the cost model.
+
+        Raises:
+            ConfigError: an engine, a sampler or an optimizer without costs.
+        """
+        device = cluster.device
+        memory = tuple(memory_of(plan, run.shapes[plan.role], run.work, device) for plan in run.roles)
+        seconds = tuple(seconds_of(plan, run.shapes[plan.role], run.work, cluster) for plan in run.roles)
+        return cls(run, cluster, memory, seconds)
+
+    def peaks(self) -> list[PoolPeak]:
+        """Of each pool."""
+        peaks: dict[str, PoolPeak] = {}
+        for plan, memory in zip(self.run.roles, self.memory, strict=True):
+            fellows = [m for p, m in zip(self.run.roles, self.memory, strict=True) if p.pool == plan.pool]
+            for phase in memory.phases:
+                total = pool_memory(fellows, phase.phase, plan.role)
+                if plan.pool not in peaks or total > peaks[plan.pool].total:
+                    peaks[plan.pool] = PoolPeak(plan.pool, plan.role, phase.phase, total)
+        return list(peaks.values())
+
+    @property
+    def step(self) -> Range:
+        """Seconds of a synchronous step."""
+        return step_seconds(self.run.roles, self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompts and responses of a step over its likely seconds, all devices together."""
+        return self.run.work.tokens / self.step.likely
+
+    @property
+    def price(self) -> Range | None:
+        """US dollars of all steps; None where the device has no list price."""
+        if self.cluster.device.price is None:
+            return None
+        return self.step * (self.run.work.steps * self.run.devices / HOUR * self.cluster.device.price)
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Of one checkpoint."""
+        return sum(memory.checkpoint for memory in self.memory)
+
+    def problems(self) -> list[ConfigError]:
+        """What does not fit: devices, memory of each pool, the KV cache of one sequence."""
+        there, needed = self.cluster.devices, self.run.devices
+        problems = []
+        if needed > there:
+            fix = "Make a pool smaller, or take more devices."
+            message, key = "the run has more processes than there are devices", "trainer.n_gpus_per_node"
+            problems.append(ConfigError(message, key=key, got=needed, allowed=f"at most {there}", fix=fix))
+        room = USABLE * self.cluster.device.memory
+        problems += [self._too_large(peak, room) for peak in self.peaks() if peak.total > room]
+        return problems + list(self._caches())
+
+    def _caches(self) -> Iterator[ConfigError]:
+        """Samplers whose cache does not hold the longest sequence."""
+        for plan, memory in zip(self.run.roles, self.memory, strict=True):
+            if not plan.samples or not plan.memory_fraction or plan.engine == "hf":
+                continue
+            longest = self.run.shapes[plan.role].cache_bytes(self.run.work.longest, plan.cache_bytes)
+            room = memory.phase("generate").kv_cache * plan.parallel.model
+            if room < longest:
+                fix = "Raise it, or actor_rollout_ref.rollout.tensor_model_parallel_size; or take another device."
+                message = f"the KV cache of one sequence of {self.run.work.longest} tokens takes {_gb(longest)}"
+                key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+                yield ConfigError(f"{message}, and {_gb(room)} are left", key=key, got=plan.memory_fraction, fix=fix)
+
+    def _too_large(self, peak: PoolPeak, room: float) -> ConfigError:
+        plan = next(plan for plan in self.run.roles if plan.role == peak.role)
+        memory = self.memory[self.run.roles.index(plan)]
+        term = memory.phase(peak.phase).dominant.replace("_", " ")
+        message = f"the pool {peak.pool!r} takes {_gb(peak.total)} per device in the phase {peak.phase} of {peak.role}"
+        fix = f"Most are {term}. " + (self._cheapest(peak, room) or "No single change makes it fit: take more devices.")
+        allowed = f"{_gb(room)} ({USABLE:.0%} of {self.cluster.device.name})"
+        key = "actor_rollout_ref.rollout" if plan.samples else SECTIONS.get(peak.role, peak.role)
+        return ConfigError(message, key=key, got=_gb(peak.total), allowed=allowed, fix=fix)
+
+    def _cheapest(self, peak: PoolPeak, room: float) -> str:
+        """The first of `CHANGES` that makes the pool fit, as an override."""
+        for settings, change in CHANGES:
+            roles = tuple(change(p, self.run.work) if p.pool == peak.pool else p for p in self.run.roles)
+            if roles == self.run.roles:
+                continue
+            changed = Estimate.of(replace(self.run, roles=roles), self.cluster)
+            if all(other.total <= room for other in changed.peaks() if other.pool == peak.pool):
+                return f"The cheapest change that makes it fit: {settings}."
+        return ""
+
+    def to_json(self) -> JsonObject:
+        """Everything, bytes and seconds as numbers."""
+        return {
+            "device": self.cluster.device.name,
+            "devices": self.run.devices,
+            "memory": [asdict(memory) for memory in self.memory],
+            "peaks": [asdict(peak) for peak in self.peaks()],
+            "seconds": [asdict(seconds) for seconds in self.seconds],
+            "step": asdict(self.step),
+            "tokens_per_second": self.tokens_per_second,
+            "device_hours": self.run.devices * self.run.work.steps * self.step.likely / HOUR,
+            "price": None if self.price is None else asdict(self.price),
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "problems": [str(problem) for problem in self.problems()],
+        }
+
+
+SECTIONS = {
+    "actor": "actor_rollout_ref.actor",
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+    "rm": "reward.reward_model",
+}
+"""Role -> its section of the configuration."""
+
+
+def _offloaded(plan: RolePlan, work: Workload) -> RolePlan:
+    return plan if plan.samples else replace(plan, param_offload=True, optimizer_offload=True)
+
+
+def _fewer_tokens(plan: RolePlan, work: Workload) -> RolePlan:
+    """A quarter of the budgets, but the longest row."""
+    if plan.samples:
+        return plan
+    least = -(-work.longest // (plan.parallel.sequence * plan.parallel.context))
+    update, infer = (max(least, tokens // 4) for tokens in (plan.micro_tokens, plan.infer_tokens))
+    return replace(plan, micro_tokens=update, infer_tokens=infer)
+
+
+CHANGES: tuple[tuple[str, Callable[[RolePlan, Workload], RolePlan]], ...] = (
+    ("enable_gradient_checkpointing=true in the model's section", lambda plan, _: replace(plan, recompute=plan.trains)),
+    ("use_fused_kernels=true in the model's section", lambda plan, _: replace(plan, fused_head="torch")),
+    (
+        "a quarter of the tokens per micro-batch, or one row (ppo_max_token_len_per_gpu with use_dynamic_bsz)",
+        _fewer_tokens,
+    ),
+    (
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        lambda plan, _: replace(plan, memory_fraction=min(plan.memory_fraction, 0.4)),
+    ),
+    ("param_offload=true and optimizer_offload=true of each role", _offloaded),
+    ("offload_policy=true of each role on fsdp2", lambda plan, _: replace(plan, offload_policy=plan.engine == "fsdp2")),
+    (
+        "actor_rollout_ref.model.lora_rank=32: an adapter instead of all weights",
+        lambda plan, _: replace(plan, lora_rank=32 if plan.trains else 0),
+    ),
+)
+"""What to change, the change that costs the run least first."""
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / 1e9:.1f} GB"

@@ -1,0 +1,207 @@
+"""Roles, layouts and work of a run, read from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from verl.config.machine.pools import starts_no_engine, trained_roles
+from verl.config.machine.topology import Topology, added_roles
+from verl.config.schema.model import HFModelConfig
+from verl.config.schema.node import ConfigNode
+from verl.config.schema.root import PPOTrainerConfig
+from verl.errors import NotBuiltError
+from verl.planner.engines import automatic_tokens
+from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
+from verl.planner.shapes import ModelShape
+
+COMPILED_FROM = 500_000_000
+"""Parameters from which the plain engine compiles layers on a GPU (`verl.models.compiled`)."""
+MEAN_SHARE = 0.5
+"""Mean length of prompts and responses as a share of the longest that the settings admit: an assumption."""
+FLOAT32 = ("fp32", "float32", "float")
+_PASSES = {
+    "actor": ("log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size"),
+    "ref": ("log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size"),
+    "critic": ("use_dynamic_bsz", "forward_max_token_len_per_gpu", "forward_micro_batch_size"),
+    "rm": ("use_dynamic_bsz", "forward_max_token_len_per_gpu", "micro_batch_size"),
+}
+"""Role -> its settings of a pass without gradients: a switch, tokens, rows (``..._per_gpu``)."""
+_UPDATES = ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run holds and does.
+
+    Args:
+        roles: in the order of its topology.
+        shapes: role -> its model.
+        work: of one step.
+    """
+
+    roles: tuple[RolePlan, ...]
+    shapes: Mapping[str, ModelShape]
+    work: Workload
+
+    @property
+    def devices(self) -> int:
+        """Over all pools."""
+        return sum({role.pool: role.devices for role in self.roles if role.devices}.values())
+
+
+def run_plan(config: PPOTrainerConfig, on_cpu: bool) -> RunPlan:
+    """The plan of a checked configuration.
+
+    Args:
+        on_cpu: what ``auto`` means in dtypes and unset switches.
+
+    Raises:
+        NotBuiltError: a schedule adds a model that has no costs here.
+        ModelError: a model has no config.json on this machine, or one that the planner cannot read.
+    """
+    added = added_roles(config)
+    if added:
+        raise NotBuiltError("the planner has no costs of a model that a schedule or a teacher adds",
+                            key="trainer.v1.trainer_mode", got=added[0].name)  # fmt: skip
+    topology, work = Topology.of(config), _work(config)
+    plans: list[RolePlan] = []
+    shapes: dict[str, ModelShape] = {}
+    for name, _, section, fsdp in trained_roles(config):
+        part, model = topology.part(name), _model(config, name)
+        shape = ModelShape.from_config(str(model["path" if "path" in model else "model_path"]))
+        sizes = part.sizes
+        plan = RolePlan(
+            role=name,
+            engine=part.backend,
+            pool=part.pool,
+            devices=topology.pool(part.pool).size,
+            parallel=Parallel(sizes.tensor, sizes.pipeline, sizes.data, sizes.expert, sizes.sequence),
+            trains=name in ("actor", "critic"),
+            scalar_head=name in ("critic", "rm"),
+            on_cpu=on_cpu,
+        )
+        plan = _with_model(plan, model, on_cpu)
+        plan = _with_engine(plan, section, fsdp, shape, on_cpu)
+        plans.append(_with_batches(plan, config, section, shape, work))
+        shapes[name] = shape
+    if not starts_no_engine(config.actor_rollout_ref.rollout):
+        plans.insert(1, _sampler(config, topology, on_cpu))
+        shapes["rollout"] = shapes["actor"]
+    return RunPlan(tuple(plans), shapes, work)
+
+
+def _work(config: PPOTrainerConfig) -> Workload:
+    data, trainer = config.data, config.trainer
+    prompt, response = data.max_prompt_length, data.max_response_length
+    return Workload(
+        prompts=data.train_batch_size,
+        samples=config.actor_rollout_ref.rollout.n,
+        prompt=Lengths(MEAN_SHARE * prompt, prompt),
+        response=Lengths(MEAN_SHARE * response, response),
+        steps=trainer.total_training_steps or 1,
+        epochs=config.actor_rollout_ref.actor.ppo_epochs,
+    )
+
+
+def _model(config: PPOTrainerConfig, role: str) -> ConfigNode:
+    sections: dict[str, ConfigNode] = {"critic": config.critic.model, "rm": config.reward.reward_model}
+    return sections.get(role, config.actor_rollout_ref.model)
+
+
+def _bytes(dtype: str, on_cpu: bool) -> int:
+    name = dtype.removeprefix("torch.")
+    return 4 if name in FLOAT32 or (name == "auto" and on_cpu) else 2
+
+
+def _with_model(plan: RolePlan, model: ConfigNode, on_cpu: bool) -> RolePlan:
+    if not isinstance(model, HFModelConfig):
+        return plan
+    again = model.enable_gradient_checkpointing
+    return replace(
+        plan,
+        recompute=plan.trains and (not on_cpu if again is None else again),
+        activation_offload=plan.trains and model.enable_activation_offload and not on_cpu,
+        packed=model.use_remove_padding,
+        fused_head=model.fused_kernel_options.impl_backend if model.use_fused_kernels else "",
+        lora_rank=model.lora_rank if plan.trains else 0,
+    )
+
+
+def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelShape, on_cpu: bool) -> RolePlan:
+    """Offloading, dtypes and shards from the section of the backend."""
+    named = {"megatron": "megatron", "torchtitan": "torchtitan"}.get(plan.engine, fsdp)
+    engine = section[named]
+    plan = replace(
+        plan,
+        param_offload=engine.param_offload and not on_cpu,
+        optimizer_offload=engine.optimizer_offload and not on_cpu,
+        compute_bytes=_bytes(engine.dtype, on_cpu) if "dtype" in engine else 2,
+        optimizer=section["optim"].optimizer if plan.trains else "AdamW",
+    )
+    if plan.engine == "megatron":
+        granularity = engine.override_transformer_config.recompute_granularity
+        return replace(plan, recompute=plan.trains and granularity == "full")
+    if plan.engine not in ("plain", "fsdp2"):
+        return replace(plan, shards=plan.devices)
+    size = engine.fsdp_size if 0 < engine.fsdp_size < plan.devices else plan.devices
+    large = not on_cpu and shape.parameters >= COMPILED_FROM and plan.engine == "plain"
+    compiles = engine.use_torch_compile
+    return replace(
+        plan,
+        shards=1 if plan.engine == "plain" else size,
+        weight_bytes=_bytes(engine.model_dtype, on_cpu=True),
+        offload_policy=engine.offload_policy and plan.engine == "fsdp2" and not on_cpu,
+        full_gradients=engine.use_no_sync_for_gradient_accumulation,
+        compiled=large if compiles is None else compiles,
+    )
+
+
+def _with_batches(
+    plan: RolePlan, config: PPOTrainerConfig, section: ConfigNode, shape: ModelShape, work: Workload
+) -> RolePlan:
+    """Tokens of a micro-batch: as they are set, by rows of the longest length, or the engine's own budget."""
+    logits = 0 if plan.fused_head or plan.scalar_head else shape.vocabulary
+    kind = "cpu" if plan.on_cpu else "cuda"
+    automatic = automatic_tokens(logits, kind, work.longest, shape.parameters)
+
+    def tokens(node: ConfigNode, names: tuple[str, str, str]) -> int:
+        switch, budget, rows = names
+        if switch in node and node[switch] and budget in node:
+            return int(node[budget])
+        each = node[f"{rows}_per_gpu"]
+        if each is None and rows in node and node[rows] is not None:  # the older setting counts over all processes
+            each = max(1, node[rows] // plan.devices)
+        return automatic if each is None else each * work.longest // plan.parallel.sequence
+
+    passes = config.actor_rollout_ref.rollout if plan.role == "actor" else section
+    plan = replace(plan, infer_tokens=tokens(passes, _PASSES[plan.role]), infer_entropy=plan.role == "actor")
+    if not plan.trains:
+        return plan
+    actor = config.actor_rollout_ref.actor
+    return replace(
+        plan,
+        micro_tokens=tokens(section, _UPDATES),
+        mini_batches=max(1, work.prompts // section["ppo_mini_batch_size"]),
+        entropy=plan.role == "actor" and (actor.entropy_coeff != 0 or actor.calculate_entropy),
+        freeze_vision=plan.role == "actor" and actor.freeze_vision_tower,
+    )
+
+
+def _sampler(config: PPOTrainerConfig, topology: Topology, on_cpu: bool) -> RolePlan:
+    rollout, spec, pool = config.actor_rollout_ref.rollout, topology.spec, topology.pool_of("rollout")
+    sleeps = rollout.free_cache_engine
+    return RolePlan(
+        role="rollout",
+        engine=rollout.name,
+        pool=pool.name,
+        devices=pool.size,
+        parallel=Parallel(spec.tensor, spec.pipeline, max(1, len(topology.replicas)), spec.expert),
+        compute_bytes=_bytes(rollout.dtype, on_cpu),
+        cache_bytes=_bytes(rollout.dtype, on_cpu),
+        memory_fraction=rollout.gpu_memory_utilization,
+        batch_rows=rollout.max_num_seqs,
+        sleeps=not on_cpu if sleeps is None else sleeps,
+        bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+        on_cpu=on_cpu,
+    )

@@ -1,0 +1,128 @@
+"""Faults of a run that show before anything is allocated: in settings, files, first rows, memory, disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from verl.config import PPOTrainerConfig, replace
+from verl.config.loading.configuration import read_config
+from verl.config.rules import validate
+from verl.data import RLHFDataset, hf_tokenizer, processor_of, tokenizer_of
+from verl.data.look import look_at_prompts
+from verl.errors import ConfigError, RewardError, VerlError
+from verl.planner.estimate import Estimate
+from verl.planner.from_config import run_plan
+from verl.planner.hardware import Cluster
+from verl.rewards import RewardFunction, Scorer, ScoringLimits, default_compute_score, get_custom_reward_fn
+from verl.rewards.check import candidates, make_samples, try_one
+from verl.trainer.build import check_rewards, dataset
+
+ROWS = 4
+"""Rows that go through the tokenizer and the reward function."""
+SECONDS = 10.0
+"""Most for one call of a reward function."""
+
+
+def findings(
+    words: Sequence[str], cluster: Cluster | None, this_machine: Callable[[PPOTrainerConfig], Cluster]
+) -> list[VerlError]:
+    """What is wrong with a command line of `verl.trainer.main_ppo`: the key, what it got, what is allowed and the fix.
+
+    Args:
+        words: the command line without the program.
+        cluster: the devices of the run; None: this machine's, which the run's own checks then look at.
+        this_machine: its devices, by the configuration.
+    """
+    try:
+        config = cast(PPOTrainerConfig, read_config("ppo_trainer", [*words]))
+    except VerlError as error:
+        return _each(error)
+    rules: Callable[[PPOTrainerConfig], None] = validate.validate if cluster is None else validate.check_printed
+    problems = [*_of(look_at_prompts, config), *_of(rules, config)]
+    if problems:
+        return problems
+    return [*_of(_rows, config), *_costs(config, cluster or this_machine(config))]
+
+
+def _each(error: VerlError) -> list[VerlError]:
+    return list(error.problems) if isinstance(error, ConfigError) and error.problems else [error]
+
+
+def _of(check: Callable[[PPOTrainerConfig], object], config: PPOTrainerConfig) -> list[VerlError]:
+    """What a check raises."""
+    try:
+        check(config)
+    except VerlError as error:
+        return _each(error)
+    return []
+
+
+def _rows(config: PPOTrainerConfig) -> None:
+    """The first rows of the training data through template, tokenizer and reward function, as a run would take them."""
+    model, few = config.actor_rollout_ref.model, replace(config.data, train_max_samples=ROWS, shuffle=False)
+    trusted = model.trust_remote_code or config.data.trust_remote_code
+    if config.data.tokenizer:
+        template = model.custom_chat_template
+        tokenizer = hf_tokenizer(
+            config.data.tokenizer, key="data.tokenizer", trust_remote_code=trusted, custom_chat_template=template
+        )
+    else:
+        tokenizer = tokenizer_of(replace(model, trust_remote_code=trusted))
+    processor = processor_of(model, tokenizer, config.data.mm_processor_kwargs)
+    sampled = replace(config, data=few)
+    prompts = dataset(sampled, tokenizer, processor, is_train=True)
+    check_rewards(sampled, prompts)
+    if not isinstance(prompts, RLHFDataset):
+        return  # rows are up to the user's class
+    for row in range(min(ROWS, len(prompts))):
+        prompts[row]
+    _scores(config, prompts)
+
+
+def _scores(config: PPOTrainerConfig, prompts: RLHFDataset) -> None:
+    """Score made-up answers to the first rows.
+
+    Raises:
+        RewardError: a call failed.
+    """
+    manager = config.reward.reward_manager
+    if config.reward.reward_model.enable or manager.source != "register" or manager.name not in ("naive", "dapo"):
+        return  # another model, or a manager of the user's, scores
+    function = get_custom_reward_fn(config) or RewardFunction.of(default_compute_score)
+    rows = [prompts.dataframe[row] for row in range(min(ROWS, len(prompts)))]
+    samples = make_samples(rows, config.data.reward_fn_key, function)
+    scorer, key = Scorer(function, ScoringLimits(timeout=SECONDS, num_workers=1)), "reward.custom_reward_function.path"
+    try:
+        trials = [try_one(scorer, sample, text) for sample in samples for text in candidates(sample.ground_truth)]
+    finally:
+        scorer.close()
+    failed = next((trial for trial in trials if trial.result.failure or trial.result.caught), None)
+    if failed is not None:
+        failure = failed.result.failure or failed.result.caught
+        assert failure is not None
+        message = f"the reward function fails on row {failed.sample.row}: {failure.message}"
+        fix = "python -m verl.rewards.check shows the traceback."
+        raise RewardError(message, key=key, got=failed.sample.solution_str, fix=fix)
+
+
+def _costs(config: PPOTrainerConfig, cluster: Cluster) -> Iterator[VerlError]:
+    """Memory, and room for checkpoints on this machine's disk."""
+    try:
+        estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU"), cluster)
+    except VerlError as error:
+        yield error
+        return
+    yield from estimate.problems()
+    if config.trainer.save_freq == -1:
+        return
+    folder = Path(config.trainer.default_local_dir).expanduser().absolute()
+    disk = next(place for place in (folder, *folder.parents) if place.exists())
+    number = (config.trainer.max_actor_ckpt_to_keep or 1) + 1  # a new one is complete before an old one is deleted
+    needed, free = number * estimate.checkpoint_bytes, shutil.disk_usage(disk).free
+    if needed > free:
+        fix = "Name a folder on a larger disk, or keep fewer (trainer.max_actor_ckpt_to_keep)."
+        message = f"{number} checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        yield ConfigError(message, key="trainer.default_local_dir", got=str(folder), fix=fix)
