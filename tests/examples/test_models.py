@@ -27,6 +27,10 @@ from tests.sanity.source_tree import ROOT
 from verl import device
 from verl.cli.main import main
 from verl.config.loading.configuration import read_config
+from verl.planner.estimate import Estimate
+from verl.planner.from_config import run_plan
+from verl.planner.hardware import Cluster
+from verl.planner.hardware import device as planned_device
 
 FOLDER = ROOT / "examples" / "models"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*-grpo-*.yaml"))}
@@ -62,6 +66,8 @@ MODELS = {
     "gemma3-12b": facts("gemma3", (3840, 48, 16, 15360), True, head_dim=256, num_key_value_heads=8, vocab_size=262208),
 }
 """What the config.json of each published model says; of a model with a tower, what its text_config says."""
+GPUS = {24: "RTX4090", 40: "A100-40GB", 48: "L40S", 80: "H100", 141: "H200"}
+"""GB that a file names -> a device of the planner."""
 every_file = pytest.mark.parametrize("name", FILES)
 
 
@@ -98,6 +104,18 @@ def pretended(folder: Path, name: str, gpus: int | None = None) -> Iterator[None
 
 def dry_run(name: str, *words: str) -> int:
     return main(["train", "grpo", "--config", str(FILES[name]), "--dry-run", *words])
+
+
+@every_file
+def test_the_planner_finds_room_for_a_file_on_its_gpus(name, tmp_path):
+    model = model_of(name)
+    text = model | {"model_type": model["model_type"].replace("gemma3", "gemma3_text").replace("_text_text", "_text")}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    memory = re.search(r"(\d+) GB", FILES[name].read_text().splitlines()[0])
+    assert memory is not None
+    run = run_plan(config_of(name, f"actor_rollout_ref.model.path={tmp_path}"), on_cpu=False)
+    estimate = Estimate.of(run, Cluster(planned_device(GPUS[int(memory[1])]), run.devices))
+    assert estimate.problems() == []
 
 
 def test_each_file_has_a_model_and_a_machine_that_are_known():

@@ -122,7 +122,6 @@ def _with_model(plan: RolePlan, model: ConfigNode, on_cpu: bool) -> RolePlan:
         plan,
         recompute=plan.trains and (not on_cpu if again is None else again),
         activation_offload=plan.trains and model.enable_activation_offload and not on_cpu,
-        packed=model.use_remove_padding,
         fused_head=model.fused_kernel_options.impl_backend if model.use_fused_kernels else "",
         lora_rank=model.lora_rank if plan.trains else 0,
     )

@@ -68,13 +68,11 @@ class RolePlan:
         micro_tokens: tokens of a micro-batch of an update, per device.
         infer_tokens: tokens of a micro-batch of a pass without gradients, per device.
         mini_batches: optimizer steps per step of the run.
-        packed: micro-batches hold no padding.
         fused_head: log-probs come without logits of all tokens: ``""``, ``torch`` or ``triton``.
         entropy: the loss reads the entropy.
         infer_entropy: a pass without gradients computes it.
         scalar_head: the model gives one number per token (critic, reward model).
-        lora_rank: of an adapter; 0 trains all weights.
-        lora_modules: linear layers of a block that have the adapter; ``all-linear`` all of them.
+        lora_rank: of an adapter on all linear layers (one on fewer takes less); 0 trains all weights.
         freeze_vision: the vision tower is not trained.
         memory_fraction: of a sampler, the share of a device's memory that it takes (``gpu_memory_utilization``).
         cache_bytes: per value of the KV cache.
@@ -104,13 +102,11 @@ class RolePlan:
     micro_tokens: int = 0
     infer_tokens: int = 0
     mini_batches: int = 1
-    packed: bool = True
     fused_head: str = ""
     entropy: bool = False
     infer_entropy: bool = False
     scalar_head: bool = False
     lora_rank: int = 0
-    lora_modules: str = "all-linear"
     freeze_vision: bool = False
     memory_fraction: float = 0.0
     cache_bytes: int = 2
@@ -131,12 +127,10 @@ class Lengths:
     Args:
         mean: of all sequences.
         longest: the most that the settings admit.
-        quantiles: of measured lengths, evenly spaced from the shortest to the longest; empty where none were measured.
     """
 
     mean: float
     longest: int
-    quantiles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,6 @@ class Workload:
         prompt, response: lengths in tokens.
         steps: of the run.
         epochs: passes of an update over the batch.
-        micro_rows: sequences of a micro-batch where it is not bounded by tokens; 0 where it is.
     """
 
     prompts: int
@@ -158,7 +151,6 @@ class Workload:
     response: Lengths
     steps: int = 1
     epochs: int = 1
-    micro_rows: int = 0
 
     @property
     def sequences(self) -> int:

@@ -89,11 +89,6 @@ class Seconds:
         """A phase by its name; no time where the role has no such phase."""
         return self.phases.get(name, Range(0, 0, 0))
 
-    @property
-    def total(self) -> Range:
-        """All phases in turn."""
-        return sum(self.phases.values(), Range(0, 0, 0))
-
 
 def seconds_of(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster) -> Seconds:
     """Seconds of a role in one step, where it has its devices to itself.
