@@ -25,7 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = {"fsdp", "fsdp2", "megatron", "vllm", "sglang", "hf", "veomni", "torchtitan", "automodel", "trtllm"}
-AT_HOME = ("verl.engines", "verl.rollout", "verl.config", "verl.trainer.build", "verl.registry", "verl.compat")
+AT_HOME = ("verl.engines", "verl.rollout", "verl.config", "verl.trainer.build", "verl.registry", "verl.compat",
+           "verl.planner.engines")  # fmt: skip
 """Where a backend may be called by its name; the registry lists them, and upstream's names hold some."""
 WINDOW = 8
 """Lines without blanks and comments that have to be equal for a clone."""

@@ -72,19 +72,23 @@ class SamplerCosts:
         reserves: it takes `RolePlan.memory_fraction` of the device at once, and its cache what is left in that.
         overhead: bytes of CUDA graphs, workspaces and its own buffers.
         cache_growth: most that the cache takes in parts of its final size, where it grows with its requests.
-        shares_weights: on a CPU it reads the trainer's own tensors.
+        shares_weights: on a CPU it reads the tensors of the trainer.
+        decoding: its row of `seconds.EFFICIENCY`.
     """
 
     reserves: bool = True
     overhead: float = 2e9
     cache_growth: float = 1.0
     shares_weights: bool = False
+    decoding: str = "decode"
 
 
 SAMPLERS = {
     "vllm": SamplerCosts(),
     "sglang": SamplerCosts(),
-    "hf": SamplerCosts(reserves=False, overhead=0.5e9, cache_growth=2.2, shares_weights=True),
+    "hf": SamplerCosts(
+        reserves=False, overhead=0.5e9, cache_growth=2.2, shares_weights=True, decoding="decode built in"
+    ),
     "server": SamplerCosts(overhead=0.0),
 }
 """Sampler -> its costs. ``overhead`` is an assumption; the growth was counted on a CPU (docs/appendix/gpu.md)."""
@@ -167,7 +171,7 @@ def worked_per_token(plan: RolePlan, shape: ModelShape, block: LayerShape) -> fl
 
 
 def head_bytes(plan: RolePlan, shape: ModelShape, tokens: float, trains: bool) -> float:
-    """Bytes of the language-model head over so many predicted tokens, at its peak.
+    """Bytes of the language-model head over the predicted tokens, at its peak.
 
     Args:
         trains: with a backward pass.

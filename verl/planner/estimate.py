@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from verl.errors import ConfigError
 from verl.json_text import JsonObject
+from verl.planner.engines import sampler_costs, trainer_costs
 from verl.planner.from_config import RunPlan
 from verl.planner.hardware import Cluster
 from verl.planner.layout import RolePlan, Workload
@@ -109,7 +110,7 @@ class Estimate:
     def _caches(self) -> Iterator[ConfigError]:
         """Samplers whose cache does not hold the longest sequence."""
         for plan, memory in zip(self.run.roles, self.memory, strict=True):
-            if not plan.samples or not plan.memory_fraction or plan.engine == "hf":
+            if not plan.samples or not sampler_costs(plan.engine).reserves:
                 continue
             longest = self.run.shapes[plan.role].cache_bytes(self.run.work.longest, plan.cache_bytes)
             room = memory.phase("generate").kv_cache * plan.parallel.model
@@ -170,6 +171,10 @@ def _offloaded(plan: RolePlan, work: Workload) -> RolePlan:
     return plan if plan.samples else replace(plan, param_offload=True, optimizer_offload=True)
 
 
+def _on_host(plan: RolePlan, work: Workload) -> RolePlan:
+    return plan if plan.samples else replace(plan, offload_policy=trainer_costs(plan.engine).shards)
+
+
 def _fewer_tokens(plan: RolePlan, work: Workload) -> RolePlan:
     """A quarter of the budgets, but the longest row."""
     if plan.samples:
@@ -191,7 +196,7 @@ CHANGES: tuple[tuple[str, Callable[[RolePlan, Workload], RolePlan]], ...] = (
         lambda plan, _: replace(plan, memory_fraction=min(plan.memory_fraction, 0.4)),
     ),
     ("param_offload=true and optimizer_offload=true of each role", _offloaded),
-    ("offload_policy=true of each role on fsdp2", lambda plan, _: replace(plan, offload_policy=plan.engine == "fsdp2")),
+    ("offload_policy=true of each role on fsdp2", _on_host),
     (
         "actor_rollout_ref.model.lora_rank=32: an adapter instead of all weights",
         lambda plan, _: replace(plan, lora_rank=32 if plan.trains else 0),

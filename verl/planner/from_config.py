@@ -11,7 +11,7 @@ from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode
 from verl.config.schema.root import PPOTrainerConfig
 from verl.errors import NotBuiltError
-from verl.planner.engines import automatic_tokens
+from verl.planner.engines import automatic_tokens, trainer_costs
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
 from verl.planner.shapes import ModelShape
 
@@ -129,8 +129,7 @@ def _with_model(plan: RolePlan, model: ConfigNode, on_cpu: bool) -> RolePlan:
 
 def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelShape, on_cpu: bool) -> RolePlan:
     """Offloading, dtypes and shards from the section of the backend."""
-    named = {"megatron": "megatron", "torchtitan": "torchtitan"}.get(plan.engine, fsdp)
-    engine = section[named]
+    engine = section[plan.engine if plan.engine in section else fsdp]
     plan = replace(
         plan,
         param_offload=engine.param_offload and not on_cpu,
@@ -138,10 +137,10 @@ def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelSha
         compute_bytes=_bytes(engine.dtype, on_cpu) if "dtype" in engine else 2,
         optimizer=section["optim"].optimizer if plan.trains else "AdamW",
     )
-    if plan.engine == "megatron":
+    if "override_transformer_config" in engine:
         granularity = engine.override_transformer_config.recompute_granularity
         return replace(plan, recompute=plan.trains and granularity == "full")
-    if plan.engine not in ("plain", "fsdp2"):
+    if "fsdp_size" not in engine:
         return replace(plan, shards=plan.devices)
     size = engine.fsdp_size if 0 < engine.fsdp_size < plan.devices else plan.devices
     large = not on_cpu and shape.parameters >= COMPILED_FROM and plan.engine == "plain"
@@ -150,7 +149,7 @@ def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelSha
         plan,
         shards=1 if plan.engine == "plain" else size,
         weight_bytes=_bytes(engine.model_dtype, on_cpu=True),
-        offload_policy=engine.offload_policy and plan.engine == "fsdp2" and not on_cpu,
+        offload_policy=engine.offload_policy and trainer_costs(plan.engine).shards and not on_cpu,
         full_gradients=engine.use_no_sync_for_gradient_accumulation,
         compiled=large if compiles is None else compiles,
     )

@@ -73,7 +73,7 @@ class Cluster:
         return -(-self.devices // self.device.node)
 
     def link(self, devices: int) -> float:
-        """Bytes per second and device of a collective over so many neighbours: the network once a machine is full."""
+        """Bytes per second and device of a collective over neighbours: the network once a machine is full."""
         return self.device.node_link if devices <= self.device.node else self.device.network
 
 

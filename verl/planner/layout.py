@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAMPLERS = ("hf", "vllm", "sglang", "server")
-TRAINERS = ("plain", "fsdp2", "megatron", "torchtitan")
+ROLLOUT = "rollout"
+"""The role of samplers."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RolePlan:
 
     Args:
         role: ``actor``, ``rollout``, ``ref``, ``critic``, ``rm``, or the name of an added one.
-        engine: of `TRAINERS` or `SAMPLERS`.
+        engine: a row of `engines.TRAINERS` or `engines.SAMPLERS`.
         devices: processes of the role, one per device; equals ``parallel.devices``.
         parallel: how they share the work.
         pool: roles of one pool take turns on the same devices.
@@ -117,7 +117,7 @@ class RolePlan:
     @property
     def samples(self) -> bool:
         """Whether the role is a sampler."""
-        return self.engine in SAMPLERS
+        return self.role == ROLLOUT
 
 
 @dataclass(frozen=True)

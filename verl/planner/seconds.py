@@ -65,7 +65,9 @@ EFFICIENCY = {
     "infer": Reached(0.28, 0.42, 0.55, "share of the peak in passes without gradients (assumed as in training)"),
     "prefill": Reached(0.28, 0.42, 0.55, "share of the peak in prefill (assumed as in training)"),
     "decode": Reached(0.40, 0.60, 0.80, "share of the memory bandwidth in decoding (assumed)"),
-    "decode hf": Reached(0.11, 0.25, 0.40, "share of the bandwidth in decoding (docs/appendix/gpu.md: 11 to 32 %)"),
+    "decode built in": Reached(
+        0.11, 0.25, 0.40, "share of the bandwidth in decoding (docs/appendix/gpu.md: 11 to 32 %)"
+    ),
     "link": Reached(0.40, 0.65, 0.85, "share of the links' bandwidth (assumed)"),
 }
 """Phase -> what it reaches. Those that are assumed are corrected by a calibration."""
@@ -164,7 +166,7 @@ def generation(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
     if sampler_costs(plan.engine).reserves:
         room = memory_of(plan, shape, work, device).phase("generate").kv_cache * split
         at_once = max(1.0, min(at_once, room / max(1.0, shape.cache_bytes(work.mean_length, plan.cache_bytes))))
-    reached = EFFICIENCY["decode hf" if plan.engine == "hf" else "decode"]
+    reached = EFFICIENCY[sampler_costs(plan.engine).decoding]
 
     def decoded(mean: float) -> Range:
         steps = max(rows * mean / at_once, float(min(work.response.longest, 2 * mean)))

@@ -148,7 +148,7 @@ class LayerShape:
         return _weights(self.attention) + _weights(self.mlp) + self.active * _weights(self.expert)
 
     def context(self, length: float) -> float:
-        """Tokens that attention sees in a sequence of so many."""
+        """Tokens that attention sees in a sequence of this length."""
         return length if self.window is None else min(length, self.window)
 
 
@@ -253,7 +253,7 @@ class ModelShape:
         return sum(rank * (i + o) for block in self.blocks for i, o in (*block.attention, *block.mlp))
 
     def cache_bytes(self, length: float, value_bytes: float = 2) -> float:
-        """Bytes of the KV cache of one sequence of so many tokens; a layer with a window holds no more than that."""
+        """Bytes of the KV cache of one sequence of this length; a layer with a window holds no more than the window."""
         return value_bytes * sum(block.cache * block.context(length) for block in self.blocks)
 
     def cache_bytes_per_token(self, value_bytes: float = 2) -> float:
@@ -261,7 +261,7 @@ class ModelShape:
         return self.cache_bytes(1, value_bytes)
 
     def flops_per_token(self, length: float) -> float:
-        """Operations of a forward pass per token of a sequence of so many tokens; training takes three times those."""
+        """Operations of a forward pass per token of a sequence of this length; training takes three times those."""
         attention = sum(2.0 * (block.scores + block.mixed) * block.context(length) for block in self.blocks)
         return 2.0 * self.active_parameters + attention
 
