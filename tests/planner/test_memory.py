@@ -83,6 +83,7 @@ def test_an_adapter_trains_few_weights():
     assert update.gradients == 4 * adapter
     assert update.optimizer == 8 * adapter
     assert update.weights == 4 * (shape.parameters + adapter)
+    assert memory_of(replace(ACTOR, lora_rank=16), shape, WORK).checkpoint == 12 * adapter
 
 
 def test_a_sampler_fills_its_share_of_the_device():

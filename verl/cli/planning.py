@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from rich import box
@@ -18,7 +18,7 @@ from verl.config.rules import validate
 from verl.errors import ConfigError, VerlError, suggest
 from verl.planner.estimate import Estimate
 from verl.planner.from_config import run_plan
-from verl.planner.hardware import Cluster
+from verl.planner.hardware import Cluster, device
 from verl.planner.seconds import Range
 from verl.trainer.command import report_error, run_program
 
@@ -83,16 +83,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cluster_of(config: PPOTrainerConfig) -> Cluster:
-    """This machine, where it has no accelerator.
+    """This machine, where it has no accelerator: its free memory, shared by the processes.
 
     Raises:
         ConfigError: it has one, whose figures `hardware.yaml` may not have.
     """
-    from verl.device import resolve_device  # loads torch
+    from verl.device import free_host_memory, resolve_device  # loads torch
 
     if resolve_device(config.trainer.device) != "cpu":
         raise ConfigError("say what the devices are", key="--devices", allowed="8xH100")
-    return Cluster.parse(f"{max(1, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))}xCPU")
+    processes = max(1, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))
+    return Cluster(replace(device("CPU"), memory=free_host_memory() / processes), processes)
 
 
 def _estimate(words: PlannerWords) -> int:
@@ -130,10 +131,10 @@ def _memory(estimate: Estimate) -> Table:
 
 
 def _pools(estimate: Estimate) -> Table:
-    device = estimate.cluster.device
-    table = _table("Peak of each pool", ["pool", "role", "phase", "GB", f"of {device.name}"], 3)
+    planned = estimate.cluster.device
+    table = _table("Peak of each pool", ["pool", "role", "phase", "GB", f"of {planned.name}"], 3)
     for peak in estimate.peaks():
-        table.add_row(peak.pool, peak.role, peak.phase, f"{peak.total / 1e9:.2f}", f"{peak.total / device.memory:.0%}")
+        table.add_row(peak.pool, peak.role, peak.phase, f"{peak.total / 1e9:.2f}", f"{peak.total / planned.memory:.0%}")
     return table
 
 

@@ -148,7 +148,8 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
         phases.append(_update(plan, shape, work, working))
     offloaded = held * (plan.param_offload or plan.offload_policy)
     offloaded += optimizer * (plan.optimizer_offload or plan.offload_policy) + gradients * plan.offload_policy
-    checkpoint = weights * plan.weight_bytes + trained * state if plan.trains else 0.0
+    stored = trained if plan.lora_rank else weights  # of a model with an adapter, the adapter alone
+    checkpoint = stored * plan.weight_bytes + trained * state if plan.trains else 0.0
     return Memory(plan.role, tuple(phases), host=offloaded + PROCESS, checkpoint=checkpoint)
 
 
