@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cluster_of(config: PPOTrainerConfig) -> Cluster:
-    """This machine, where it has no accelerator: its free memory, shared by the processes.
+    """This machine, where it has no accelerator: its free memory, divided by its processes.
 
     Raises:
         ConfigError: it has one, whose figures `hardware.yaml` may not have.
@@ -92,8 +92,8 @@ def cluster_of(config: PPOTrainerConfig) -> Cluster:
 
     if resolve_device(config.trainer.device) != "cpu":
         raise ConfigError("say what the devices are", key="--devices", allowed="8xH100")
-    processes = max(1, config.trainer.nnodes * (config.trainer.n_gpus_per_node or 1))
-    return Cluster(replace(device("CPU"), memory=free_host_memory() / processes), processes)
+    each = config.trainer.n_gpus_per_node or 1
+    return Cluster(replace(device("CPU"), memory=free_host_memory() / each), config.trainer.nnodes * each)
 
 
 def _estimate(words: PlannerWords) -> int:
