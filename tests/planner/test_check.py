@@ -108,7 +108,7 @@ FAULTS = {
     "a model that does not fit": (enlarge, ["--devices=RTX4090", *ON_GPU], "actor_rollout_ref"),
     "a cache without room": (
         enlarge,
-        ["--devices=H200", *ON_GPU, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"],
+        ["--devices=H200", *ON_GPU, "actor_rollout_ref.rollout.gpu_memory_utilization=0.05"],
         "gpu_memory_utilization",
     ),
     "more processes than devices": (nothing, ["--devices=2xH100", "trainer.n_gpus_per_node=4", *ON_GPU], "at most 2"),
