@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 
@@ -105,7 +106,7 @@ def _read(file: Path) -> Mapping[str, Device]:
     text = yaml.safe_load(file.read_text(encoding="utf-8"))
     entries = {}
     for name, figures in text["devices"].items():
-        values = {key: None if figure is None else figure[0] for key, figure in figures.items()}
+        values: dict[str, Any] = {key: None if figure is None else figure[0] for key, figure in figures.items()}
         sources = {key: text["sources"][figure[1]] for key, figure in figures.items() if figure is not None}
         entries[name] = Device(name=name, **values, sources=MappingProxyType(sources))
     return MappingProxyType(entries)
