@@ -1,0 +1,188 @@
+"""The search against an enumeration of everything, written out here; its bound; what it says where nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.planner.paper import algorithm_1
+from verl.planner.search import PlacementSearch, explanation
+from verl.planner.space import NoPlacement, PlacementRules, RoleCost, SearchSpace, pool_sizes
+
+FOUR = ("actor", "rollout", "ref", "critic")
+SIX = (*FOUR, "rm", "teacher")
+
+
+def drawn_cost(seed, role, devices, choice):
+    """Seconds that fall with the devices, and bytes that choices trade for them; all from a seed."""
+    rng = random.Random(f"{seed} {role} {devices} {choice}")
+    work = random.Random(f"{seed} {role}").uniform(50, 800)
+
+    def seconds():
+        return work / devices ** rng.uniform(0.6, 1) * rng.uniform(0.9, 1.2) + rng.uniform(0, 2)
+
+    resident, working = rng.uniform(10, 400) / devices, rng.uniform(5, 50)
+    if role == "rollout":
+        return RoleCost(seconds(), 0, 0, resident, working, rng.uniform(0, 2), rng.uniform(0, 5))
+    return RoleCost(0, seconds() / 3, seconds() if role in ("actor", "critic") else 0, resident, working)
+
+
+def drawn_space(seed, roles, devices, sizes, choices=2, memory=80.0, **more):
+    return SearchSpace(roles, devices, memory, sizes, lambda role, number: range(choices),
+                       lambda *key: drawn_cost(seed, *key), **more)  # fmt: skip
+
+
+def set_partitions(roles):
+    if not roles:
+        yield []
+        return
+    first, *rest = roles
+    for partition in set_partitions(rest):
+        yield [[first], *partition]
+        for place in range(len(partition)):
+            yield [*partition[:place], [first, *partition[place]], *partition[place + 1 :]]
+
+
+def pool_rows(space, pool, devices):
+    """Seconds of the stages for every way to choose that fits."""
+    each = [[space.cost(role, devices, choice) for choice in space.choices(role, devices)] for role in pool]
+    for costs in itertools.product(*each):
+        if sum(c.resident for c in costs) + max(c.working for c in costs) <= space.memory:
+            update = sum(c.update if "actor" in pool else c.update_across for c in costs)
+            yield (sum(c.generation for c in costs) + update, sum(c.preparation for c in costs),
+                   sum(c.training for c in costs))  # fmt: skip
+
+
+def enumerated(space):
+    """The fewest seconds of all plans there are."""
+    best = math.inf
+    for partition in set_partitions(list(space.roles)):
+        rows = {(number, size): list(pool_rows(space, pool, size))
+                for number, pool in enumerate(partition) for size in space.sizes}  # fmt: skip
+        for sizes in itertools.product(space.sizes, repeat=len(partition)):
+            if sum(sizes) > space.devices:
+                continue
+            for stages in itertools.product(*(rows[number, size] for number, size in enumerate(sizes))):
+                generation, preparation, training = (max(stage[i] for stage in stages) for i in range(3))
+                best = min(best, generation + preparation + training)
+                if ["rollout"] in partition:
+                    best = min(best, max(generation, preparation + training))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_of_an_enumeration_is_faster(seed):
+    space = drawn_space(seed, FOUR, 6, (1, 2, 3, 4, 5, 6), memory=120.0)  # which refuses the fastest choices
+    plan = PlacementSearch(space).best()
+    assert plan.seconds == pytest.approx(enumerated(space), rel=1e-12)
+    assert plan.bound == plan.seconds
+
+
+def test_the_optimum_on_128_devices_is_that_of_an_enumeration():
+    space = drawn_space(3, FOUR, 128, pool_sizes(128, 16), choices=1, memory=math.inf)
+    begun = time.process_time()
+    plan = PlacementSearch(space).best()
+    assert time.process_time() - begun < 1
+    assert plan.seconds == pytest.approx(enumerated(space), rel=1e-12)
+
+
+def test_six_roles_on_1024_devices_take_seconds_with_a_bound():
+    space = drawn_space(1, SIX, 1024, pool_sizes(1024, 8), choices=4)
+    begun = time.process_time()
+    plan = PlacementSearch(space).best(gap=0.01)
+    assert time.process_time() - begun < 5
+    assert 0 <= plan.gap <= 0.01
+    exact = PlacementSearch(space).best()
+    assert plan.bound <= exact.seconds <= plan.seconds
+
+
+def test_a_plan_keeps_to_its_devices_and_their_memory():
+    space = drawn_space(5, SIX, 64, pool_sizes(64, 8), choices=3)
+    plan = PlacementSearch(space).best()
+    assert sorted(role for pool in plan.pools for role in pool.choices) == sorted(SIX)
+    assert plan.devices <= 64 and all(pool.bytes <= 80 for pool in plan.pools)
+    for pool in plan.pools:
+        assert all(drawn_cost(5, role, pool.devices, c) == pool.costs[role] for role, c in pool.choices.items())
+
+
+def test_algorithm_1_is_as_good_where_memory_is_no_matter():
+    rules = PlacementRules(schedules=("sync",))
+    space = drawn_space(2, FOUR, 8, (1, 2, 4, 8), choices=1, memory=math.inf, rules=rules)
+    search = PlacementSearch(space)
+    assert algorithm_1(search).seconds == pytest.approx(search.best().seconds, rel=1e-12)
+
+
+def test_algorithm_1_does_not_trade_memory_for_seconds():
+    """A fast actor of 60 bytes leaves 20 for the critic, whose choice in 40 bytes is ten times faster."""
+    table = {"actor": [RoleCost(training=1, resident=60), RoleCost(training=2, resident=40)],
+             "critic": [RoleCost(training=100, resident=20), RoleCost(training=10, resident=40)]}  # fmt: skip
+    space = SearchSpace(("actor", "critic"), 1, 80, (1,), lambda role, n: range(2), lambda role, n, c: table[role][c])
+    search = PlacementSearch(space)
+    assert algorithm_1(search).seconds == 101
+    assert search.best().seconds == 12
+
+
+def test_the_rules_are_kept_to():
+    rules = PlacementRules(together=(frozenset({"actor", "ref"}),), separate=(frozenset({"actor", "critic"}),),
+                           devices={"critic": 3}, schedules=("sync",))  # fmt: skip
+    plan = PlacementSearch(drawn_space(4, FOUR, 8, tuple(range(1, 9)), memory=500, rules=rules)).best()
+    pools = {role: pool for pool in plan.pools for role in pool.choices}
+    assert pools["actor"] is pools["ref"] and pools["actor"] is not pools["critic"]
+    assert pools["critic"].devices == 3 and plan.schedule == "sync"
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (PlacementRules(separate=(frozenset({"actor", "juror"}),)), "no such role"),
+        (PlacementRules((frozenset({"actor", "ref"}), frozenset({"ref", "critic"})), (frozenset({"actor", "critic"}),)),
+         "into one pool and into different ones"),
+        (PlacementRules((frozenset({"actor", "ref"}),), devices={"actor": 2, "ref": 4}), "different numbers"),
+        (PlacementRules(devices={"actor": 7}), "Allowed: 2, 4, 8"),
+    ],
+)  # fmt: skip
+def test_rules_that_contradict_each_other_are_refused(rules, words):
+    with pytest.raises(ConfigError, match=words):
+        PlacementSearch(drawn_space(0, FOUR, 8, (2, 4, 8), rules=rules))
+
+
+def test_devices_that_no_grid_can_use_are_refused():
+    space = SearchSpace(("actor",), 7, 80, (7,), lambda role, n: [1] if n % 2 == 0 else [], lambda *key: RoleCost())
+    with pytest.raises(NoPlacement, match=r"actor: no parallel size.*7 devices"):
+        PlacementSearch(space)
+
+
+def test_where_a_role_fits_nowhere_the_error_says_by_how_much():
+    gib = 1 << 30
+
+    def space(memory):
+        return SearchSpace(("actor",), 2, memory, (1, 2), lambda role, n: [1],
+                           lambda role, n, c: RoleCost(training=1, resident=240 * gib / n))  # fmt: skip
+
+    tried = [("recomputation", space(100 * gib)), ("devices of 141 GiB", space(141 * gib))]
+    error = explanation(space(80 * gib), tried)
+    assert "actor alone needs 120.0 GiB per device at least (on 2 of them), 40.0 GiB more" in str(error)
+    assert "The cheapest change that helps: devices of 141 GiB." in str(error)
+
+
+def test_roles_that_fit_only_one_by_one_are_told_what_all_need():
+    """Two roles of 60 bytes on one device of 80: 40 are missing."""
+    gib = 1 << 30
+    space = SearchSpace(("actor", "critic"), 1, 80 * gib, (1,), lambda role, n: [1],
+                        lambda role, n, c: RoleCost(training=1, resident=60 * gib))  # fmt: skip
+    assert PlacementSearch(space).best() is None
+    missing = float(str(explanation(space)).split("need ")[1].split()[0])
+    assert missing == pytest.approx(40, rel=0.02)
+
+
+def test_other_kinds_of_plans_are_never_faster():
+    search = PlacementSearch(drawn_space(7, FOUR, 16, pool_sizes(16, 8)))
+    plan = search.best()
+    others = search.runners_up(plan)
+    assert others and all(other.seconds >= plan.seconds for other in others)
+    assert len({plan.kind, *(other.kind for other in others)}) == len(others) + 1

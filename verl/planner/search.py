@@ -1,0 +1,442 @@
+"""Where the roles of a run go: the fastest placement under a cost model, with a bound that proves it.
+
+The model
+---------
+A placement divides the roles into pools; every role of a pool uses all devices of it, in turn with the others. A step
+has three stages: generation, preparation (log-probs, values, rewards) and training. A pool takes in a stage the sum of
+its roles' seconds, and a stage the maximum over the pools. The schedules differ in how stages add up:
+
+- ``sync``: generation + preparation + training;
+- ``async``: the sampler has a pool without other roles, and a step takes max(generation, preparation + training).
+
+A pool fits where the resident bytes of its roles and the largest working bytes of one of them are at most the memory
+of a device. Only the sampler has seconds of generation.
+
+The search
+----------
+HybridFlow enumerates set partitions of the roles, and for each of them every division of the devices (2409.19256,
+Algorithm 1; `verl.planner.paper`). Here the problem is separated. With limits P and T on the seconds of preparation and
+training,
+
+- a pool without the sampler needs a number of devices that no other pool changes, need(pool, P, T);
+- a set of roles needs D(set) = min over the pools of its first role of need(pool) + D(set - pool);
+- what D leaves goes to the sampler's pool, whose generation is then as short as can be.
+
+So one point (P, T) costs 3^k / 2 additions, all 203 placements of six roles included. The optimal P and T are sums of
+seconds that some pool has, so that they lie on a grid. A box of the grid has a lower bound (its smallest limits, with
+the generation that its largest limits admit) and an upper one (its largest limits); boxes whose lower bound does not
+beat the best plan are dropped, the others are cut in four (branch and bound). With ``gap=0`` the last box is a point,
+and the plan is optimal; else `PlacementPlan.bound` says how far from it it may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.planner.space import (
+    ACTOR,
+    ASYNC,
+    SAMPLER,
+    SYNC,
+    NoPlacement,
+    PlacementPlan,
+    PoolPlan,
+    RoleCost,
+    SearchSpace,
+    check_rules,
+)
+
+C = TypeVar("C")
+Floats: TypeAlias = npt.NDArray[np.float64]
+Whole: TypeAlias = npt.NDArray[np.int64]
+
+_BOXES = 256
+"""Boxes that are cut at once."""
+_COARSE = 0.05
+"""Gap of a first plan."""
+_FAR = 1 << 40
+"""Devices of a pool that no number of them makes fast enough."""
+
+
+@dataclass
+class _Front:
+    """Combinations of the choices of a pool's roles, none of which is better than another one in every respect.
+
+    Args:
+        values: per row generation, preparation, training, resident and working.
+        picks: per row, the number of a choice of each role in the order of the space's.
+    """
+
+    values: Floats
+    picks: Whole
+
+
+@dataclass
+class _Table:
+    """The rows of a pool over all numbers of devices; picks lead back to a front."""
+
+    devices: Whole
+    values: Floats
+    rows: Whole
+
+
+def _undominated(values: Floats) -> Whole:
+    """Rows that no other row is as good as in every column, least is best; of equal rows the first."""
+    rows = np.lexsort((*values.T[::-1], values.sum(1)))
+    place = 0
+    while place < len(rows):
+        better = (values[rows] < values[rows[place]]).any(1)
+        better[place] = True
+        place = int(better[:place].sum()) + 1
+        rows = rows[better]
+    return rows.astype(np.int64)
+
+
+class PlacementSearch(Generic[C]):
+    """A space with what was computed of it.
+
+    Raises:
+        ConfigError: the rules contradict each other, or name roles or devices that there are none of.
+        NoPlacement: no number of devices is one that a role's grid can use.
+    """
+
+    def __init__(self, space: SearchSpace[C]):
+        self.space = space
+        names = [SAMPLER] * (SAMPLER in space.roles) + [role for role in space.roles if role != SAMPLER]
+        self._names = tuple(names)
+        self.all_roles = (1 << len(names)) - 1
+        self._sampler = int(SAMPLER in space.roles)  # its bit is the lowest
+        check_rules(space)
+        self.options = {role: self._options_of(role) for role in names}
+        self._fronts: dict[tuple[int, int], _Front] = {}
+        self._tables: dict[int, _Table] = {}
+        self._masks = [mask for mask in range(1, self.all_roles + 1) if self._is_allowed(mask)]
+        self._limit = 0.0
+
+    # ---- what a role and a pool cost ------------------------------------------------------------------------------
+
+    def _options_of(self, role: str) -> dict[int, list[tuple[C, RoleCost]]]:
+        space, options = self.space, dict[int, list[tuple[C, RoleCost]]]()
+        for devices in space.sizes:
+            if devices > space.devices:
+                continue
+            priced = [(choice, space.cost(role, devices, choice)) for choice in space.choices(role, devices)]
+            if priced:
+                options[devices] = priced
+        if not options:
+            raise NoPlacement(
+                "no parallel size of this role divides any number of devices that a pool may have",
+                key=role,
+                got=f"{space.devices} devices",
+                fix="Take a number of devices that the parallel sizes and the batch divide: a power of two always is.",
+            )
+        return options
+
+    def _is_allowed(self, mask: int) -> bool:
+        roles, rules = set(self.roles_of(mask)), self.space.rules
+        whole = all(not group & roles or group <= roles for group in rules.together)
+        fixed = {rules.devices[role] for role in roles if role in rules.devices}
+        return whole and len(fixed) < 2 and not any(pair <= roles for pair in rules.separate)
+
+    def roles_of(self, mask: int) -> list[str]:
+        """The roles of a bit mask, the sampler first."""
+        return [role for number, role in enumerate(self._names) if mask >> number & 1]
+
+    def _role_front(self, role: str, devices: int, inside: bool) -> _Front:
+        rows = []
+        for _, cost in self.options[role].get(devices, []):
+            rows.append([cost.sampling(inside), cost.preparation, cost.training, cost.resident, cost.working])
+        values = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
+        best = self._kept(values)
+        picks = np.full((len(best), len(self._names)), -1)
+        picks[:, self._names.index(role)] = best
+        return _Front(values[best], picks)
+
+    def _front(self, mask: int, devices: int, inside: bool) -> _Front:
+        """Of a pool; the sampler is joined last, as its update depends on whether the actor is ``inside``."""
+        key = (mask << 1) | (inside and mask & self._sampler), devices
+        if key not in self._fronts:
+            lowest = mask & -mask
+            last = self._role_front(self._names[lowest.bit_length() - 1], devices, inside)
+            rest = mask ^ lowest
+            self._fronts[key] = self._joined(self._front(rest, devices, inside), last) if rest else last
+        return self._fronts[key]
+
+    def _joined(self, one: _Front, other: _Front) -> _Front:
+        first, second = (axis.ravel() for axis in np.indices((len(one.values), len(other.values))))
+        values = one.values[first] + other.values[second]
+        values[:, 4] = np.maximum(one.values[first, 4], other.values[second, 4])
+        best = self._kept(values)
+        return _Front(values[best], np.maximum(one.picks[first[best]], other.picks[second[best]]))
+
+    def _kept(self, values: Floats) -> Whole:
+        """Rows that fit, are fast enough for a plan better than the limit, and no other row makes superfluous."""
+        fits = (values[:, 3] + values[:, 4] <= self.space.memory) & (values[:, :3].sum(1) <= self._limit)
+        rows = np.flatnonzero(fits)
+        return rows[_undominated(values[rows])]
+
+    def _raise_limit(self, seconds: float) -> None:
+        """From here on, pools are looked at that take so long alone."""
+        if seconds > self._limit:
+            self._limit = seconds
+            self._fronts.clear()
+            self._tables.clear()
+
+    @cached_property
+    def _coarse(self) -> PlacementSearch[C] | None:
+        """The same search with pools of a power of two, whose best plan limits what is worth a look."""
+        fixed = self.space.rules.devices.values()
+        sizes = tuple(size for size in self.space.sizes if size & (size - 1) == 0 or size in fixed)
+        if len(sizes) == len(self.space.sizes):
+            return None
+        try:
+            return PlacementSearch(replace(self.space, sizes=sizes))
+        except NoPlacement:
+            return None
+
+    def _table(self, mask: int) -> _Table:
+        if mask not in self._tables:
+            roles = self.roles_of(mask)
+            fixed = {self.space.rules.devices[role] for role in roles if role in self.space.rules.devices}
+            usable = sorted(set.intersection(*(set(self.options[role]) for role in roles)))
+            parts = []
+            for devices in usable:
+                if fixed <= {devices}:
+                    values = self._front(mask, devices, ACTOR in roles).values[:, :3]
+                    parts += [(devices, *row, number) for number, row in enumerate(values.tolist())]
+            rows = np.array(parts, dtype=np.float64).reshape(len(parts), 5)
+            rows = rows[_undominated(rows[:, :4])]
+            rows = rows[np.lexsort((rows[:, 0], rows[:, 1] if mask & self._sampler else rows[:, 0]))]
+            self._tables[mask] = _Table(rows[:, 0].astype(np.int64), rows[:, 1:4], rows[:, 4].astype(np.int64))
+        return self._tables[mask]
+
+    # ---- the search ------------------------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> list[frozenset[str]]:
+        """Sets of roles that the rules let share a pool."""
+        return [frozenset(self.roles_of(mask)) for mask in self._masks]
+
+    def best(self, gap: float = 0.0, schedules: Sequence[str] | None = None,
+             admits: Callable[[frozenset[str]], bool] = lambda _: True) -> PlacementPlan[C] | None:  # fmt: skip
+        """The fastest plan.
+
+        Args:
+            gap: share of its seconds by which it may be slower than the optimum.
+            schedules: fewer than the rules admit.
+            admits: whether roles may form a pool, besides the rules.
+
+        Returns:
+            None where nothing fits; `explanation` says why.
+        """
+        coarse = self._coarse
+        first_plan = coarse and coarse.best(_COARSE, schedules, admits)
+        self._raise_limit(first_plan.seconds if first_plan else math.inf)
+        point = _Point(self, [mask for mask in self._masks if admits(frozenset(self.roles_of(mask)))],
+                       self.space.rules.schedules if schedules is None else schedules)  # fmt: skip
+        limits = [np.unique(np.concatenate([self._table(mask).values[:, stage] for mask in point.pools] or [[]]))
+                  for stage in (1, 2)]  # fmt: skip
+        if not all(map(len, limits)):
+            return None
+        low, high = np.zeros((1, 2), dtype=np.int64), np.array([[len(limits[0]) - 1, len(limits[1]) - 1]])
+        best_seconds, best_limits, points = math.inf, (0.0, 0.0), 0
+        bounds = np.zeros(1)
+        while len(low) and bounds.min() < best_seconds * (1 - gap):
+            order = np.argsort(bounds, kind="stable")
+            now, later = order[:_BOXES], order[_BOXES:]
+            cut_low, cut_high = _cut(low[now], high[now]) if points else (low, high)
+            top = limits[0][cut_high[:, 0]], limits[1][cut_high[:, 1]]
+            floor = limits[0][cut_low[:, 0]] + limits[1][cut_low[:, 1]]
+            above, below = point.seconds(*top, top[0] + top[1]), point.seconds(*top, floor)
+            points += len(above)
+            if above.min() < best_seconds:
+                first = int(above.argmin())
+                best_seconds, best_limits = float(above[first]), (float(top[0][first]), float(top[1][first]))
+            is_open = (cut_low < cut_high).any(1)
+            low = np.concatenate([low[later], cut_low[is_open]])
+            high = np.concatenate([high[later], cut_high[is_open]])
+            bounds = np.concatenate([bounds[later], below[is_open]])
+            keeps = bounds < best_seconds
+            low, high, bounds = low[keeps], high[keeps], bounds[keeps]
+        if best_seconds == math.inf:
+            return None
+        plan = point.plan(*best_limits)
+        bound = min(plan.seconds, float(bounds.min()) if len(bounds) else plan.seconds)
+        return PlacementPlan(plan.schedule, plan.pools, bound, points)
+
+    def pool(self, mask: int, number: int) -> PoolPlan[C]:
+        """The pool behind a row of its table."""
+        table, roles = self._table(mask), self.roles_of(mask)
+        devices = int(table.devices[number])
+        picks = self._front(mask, devices, ACTOR in roles).picks[table.rows[number]]
+        chosen = {role: self.options[role][devices][picks[self._names.index(role)]] for role in roles}
+        return PoolPlan(devices, {role: choice for role, (choice, _) in chosen.items()},
+                        {role: cost for role, (_, cost) in chosen.items()})  # fmt: skip
+
+    def runners_up(self, plan: PlacementPlan[C], gap: float = 0.0) -> list[PlacementPlan[C]]:
+        """The best of other kinds: all roles in one pool, each alone, some together; and of the other schedule."""
+        count = len(self._names)
+        others = [self.best(gap, admits=lambda roles: len(roles) == count),
+                  self.best(gap, admits=lambda roles: len(roles) == 1),
+                  self.best(gap, admits=lambda roles: len(roles) < count),
+                  *(self.best(gap, [schedule]) for schedule in self.space.rules.schedules)]  # fmt: skip
+        kinds = {plan.kind: plan}
+        for other in others:
+            if other is not None:
+                kinds.setdefault(other.kind, other)
+        return sorted(list(kinds.values())[1:], key=lambda other: other.seconds)
+
+    # ---- what is wrong where nothing fits ----------------------------------------------------------------------------
+
+    def least_bytes(self, role: str) -> tuple[float, int]:
+        """The least bytes per device that a role needs on any number of devices here, and that number."""
+        each = [(cost.resident + cost.working, devices)
+                for devices, priced in self.options[role].items() for _, cost in priced]  # fmt: skip
+        return min(each)
+
+
+def explanation(space: SearchSpace[C], changes: Iterable[tuple[str, SearchSpace[C]]] = ()) -> NoPlacement:
+    """Why a space has no plan: by how much it misses, and the first of the changes that helps.
+
+    Args:
+        changes: a sentence and the space that it leads to, the cheapest first.
+    """
+    search, gib = PlacementSearch(space), 1 << 30
+    large = []
+    for role in space.roles:
+        need, devices = search.least_bytes(role)
+        if need > space.memory:
+            large.append(f"{role} alone needs {need / gib:.1f} GiB per device at least (on {devices} of them), "
+                         f"{(need - space.memory) / gib:.1f} GiB more than one has")  # fmt: skip
+    if not large:
+        low, high = 1.0, 2.0
+        while high < 64 and not _fits(replace(space, memory=space.memory * high)):
+            low, high = high, high * 2
+        while high < 64 and high / low > 1.005:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if _fits(replace(space, memory=space.memory * middle)) else (middle, high)
+        if high < 64:
+            large = [f"each role fits for itself, and all of them need {space.memory * (high - 1) / gib:.1f} GiB more "
+                     "per device than one has"]  # fmt: skip
+        else:
+            large = ["whatever the memory of a device, the rules admit no division of the devices"]
+    helps = next((sentence for sentence, changed in changes if _fits(changed)), None)
+    return NoPlacement("; ".join(large), key="plan", got=f"{space.devices} devices of {space.memory / gib:.1f} GiB",
+                       fix=f"The cheapest change that helps: {helps}." if helps else
+                       "None of the changes that were tried helps.")  # fmt: skip
+
+
+def _fits(space: SearchSpace[C]) -> bool:
+    try:
+        return PlacementSearch(space).best(gap=0.5) is not None
+    except NoPlacement:
+        return False
+
+
+class _Point(Generic[C]):
+    """What limits on preparation and training leave for generation, for many pairs of limits at once."""
+
+    def __init__(self, search: PlacementSearch[C], pools: list[int], schedules: Sequence[str]):
+        self._search, self.pools, self._schedules = search, pools, schedules
+        self._sampler, self._all = search._sampler, search.all_roles
+        self._without = [mask for mask in pools if not mask & self._sampler]
+        self._with = [mask for mask in pools if mask & self._sampler]
+
+    def _fitting(self, mask: int, preparation: Floats, training: Floats) -> npt.NDArray[np.bool_]:
+        values = self._search._table(mask).values
+        return (values[:, 1] <= preparation[:, None]) & (values[:, 2] <= training[:, None])
+
+    def _needs(self, preparation: Floats, training: Floats) -> dict[int, Whole]:
+        """Devices of each set of roles without the sampler, `_FAR` or more where there is no way."""
+        needs = {}
+        for mask in self._without:
+            devices = self._search._table(mask).devices
+            fits = self._fitting(mask, preparation, training)
+            needs[mask] = np.where(fits.any(1), devices[fits.argmax(1)] if len(devices) else 0, _FAR)
+        least: dict[int, Whole] = {0: np.zeros(len(preparation), dtype=np.int64)}
+        for roles in range(1, self._all + 1):
+            if roles & self._sampler:
+                continue
+            first, best = roles & -roles, np.full(len(preparation), _FAR)
+            for mask, need in needs.items():
+                if mask & first and mask & roles == mask:
+                    best = np.minimum(best, need + least[roles ^ mask])
+            least[roles] = best
+        return least
+
+    def _generations(self, preparation: Floats, training: Floats) -> Iterator[tuple[int, Floats]]:
+        """Of each pool with the sampler, seconds of generation with the devices that the other roles leave."""
+        least = self._needs(preparation, training)
+        if not self._sampler:
+            yield 0, np.where(least[self._all] <= self._search.space.devices, 0.0, math.inf)
+        for mask in self._with:
+            table, left = self._search._table(mask), self._search.space.devices - least[self._all ^ mask]
+            fits = self._fitting(mask, preparation, training) & (table.devices <= left[:, None])
+            seconds = table.values[fits.argmax(1), 0] if len(table.devices) else 0.0
+            yield mask, np.where(fits.any(1), seconds, math.inf)
+
+    def _per_schedule(self, preparation: Floats, training: Floats, rest: Floats) -> Iterator[tuple[str, int, Floats]]:
+        for mask, generation in self._generations(preparation, training):
+            if SYNC in self._schedules:
+                yield SYNC, mask, generation + rest
+            if ASYNC in self._schedules and mask and mask == self._sampler:
+                yield ASYNC, mask, np.maximum(generation, rest)
+
+    def seconds(self, preparation: Floats, training: Floats, rest: Floats) -> Floats:
+        """Of a step, where preparation and training take ``rest``; infinite where nothing fits."""
+        best = np.full(len(preparation), math.inf)
+        for _, _, seconds in self._per_schedule(preparation, training, rest):
+            best = np.minimum(best, seconds)
+        return best
+
+    def plan(self, preparation: float, training: float) -> PlacementPlan[C]:
+        """The plan of one pair of limits."""
+        limits = np.array([preparation]), np.array([training])
+        options = self._per_schedule(*limits, limits[0] + limits[1])
+        schedule, mask, _ = min(options, key=lambda option: float(option[2][0]))
+        rows = []
+        least = self._needs(*limits)
+        roles = self._all ^ mask
+        if mask:
+            table, left = self._search._table(mask), self._search.space.devices - least[roles]
+            fits = self._fitting(mask, *limits) & (table.devices <= left[:, None])
+            rows.append((mask, int(fits.argmax())))
+        while roles:
+            part, row = next(self._divided(roles, least, limits))
+            rows.append((part, row))
+            roles ^= part
+        pools = [self._search.pool(*row) for row in rows]
+        return PlacementPlan(schedule, tuple(sorted(pools, key=lambda pool: ACTOR not in pool.choices)))
+
+    def _divided(self, roles: int, least: Mapping[int, Whole], limits: tuple[Floats, Floats]
+                 ) -> Iterator[tuple[int, int]]:  # fmt: skip
+        """Pools of the first role that a division with the fewest devices has, and their rows."""
+        for mask in self._without:
+            if mask & roles & -roles and mask & roles == mask:
+                fits = self._fitting(mask, *limits)[0]
+                if fits.any():
+                    row = int(fits.argmax())
+                    devices = self._search._table(mask).devices[row]
+                    if devices + least[roles ^ mask][0] == least[roles][0]:
+                        yield mask, row
+
+
+def _cut(low: Whole, high: Whole) -> tuple[Whole, Whole]:
+    """Boxes of the grid in halves along both axes, corners included; a box that is a line is cut once."""
+    middle = (low + high) // 2
+    lows, highs = [], []
+    for first in (0, 1):
+        for second in (0, 1):
+            part = np.array([first, second])
+            begin, end = np.where(part, middle + 1, low), np.where(part, high, middle)
+            is_box = (begin <= end).all(1)
+            lows.append(begin[is_box])
+            highs.append(end[is_box])
+    return np.concatenate(lows), np.concatenate(highs)
