@@ -6,14 +6,13 @@ leaves the least bytes that the other roles need: unlike `PlacementSearch.best`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from verl.planner.search import PlacementSearch
+from verl.planner.search import Options, PlacementSearch
 from verl.planner.space import ACTOR, SYNC, PlacementPlan, PoolPlan, RoleCost, SearchSpace
 
 C = TypeVar("C")
-Options = Mapping[str, Mapping[int, Sequence[tuple[C, RoleCost]]]]
 
 
 def algorithm_1(search: PlacementSearch[C]) -> PlacementPlan[C] | None:

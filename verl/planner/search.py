@@ -31,10 +31,10 @@ and the plan is optimal; else `PlacementPlan.bound` says how far from it it may 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -56,11 +56,15 @@ from verl.planner.space import (
 C = TypeVar("C")
 Floats: TypeAlias = npt.NDArray[np.float64]
 Whole: TypeAlias = npt.NDArray[np.int64]
+Options: TypeAlias = Mapping[str, Mapping[int, Sequence[tuple[C, RoleCost]]]]
+"""Role -> devices -> its choices with what they cost."""
 
 _BOXES = 256
 """Boxes that are cut at once."""
 _COARSE = 0.05
 """Gap of a first plan."""
+_ROUNDING = 1 + 1e-9
+"""Seconds of one plan, summed in another order, differ by less."""
 _FAR = 1 << 40
 """Devices of a pool that no number of them makes fast enough."""
 
@@ -102,19 +106,23 @@ def _undominated(values: Floats) -> Whole:
 class PlacementSearch(Generic[C]):
     """A space with what was computed of it.
 
+    Args:
+        options: what choices cost, where that was computed before.
+
     Raises:
         ConfigError: the rules contradict each other, or name roles or devices that there are none of.
         NoPlacement: no number of devices is one that a role's grid can use.
     """
 
-    def __init__(self, space: SearchSpace[C]):
+    def __init__(self, space: SearchSpace[C], options: Options[C] | None = None):
         self.space = space
         names = [SAMPLER] * (SAMPLER in space.roles) + [role for role in space.roles if role != SAMPLER]
         self._names = tuple(names)
         self.all_roles = (1 << len(names)) - 1
         self._sampler = int(SAMPLER in space.roles)  # its bit is the lowest
         check_rules(space)
-        self.options = {role: self._options_of(role) for role in names}
+        self.options: Options[C] = options or {role: self._options_of(role) for role in names}
+        self._of_roles: dict[tuple[str, int, bool, bool], _Front] = {}
         self._fronts: dict[tuple[int, int], _Front] = {}
         self._tables: dict[int, _Table] = {}
         self._masks = [mask for mask in range(1, self.all_roles + 1) if self._is_allowed(mask)]
@@ -149,7 +157,16 @@ class PlacementSearch(Generic[C]):
         """The roles of a bit mask, the sampler first."""
         return [role for number, role in enumerate(self._names) if mask >> number & 1]
 
-    def _role_front(self, role: str, devices: int, inside: bool) -> _Front:
+    def _role_front(self, role: str, devices: int, inside: bool, is_fastest: bool = False) -> _Front:
+        """Of one role; ``is_fastest``: those that none is as fast as, whatever their bytes."""
+        key = role, devices, inside, is_fastest
+        if key not in self._of_roles:
+            front = self._role_front_of(role, devices, inside)
+            best = _undominated(front.values[:, :3]) if is_fastest else slice(None)
+            self._of_roles[key] = _Front(front.values[best], front.picks[best])
+        return self._of_roles[key]
+
+    def _role_front_of(self, role: str, devices: int, inside: bool) -> _Front:
         rows = []
         for _, cost in self.options[role].get(devices, []):
             rows.append([cost.sampling(inside), cost.preparation, cost.training, cost.resident, cost.working])
@@ -169,6 +186,16 @@ class PlacementSearch(Generic[C]):
             self._fronts[key] = self._joined(self._front(rest, devices, inside), last) if rest else last
         return self._fronts[key]
 
+    def _pool_front(self, mask: int, devices: int) -> _Front:
+        """Of a pool in seconds: where the fastest choices fit all at once, no slower ones can be of use."""
+        roles = self.roles_of(mask)
+        fastest = [self._role_front(role, devices, ACTOR in roles, is_fastest=True) for role in roles]
+        if all(len(front.values) for front in fastest):
+            resident = sum(front.values[:, 3].max() for front in fastest)
+            if resident + max(front.values[:, 4].max() for front in fastest) <= self.space.memory:
+                return functools.reduce(self._joined, fastest)
+        return self._front(mask, devices, ACTOR in roles)
+
     def _joined(self, one: _Front, other: _Front) -> _Front:
         first, second = (axis.ravel() for axis in np.indices((len(one.values), len(other.values))))
         values = one.values[first] + other.values[second]
@@ -186,20 +213,20 @@ class PlacementSearch(Generic[C]):
         """From here on, pools are looked at that take so long alone."""
         if seconds > self._limit:
             self._limit = seconds
+            self._of_roles.clear()
             self._fronts.clear()
             self._tables.clear()
 
-    @cached_property
+    @functools.cached_property
     def _coarse(self) -> PlacementSearch[C] | None:
         """The same search with pools of a power of two, whose best plan limits what is worth a look."""
         fixed = self.space.rules.devices.values()
         sizes = tuple(size for size in self.space.sizes if size & (size - 1) == 0 or size in fixed)
         if len(sizes) == len(self.space.sizes):
             return None
-        try:
-            return PlacementSearch(replace(self.space, sizes=sizes))
-        except NoPlacement:
-            return None
+        options = {role: {devices: some[devices] for devices in sizes if devices in some}
+                   for role, some in self.options.items()}  # fmt: skip
+        return PlacementSearch(replace(self.space, sizes=sizes), options)
 
     def _table(self, mask: int) -> _Table:
         if mask not in self._tables:
@@ -209,7 +236,7 @@ class PlacementSearch(Generic[C]):
             parts = []
             for devices in usable:
                 if fixed <= {devices}:
-                    values = self._front(mask, devices, ACTOR in roles).values[:, :3]
+                    values = self._pool_front(mask, devices).values[:, :3]
                     parts += [(devices, *row, number) for number, row in enumerate(values.tolist())]
             rows = np.array(parts, dtype=np.float64).reshape(len(parts), 5)
             rows = rows[_undominated(rows[:, :4])]
@@ -238,7 +265,7 @@ class PlacementSearch(Generic[C]):
         """
         coarse = self._coarse
         first_plan = coarse and coarse.best(_COARSE, schedules, admits)
-        self._raise_limit(first_plan.seconds if first_plan else math.inf)
+        self._raise_limit(first_plan.seconds * _ROUNDING if first_plan else math.inf)
         point = _Point(self, [mask for mask in self._masks if admits(frozenset(self.roles_of(mask)))],
                        self.space.rules.schedules if schedules is None else schedules)  # fmt: skip
         limits = [np.unique(np.concatenate([self._table(mask).values[:, stage] for mask in point.pools] or [[]]))
@@ -275,7 +302,7 @@ class PlacementSearch(Generic[C]):
         """The pool behind a row of its table."""
         table, roles = self._table(mask), self.roles_of(mask)
         devices = int(table.devices[number])
-        picks = self._front(mask, devices, ACTOR in roles).picks[table.rows[number]]
+        picks = self._pool_front(mask, devices).picks[table.rows[number]]
         chosen = {role: self.options[role][devices][picks[self._names.index(role)]] for role in roles}
         return PoolPlan(devices, {role: choice for role, (choice, _) in chosen.items()},
                         {role: cost for role, (_, cost) in chosen.items()})  # fmt: skip

@@ -1,0 +1,171 @@
+"""Where the paper's placements cross over: the planner's search with the paper's stated cost model.
+
+    python benchmarks/placement_crossovers.py [--models 7B 13B 34B 13B+70B] [--devices 16 32 64 96 128] [--write]
+
+HybridFlow (2409.19256, figures 12 and 13) colocates all models on few devices, and splits them on many: PPO with four
+Llama models of one size, 1,024 prompts and responses of 1,024 tokens each, 8 updates, machines of 8 A100-80GB with
+600 GB/s inside and 200 Gb/s between them. The cost model is the one that the paper states, nothing is fitted:
+
+- training: 6 operations per weight and token (attention besides) at `EFFICIENCY` of the peak, times the pipeline's
+  bubble 1 + (p - 1) / m; four all-reduces per layer over t; per update a ring of gradients over d;
+- passes without gradients: 2 operations per weight and token, two all-reduces per layer;
+- decoding: per token the weights and the cache of all rows over t_g at `EFFICIENCY` of the bandwidth, and two
+  all-reduces per layer of `LATENCY`; as many waves as the cache has room for;
+- bytes: 2 of weights and 4 of gradients over t p, 12 of the optimizer over t p d.
+
+Printed: the best plan per size, and how much slower the best of each kind is. The actor samples on its devices.
+``13B+70B``: 13B as actor and reference, 70B as critic and reward model. ``--write`` makes the table of
+`docs/appendix/placement_crossovers.md` again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from figures import ROOT
+
+sys.path.insert(0, str(ROOT))
+from verl.planner.search import PlacementSearch
+from verl.planner.space import PlacementRules, RoleCost, SearchSpace, pool_sizes
+
+ROLES = ("actor", "rollout", "ref", "critic", "rm")
+NODE, MEMORY, FLOPS, BANDWIDTH = 8, 80e9, 312e12, 2.0e12
+NVLINK, NETWORK = 300e9, 25e9 / NODE
+EFFICIENCY, LATENCY = 0.5, 20e-6
+ROWS, PROMPT, RESPONSE, UPDATES, MICRO_ROWS = 1024, 1024, 1024, 8, 4
+PAGE, BEGIN, END = ROOT / "docs/appendix/placement_crossovers.md", "<!-- table -->", "<!-- end of the table -->"
+FRACTIONS = (0.2, 0.4, 0.6)
+KINDS = {"colocated": lambda roles: len(roles) == len(ROLES),
+         "split": lambda roles: roles in ({"actor", "rollout", "ref"}, {"critic", "rm"}),
+         "standalone": lambda roles: roles == {"actor", "rollout"} or len(roles) == 1}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Llama:
+    """What the cost model reads of a model."""
+
+    weights: float
+    hidden: int
+    layers: int
+    cached: int
+    """Values of keys and values per token and layer."""
+
+
+MODELS = {
+    "7B": Llama(6.7e9, 4096, 32, 8192),
+    "13B": Llama(13.0e9, 5120, 40, 10240),
+    "34B": Llama(33.7e9, 8192, 48, 2048),
+    "70B": Llama(69e9, 8192, 80, 2048),
+}
+
+
+class Grid(NamedTuple):
+    """Sizes of a role: tensor, pipeline, data; of the sampler also the share of the memory for its cache."""
+
+    t: int
+    p: int
+    d: int
+    fraction: float = 0.0
+
+
+def grids(model: Llama, role: str, devices: int) -> Iterator[Grid]:
+    """All grids of powers of two that divide the devices and the batch."""
+    for t in (1, 2, 4, 8):
+        for p in (1,) if role == "rollout" else (1, 2, 4, 8, 16):
+            d = devices // (t * p)
+            rows = ROWS // UPDATES if role in ("actor", "critic") else ROWS
+            if devices % (t * p) == 0 and model.layers % p == 0 and (role == "rollout" or rows % d == 0):
+                for fraction in FRACTIONS if role == "rollout" else (0.0,):
+                    yield Grid(t, p, d, fraction)
+
+
+def reduced(size: float, ranks: int, bandwidth: float) -> float:
+    """Seconds of a ring all-reduce."""
+    return 2 * (ranks - 1) / ranks * size / bandwidth
+
+
+def cost(model: Llama, role: str, devices: int, grid: Grid) -> RoleCost:
+    """By the formulas of the module."""
+    t, p, d, fraction = grid
+    tokens, sharing = ROWS * (PROMPT + RESPONSE), t * p
+    attention = model.layers * model.hidden * (PROMPT + RESPONSE)
+    if role == "rollout":
+        rows, held = ROWS / d, 2 * model.weights / t
+        row = 2 * model.layers * model.cached * (PROMPT + RESPONSE) / t
+        at_once = min(rows, max(1.0, fraction * MEMORY / row))
+        read = held + at_once * row * 0.75
+        seconds = RESPONSE * rows / at_once * (read / (BANDWIDTH * EFFICIENCY) + 2 * model.layers * LATENCY * (t > 1))
+        prefill = 2 * model.weights * ROWS * PROMPT / (devices * FLOPS * EFFICIENCY)
+        return RoleCost(seconds + prefill, working=held + fraction * MEMORY)
+    per_layer = reduced(2 * tokens / d * model.hidden, t, NVLINK) * model.layers / p
+    operations = (2 * model.weights + 2 * attention) * tokens / (devices * FLOPS * EFFICIENCY)
+    passed = operations * (1 + (p - 1) / max(1, ROWS / d / MICRO_ROWS)) + 2 * per_layer
+    weights = 2 * model.weights / sharing
+    if role not in ("actor", "critic"):
+        return RoleCost(preparation=passed, resident=weights)
+    bubble = 1 + (p - 1) / max(1, ROWS / UPDATES / d / MICRO_ROWS)
+    link = NVLINK if devices <= NODE else NETWORK
+    trained = 3 * operations * bubble + 4 * per_layer + UPDATES * reduced(2 * model.weights / sharing, d, link)
+    activations = 2 * MICRO_ROWS * (PROMPT + RESPONSE) * model.hidden * model.layers / p
+    return RoleCost(preparation=passed, training=trained, resident=3 * weights + 12 * model.weights / (sharing * d),
+                    working=activations)  # fmt: skip
+
+
+def space(names: str, devices: int) -> SearchSpace[Grid]:
+    """The search of one size, or of one for the policy and one for the critic."""
+    policy, critic = MODELS[names.split("+")[0]], MODELS[names.split("+")[-1]]
+    models = {role: critic if role in ("critic", "rm") else policy for role in ROLES}
+    rules = PlacementRules((frozenset({"actor", "rollout"}),), schedules=("sync",))
+    return SearchSpace(
+        ROLES,
+        devices,
+        MEMORY,
+        pool_sizes(devices, NODE),
+        lambda role, n: grids(models[role], role, n),
+        lambda role, n, grid: cost(models[role], role, n, grid),
+        rules,
+    )
+
+
+def row(names: str, devices: int) -> str:
+    """Of the table."""
+    search = PlacementSearch(space(names, devices))
+    plan = search.best()
+    if plan is None:
+        return f"| {names} | {devices} | fits nowhere |{' |' * len(KINDS)} |"
+    cells = []
+    for admits in KINDS.values():
+        best = search.best(admits=admits)
+        cells.append("-" if best is None else f"{best.seconds / plan.seconds - 1:+.0%}")
+    pools = ", ".join(f"{'+'.join(role for role in ROLES if role in pool.choices and role != 'rollout')} on "
+                      f"{pool.devices}" for pool in plan.pools)  # fmt: skip
+    return f"| {names} | {devices} | {plan.seconds:.1f} | {' | '.join(cells)} | {pools} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["7B", "13B", "34B", "13B+70B"])
+    parser.add_argument("--devices", nargs="+", type=int, default=[16, 32, 64, 96, 128])
+    parser.add_argument("--write", action="store_true", help="the table of docs/appendix/placement_crossovers.md")
+    settings = parser.parse_args()
+    for names in settings.models:
+        if not set(names.split("+")) <= set(MODELS) or names.count("+") > 1:
+            parser.error(f"--models: got {names!r}, allowed: one of {', '.join(MODELS)}, or two joined by +")
+    begun = time.process_time()
+    lines = [f"| models | devices | step, s | {' | '.join(KINDS)} | best plan |",
+             f"| --- | ---: | ---: |{' ---: |' * len(KINDS)} --- |"]  # fmt: skip
+    lines += [row(names, devices) for names in settings.models for devices in settings.devices]
+    print("\n".join(lines), f"\n{time.process_time() - begun:.1f} s of processor time, gap 0 %", sep="\n")
+    if settings.write:
+        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+        table = "\n".join(lines)
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
