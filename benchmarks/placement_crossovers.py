@@ -52,7 +52,7 @@ class Llama:
     weights: float
     hidden: int
     layers: int
-    cached: int
+    cache_values: int
     """Values of keys and values per token and layer."""
 
 
@@ -84,7 +84,7 @@ def grids(model: Llama, role: str, devices: int) -> Iterator[Grid]:
                     yield Grid(t, p, d, fraction)
 
 
-def reduced(size: float, ranks: int, bandwidth: float) -> float:
+def ring_seconds(size: float, ranks: int, bandwidth: float) -> float:
     """Seconds of a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * size / bandwidth
 
@@ -92,28 +92,30 @@ def reduced(size: float, ranks: int, bandwidth: float) -> float:
 def cost(model: Llama, role: str, devices: int, grid: Grid) -> RoleCost:
     """By the formulas of the module."""
     t, p, d, fraction = grid
-    tokens, sharing = ROWS * (PROMPT + RESPONSE), t * p
+    tokens, ranks_of_copy = ROWS * (PROMPT + RESPONSE), t * p
     attention = model.layers * model.hidden * (PROMPT + RESPONSE)
     if role == "rollout":
-        rows, held = ROWS / d, 2 * model.weights / t
-        row = 2 * model.layers * model.cached * (PROMPT + RESPONSE) / t
+        rows, weights = ROWS / d, 2 * model.weights / t
+        row = 2 * model.layers * model.cache_values * (PROMPT + RESPONSE) / t
         at_once = min(rows, max(1.0, fraction * MEMORY / row))
-        read = held + at_once * row * 0.75
+        read = weights + at_once * row * 0.75
         seconds = RESPONSE * rows / at_once * (read / (BANDWIDTH * EFFICIENCY) + 2 * model.layers * LATENCY * (t > 1))
         prefill = 2 * model.weights * ROWS * PROMPT / (devices * FLOPS * EFFICIENCY)
-        return RoleCost(seconds + prefill, working=held + fraction * MEMORY)
-    per_layer = reduced(2 * tokens / d * model.hidden, t, NVLINK) * model.layers / p
+        return RoleCost(seconds + prefill, working=weights + fraction * MEMORY)
+    per_layer = ring_seconds(2 * tokens / d * model.hidden, t, NVLINK) * model.layers / p
     operations = (2 * model.weights + 2 * attention) * tokens / (devices * FLOPS * EFFICIENCY)
-    passed = operations * (1 + (p - 1) / max(1, ROWS / d / MICRO_ROWS)) + 2 * per_layer
-    weights = 2 * model.weights / sharing
+    pass_seconds = operations * (1 + (p - 1) / max(1, ROWS / d / MICRO_ROWS)) + 2 * per_layer
+    weights = 2 * model.weights / ranks_of_copy
     if role not in ("actor", "critic"):
-        return RoleCost(preparation=passed, resident=weights)
+        return RoleCost(preparation=pass_seconds, resident=weights)
     bubble = 1 + (p - 1) / max(1, ROWS / UPDATES / d / MICRO_ROWS)
     link = NVLINK if devices <= NODE else NETWORK
-    trained = 3 * operations * bubble + 4 * per_layer + UPDATES * reduced(2 * model.weights / sharing, d, link)
+    update_seconds = (
+        3 * operations * bubble + 4 * per_layer + UPDATES * ring_seconds(2 * model.weights / ranks_of_copy, d, link)
+    )
     activations = 2 * MICRO_ROWS * (PROMPT + RESPONSE) * model.hidden * model.layers / p
-    return RoleCost(preparation=passed, training=trained, resident=3 * weights + 12 * model.weights / (sharing * d),
-                    working=activations)  # fmt: skip
+    resident = 3 * weights + 12 * model.weights / (ranks_of_copy * d)
+    return RoleCost(preparation=pass_seconds, training=update_seconds, resident=resident, working=activations)
 
 
 def space(names: str, devices: int) -> SearchSpace[Grid]:

@@ -18,10 +18,10 @@ def rows_of(text):
 
 def test_models_share_a_pool_on_few_devices_and_divide_many():
     script = [sys.executable, str(ROOT / "benchmarks" / "placement_crossovers.py"), "--models", "13B", "34B"]
-    printed = subprocess.run(
+    output = subprocess.run(
         [*script, "--devices", "32", "96", "128"], capture_output=True, text=True, check=True
     ).stdout
-    rows = rows_of(printed)
+    rows = rows_of(output)
     assert rows["13B", 32][3] == rows["34B", 32][3] == "+0%"
     assert rows["34B", 128][4] == "+0%" and rows["34B", 128][3] != "+0%"
     assert all(row[6].count(" on ") > 1 for key, row in rows.items() if key[1] == 96)

@@ -15,22 +15,22 @@ spec = importlib.util.spec_from_file_location("retrodiction", SCRIPT)
 retrodiction = importlib.util.module_from_spec(spec)
 sys.modules["retrodiction"] = retrodiction  # where its dataclasses look for their module
 spec.loader.exec_module(retrodiction)
-Law, fitted = retrodiction.Law, retrodiction.fitted
+Law, fit = retrodiction.Law, retrodiction.fit
 
 
 def test_a_law_is_recovered_from_its_points():
-    assert fitted({32: 10 + 640 / 32, 64: 10 + 640 / 64, 128: 10 + 640 / 128}) == pytest.approx((10, 640))
-    assert fitted({16: 30}) == Law(0, 480)
+    assert fit({32: 10 + 640 / 32, 64: 10 + 640 / 64, 128: 10 + 640 / 128}) == pytest.approx((10, 640))
+    assert fit({16: 30}) == Law(0, 480)
 
 
 def test_no_part_of_a_law_is_negative():
-    assert fitted({1: 100, 2: 40}).fixed == 0  # falls faster than 1 / n
-    assert fitted({64: 286, 128: 345}).divided == 0  # and grows
+    assert fit({1: 100, 2: 40}).constant == 0  # falls faster than 1 / n
+    assert fit({64: 286, 128: 345}).work == 0  # and grows
 
 
 def test_the_page_has_the_tables_of_the_rows_after_the_constants():
-    printed = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True).stdout
-    constants, tables = printed.split("\n\n", 1)
+    output = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True).stdout
+    constants, tables = output.split("\n\n", 1)
     assert "7B 28k, generation: 94.2 s + 6096 device seconds" in constants
     page = retrodiction.PAGE.read_text(encoding="utf-8")
     assert tables.startswith(page.split(retrodiction.BEGIN + "\n")[1].split("\n" + retrodiction.END)[0])

@@ -18,7 +18,7 @@ FOUR = ("actor", "rollout", "ref", "critic")
 SIX = (*FOUR, "rm", "teacher")
 
 
-def drawn_cost(seed, role, devices, choice):
+def random_cost(seed, role, devices, choice):
     """Seconds that fall with the devices, and bytes that choices trade for them; all from a seed."""
     rng = random.Random(f"{seed} {role} {devices} {choice}")
     work = random.Random(f"{seed} {role}").uniform(50, 800)
@@ -32,9 +32,9 @@ def drawn_cost(seed, role, devices, choice):
     return RoleCost(0, seconds() / 3, seconds() if role in ("actor", "critic") else 0, resident, working)
 
 
-def drawn_space(seed, roles, devices, sizes, choices=2, memory=80.0, **more):
+def random_space(seed, roles, devices, sizes, choices=2, memory=80.0, **more):
     return SearchSpace(roles, devices, memory, sizes, lambda role, number: range(choices),
-                       lambda *key: drawn_cost(seed, *key), **more)  # fmt: skip
+                       lambda *key: random_cost(seed, *key), **more)  # fmt: skip
 
 
 def set_partitions(roles):
@@ -58,7 +58,7 @@ def pool_rows(space, pool, devices):
                    sum(c.training for c in costs))  # fmt: skip
 
 
-def enumerated(space):
+def fewest_seconds(space):
     """The fewest seconds of all plans there are."""
     best = math.inf
     for partition in set_partitions(list(space.roles)):
@@ -77,22 +77,22 @@ def enumerated(space):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_of_an_enumeration_is_faster(seed):
-    space = drawn_space(seed, FOUR, 6, (1, 2, 3, 4, 5, 6), memory=120.0)  # which refuses the fastest choices
+    space = random_space(seed, FOUR, 6, (1, 2, 3, 4, 5, 6), memory=120.0)  # which refuses the fastest choices
     plan = PlacementSearch(space).best()
-    assert plan.seconds == pytest.approx(enumerated(space), rel=1e-12)
+    assert plan.seconds == pytest.approx(fewest_seconds(space), rel=1e-12)
     assert plan.bound == plan.seconds
 
 
 def test_the_optimum_on_128_devices_is_that_of_an_enumeration():
-    space = drawn_space(3, FOUR, 128, pool_sizes(128, 16), choices=1, memory=math.inf)
+    space = random_space(3, FOUR, 128, pool_sizes(128, 16), choices=1, memory=math.inf)
     begun = time.process_time()
     plan = PlacementSearch(space).best()
     assert time.process_time() - begun < 1
-    assert plan.seconds == pytest.approx(enumerated(space), rel=1e-12)
+    assert plan.seconds == pytest.approx(fewest_seconds(space), rel=1e-12)
 
 
 def test_six_roles_on_1024_devices_take_seconds_with_a_bound():
-    space = drawn_space(1, SIX, 1024, pool_sizes(1024, 8), choices=4)
+    space = random_space(1, SIX, 1024, pool_sizes(1024, 8), choices=4)
     begun = time.process_time()
     plan = PlacementSearch(space).best(gap=0.01)
     assert time.process_time() - begun < 5
@@ -102,17 +102,17 @@ def test_six_roles_on_1024_devices_take_seconds_with_a_bound():
 
 
 def test_a_plan_keeps_to_its_devices_and_their_memory():
-    space = drawn_space(5, SIX, 64, pool_sizes(64, 8), choices=3)
+    space = random_space(5, SIX, 64, pool_sizes(64, 8), choices=3)
     plan = PlacementSearch(space).best()
     assert sorted(role for pool in plan.pools for role in pool.choices) == sorted(SIX)
     assert plan.devices <= 64 and all(pool.bytes <= 80 for pool in plan.pools)
     for pool in plan.pools:
-        assert all(drawn_cost(5, role, pool.devices, c) == pool.costs[role] for role, c in pool.choices.items())
+        assert all(random_cost(5, role, pool.devices, c) == pool.costs[role] for role, c in pool.choices.items())
 
 
 def test_algorithm_1_is_as_good_where_memory_is_no_matter():
     rules = PlacementRules(schedules=("sync",))
-    space = drawn_space(2, FOUR, 8, (1, 2, 4, 8), choices=1, memory=math.inf, rules=rules)
+    space = random_space(2, FOUR, 8, (1, 2, 4, 8), choices=1, memory=math.inf, rules=rules)
     search = PlacementSearch(space)
     assert algorithm_1(search).seconds == pytest.approx(search.best().seconds, rel=1e-12)
 
@@ -130,7 +130,7 @@ def test_algorithm_1_does_not_trade_memory_for_seconds():
 def test_the_rules_are_kept_to():
     rules = PlacementRules(together=(frozenset({"actor", "ref"}),), separate=(frozenset({"actor", "critic"}),),
                            devices={"critic": 3}, schedules=("sync",))  # fmt: skip
-    plan = PlacementSearch(drawn_space(4, FOUR, 8, tuple(range(1, 9)), memory=500, rules=rules)).best()
+    plan = PlacementSearch(random_space(4, FOUR, 8, tuple(range(1, 9)), memory=500, rules=rules)).best()
     pools = {role: pool for pool in plan.pools for role in pool.choices}
     assert pools["actor"] is pools["ref"] and pools["actor"] is not pools["critic"]
     assert pools["critic"].devices == 3 and plan.schedule == "sync"
@@ -148,7 +148,7 @@ def test_the_rules_are_kept_to():
 )  # fmt: skip
 def test_rules_that_contradict_each_other_are_refused(rules, words):
     with pytest.raises(ConfigError, match=words):
-        PlacementSearch(drawn_space(0, FOUR, 8, (2, 4, 8), rules=rules))
+        PlacementSearch(random_space(0, FOUR, 8, (2, 4, 8), rules=rules))
 
 
 def test_devices_that_no_grid_can_use_are_refused():
@@ -164,8 +164,8 @@ def test_where_a_role_fits_nowhere_the_error_says_by_how_much():
         return SearchSpace(("actor",), 2, memory, (1, 2), lambda role, n: [1],
                            lambda role, n, c: RoleCost(training=1, resident=240 * gib / n))  # fmt: skip
 
-    tried = [("recomputation", space(100 * gib)), ("devices of 141 GiB", space(141 * gib))]
-    error = explanation(space(80 * gib), tried)
+    changes = [("recomputation", space(100 * gib)), ("devices of 141 GiB", space(141 * gib))]
+    error = explanation(space(80 * gib), changes)
     assert "actor alone needs 120.0 GiB per device at least (on 2 of them), 40.0 GiB more" in str(error)
     assert "The cheapest change that helps: devices of 141 GiB." in str(error)
 
@@ -181,7 +181,7 @@ def test_roles_that_fit_only_one_by_one_are_told_what_all_need():
 
 
 def test_other_kinds_of_plans_are_never_faster():
-    search = PlacementSearch(drawn_space(7, FOUR, 16, pool_sizes(16, 8)))
+    search = PlacementSearch(random_space(7, FOUR, 16, pool_sizes(16, 8)))
     plan = search.best()
     others = search.runners_up(plan)
     assert others and all(other.seconds >= plan.seconds for other in others)

@@ -40,12 +40,12 @@ def algorithm_1(search: PlacementSearch[C]) -> PlacementPlan[C] | None:
 
 def _fastest(space: SearchSpace[C], options: Options[C], pool: frozenset[str], devices: int) -> PoolPlan[C] | None:
     roles = [role for role in space.roles if role in pool]
-    priced = [options[role].get(devices, []) for role in roles]
-    if not all(priced) or any(space.rules.devices.get(role, devices) != devices for role in roles):
+    per_role = [options[role].get(devices, []) for role in roles]
+    if not all(per_role) or any(space.rules.devices.get(role, devices) != devices for role in roles):
         return None
-    least = [(min(c.resident for _, c in some), min(c.working for _, c in some)) for some in priced]
+    least = [(min(c.resident for _, c in some), min(c.working for _, c in some)) for some in per_role]
     choices, costs = dict[str, C](), dict[str, RoleCost]()
-    for number, (role, some) in enumerate(zip(roles, priced, strict=True)):
+    for number, (role, some) in enumerate(zip(roles, per_role, strict=True)):
         resident = sum(c.resident for c in costs.values()) + sum(r for r, _ in least[number + 1 :])
         working = max([c.working for c in costs.values()] + [w for _, w in least[number + 1 :]], default=0.0)
         fits = [(c, cost) for c, cost in some
@@ -67,7 +67,7 @@ def _partitions(roles: Sequence[str], pools: Sequence[frozenset[str]]) -> Iterat
 
 
 def _divisions(parts: int, devices: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Ways to give so many parts a size each, with at most so many devices together; ``sizes`` ascend."""
+    """Ways to give each of the parts a size, all of them within the devices; ``sizes`` ascend."""
     if parts == 0:
         yield ()
         return

@@ -23,7 +23,7 @@ training,
 - what D leaves goes to the sampler's pool, whose generation is then as short as can be.
 
 So one point (P, T) costs 3^k / 2 additions, all 203 placements of six roles included. The optimal P and T are sums of
-seconds that some pool has, so that they lie on a grid. A box of the grid has a lower bound (its smallest limits, with
+seconds that some pool has, and these form a grid. A box of the grid has a lower bound (its smallest limits, with
 the generation that its largest limits admit) and an upper one (its largest limits); boxes whose lower bound does not
 beat the best plan are dropped, the others are cut in four (branch and bound). With ``gap=0`` the last box is a point,
 and the plan is optimal; else `PlacementPlan.bound` says how far from it it may be.
@@ -55,7 +55,7 @@ from verl.planner.space import (
 
 C = TypeVar("C")
 Floats: TypeAlias = npt.NDArray[np.float64]
-Whole: TypeAlias = npt.NDArray[np.int64]
+Integers: TypeAlias = npt.NDArray[np.int64]
 Options: TypeAlias = Mapping[str, Mapping[int, Sequence[tuple[C, RoleCost]]]]
 """Role -> devices -> its choices with what they cost."""
 
@@ -79,19 +79,19 @@ class _Front:
     """
 
     values: Floats
-    picks: Whole
+    picks: Integers
 
 
 @dataclass
 class _Table:
     """The rows of a pool over all numbers of devices; picks lead back to a front."""
 
-    devices: Whole
+    devices: Integers
     values: Floats
-    rows: Whole
+    rows: Integers
 
 
-def _undominated(values: Floats) -> Whole:
+def _undominated(values: Floats) -> Integers:
     """Rows that no other row is as good as in every column, least is best; of equal rows the first."""
     rows = np.lexsort((*values.T[::-1], values.sum(1)))
     place = 0
@@ -135,23 +135,23 @@ class PlacementSearch(Generic[C]):
         for devices in space.sizes:
             if devices > space.devices:
                 continue
-            priced = [(choice, space.cost(role, devices, choice)) for choice in space.choices(role, devices)]
-            if priced:
-                options[devices] = priced
+            costs = [(choice, space.cost(role, devices, choice)) for choice in space.choices(role, devices)]
+            if costs:
+                options[devices] = costs
         if not options:
             raise NoPlacement(
                 "no parallel size of this role divides any number of devices that a pool may have",
                 key=role,
                 got=f"{space.devices} devices",
-                fix="Take a number of devices that the parallel sizes and the batch divide: a power of two always is.",
+                fix="Take a number that the parallel sizes and the batch divide, for example a power of two.",
             )
         return options
 
     def _is_allowed(self, mask: int) -> bool:
         roles, rules = set(self.roles_of(mask)), self.space.rules
-        whole = all(not group & roles or group <= roles for group in rules.together)
-        fixed = {rules.devices[role] for role in roles if role in rules.devices}
-        return whole and len(fixed) < 2 and not any(pair <= roles for pair in rules.separate)
+        is_complete = all(not group & roles or group <= roles for group in rules.together)
+        sizes_by_rule = {rules.devices[role] for role in roles if role in rules.devices}
+        return is_complete and len(sizes_by_rule) < 2 and not any(pair <= roles for pair in rules.separate)
 
     def roles_of(self, mask: int) -> list[str]:
         """The roles of a bit mask, the sampler first."""
@@ -171,7 +171,7 @@ class PlacementSearch(Generic[C]):
         for _, cost in self.options[role].get(devices, []):
             rows.append([cost.sampling(inside), cost.preparation, cost.training, cost.resident, cost.working])
         values = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
-        best = self._kept(values)
+        best = self._useful(values)
         picks = np.full((len(best), len(self._names)), -1)
         picks[:, self._names.index(role)] = best
         return _Front(values[best], picks)
@@ -200,17 +200,17 @@ class PlacementSearch(Generic[C]):
         first, second = (axis.ravel() for axis in np.indices((len(one.values), len(other.values))))
         values = one.values[first] + other.values[second]
         values[:, 4] = np.maximum(one.values[first, 4], other.values[second, 4])
-        best = self._kept(values)
+        best = self._useful(values)
         return _Front(values[best], np.maximum(one.picks[first[best]], other.picks[second[best]]))
 
-    def _kept(self, values: Floats) -> Whole:
+    def _useful(self, values: Floats) -> Integers:
         """Rows that fit, are fast enough for a plan better than the limit, and no other row makes superfluous."""
         fits = (values[:, 3] + values[:, 4] <= self.space.memory) & (values[:, :3].sum(1) <= self._limit)
         rows = np.flatnonzero(fits)
         return rows[_undominated(values[rows])]
 
     def _raise_limit(self, seconds: float) -> None:
-        """From here on, pools are looked at that take so long alone."""
+        """From here on, pools that take these seconds alone are looked at, too."""
         if seconds > self._limit:
             self._limit = seconds
             self._of_roles.clear()
@@ -220,8 +220,8 @@ class PlacementSearch(Generic[C]):
     @functools.cached_property
     def _coarse(self) -> PlacementSearch[C] | None:
         """The same search with pools of a power of two, whose best plan limits what is worth a look."""
-        fixed = self.space.rules.devices.values()
-        sizes = tuple(size for size in self.space.sizes if size & (size - 1) == 0 or size in fixed)
+        sizes_by_rule = self.space.rules.devices.values()
+        sizes = tuple(size for size in self.space.sizes if size & (size - 1) == 0 or size in sizes_by_rule)
         if len(sizes) == len(self.space.sizes):
             return None
         options = {role: {devices: some[devices] for devices in sizes if devices in some}
@@ -231,11 +231,11 @@ class PlacementSearch(Generic[C]):
     def _table(self, mask: int) -> _Table:
         if mask not in self._tables:
             roles = self.roles_of(mask)
-            fixed = {self.space.rules.devices[role] for role in roles if role in self.space.rules.devices}
+            sizes_by_rule = {self.space.rules.devices[role] for role in roles if role in self.space.rules.devices}
             usable = sorted(set.intersection(*(set(self.options[role]) for role in roles)))
             parts = []
             for devices in usable:
-                if fixed <= {devices}:
+                if sizes_by_rule <= {devices}:
                     values = self._pool_front(mask, devices).values[:, :3]
                     parts += [(devices, *row, number) for number, row in enumerate(values.tolist())]
             rows = np.array(parts, dtype=np.float64).reshape(len(parts), 5)
@@ -303,9 +303,9 @@ class PlacementSearch(Generic[C]):
         table, roles = self._table(mask), self.roles_of(mask)
         devices = int(table.devices[number])
         picks = self._pool_front(mask, devices).picks[table.rows[number]]
-        chosen = {role: self.options[role][devices][picks[self._names.index(role)]] for role in roles}
-        return PoolPlan(devices, {role: choice for role, (choice, _) in chosen.items()},
-                        {role: cost for role, (_, cost) in chosen.items()})  # fmt: skip
+        selection = {role: self.options[role][devices][picks[self._names.index(role)]] for role in roles}
+        return PoolPlan(devices, {role: choice for role, (choice, _) in selection.items()},
+                        {role: cost for role, (_, cost) in selection.items()})  # fmt: skip
 
     def runners_up(self, plan: PlacementPlan[C], gap: float = 0.0) -> list[PlacementPlan[C]]:
         """The best of other kinds: all roles in one pool, each alone, some together; and of the other schedule."""
@@ -325,7 +325,7 @@ class PlacementSearch(Generic[C]):
     def least_bytes(self, role: str) -> tuple[float, int]:
         """The least bytes per device that a role needs on any number of devices here, and that number."""
         each = [(cost.resident + cost.working, devices)
-                for devices, priced in self.options[role].items() for _, cost in priced]  # fmt: skip
+                for devices, costs in self.options[role].items() for _, cost in costs]  # fmt: skip
         return min(each)
 
 
@@ -380,14 +380,14 @@ class _Point(Generic[C]):
         values = self._search._table(mask).values
         return (values[:, 1] <= preparation[:, None]) & (values[:, 2] <= training[:, None])
 
-    def _needs(self, preparation: Floats, training: Floats) -> dict[int, Whole]:
+    def _needs(self, preparation: Floats, training: Floats) -> dict[int, Integers]:
         """Devices of each set of roles without the sampler, `_FAR` or more where there is no way."""
         needs = {}
         for mask in self._without:
             devices = self._search._table(mask).devices
             fits = self._fitting(mask, preparation, training)
             needs[mask] = np.where(fits.any(1), devices[fits.argmax(1)] if len(devices) else 0, _FAR)
-        least: dict[int, Whole] = {0: np.zeros(len(preparation), dtype=np.int64)}
+        least: dict[int, Integers] = {0: np.zeros(len(preparation), dtype=np.int64)}
         for roles in range(1, self._all + 1):
             if roles & self._sampler:
                 continue
@@ -442,7 +442,7 @@ class _Point(Generic[C]):
         pools = [self._search.pool(*row) for row in rows]
         return PlacementPlan(schedule, tuple(sorted(pools, key=lambda pool: ACTOR not in pool.choices)))
 
-    def _divided(self, roles: int, least: Mapping[int, Whole], limits: tuple[Floats, Floats]
+    def _divided(self, roles: int, least: Mapping[int, Integers], limits: tuple[Floats, Floats]
                  ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Pools of the first role that a division with the fewest devices has, and their rows."""
         for mask in self._without:
@@ -455,7 +455,7 @@ class _Point(Generic[C]):
                         yield mask, row
 
 
-def _cut(low: Whole, high: Whole) -> tuple[Whole, Whole]:
+def _cut(low: Integers, high: Integers) -> tuple[Integers, Integers]:
     """Boxes of the grid in halves along both axes, corners included; a box that is a line is cut once."""
     middle = (low + high) // 2
     lows, highs = [], []

@@ -69,8 +69,8 @@ class SearchSpace(Generic[C]):
         devices: in all.
         memory: bytes of one.
         sizes: numbers of devices that a pool may have.
-        choices: the parallel sizes, budgets and offloading of a role on so many devices; none where no grid fits.
-        cost: of a role on so many devices with a choice.
+        choices: the parallel sizes, budgets and offloading of a role on a number of devices; none where no grid fits.
+        cost: of a role on a number of devices with a choice.
         rules: of the user's.
     """
 
@@ -173,8 +173,8 @@ def check_rules(space: SearchSpace[C]) -> None:
         ConfigError: with the roles and numbers.
     """
     rules, names = space.rules, set(space.roles)
-    mentioned = set().union(*rules.together, *rules.separate, rules.devices)
-    for name in sorted(mentioned - names):
+    in_rules = set().union(*rules.together, *rules.separate, rules.devices)
+    for name in sorted(in_rules - names):
         raise ConfigError("the run has no such role", key="rules", got=name, allowed=space.roles,
                           fix=suggest(name, names))  # fmt: skip
     groups = [set(group) for group in rules.together]
@@ -186,13 +186,13 @@ def check_rules(space: SearchSpace[C]) -> None:
             raise ConfigError("the rules put these roles into one pool and into different ones", key="rules",
                               got=" and ".join(sorted(pair)), fix="Remove one of the two rules.")  # fmt: skip
     for group in groups:
-        fixed = {role: rules.devices[role] for role in sorted(group) if role in rules.devices}
-        if len(set(fixed.values())) > 1:
+        by_rule = {role: rules.devices[role] for role in sorted(group) if role in rules.devices}
+        if len(set(by_rule.values())) > 1:
             raise ConfigError("roles of one pool have the same devices, and the rules give them different numbers",
-                              key="rules", got=fixed, fix="Give them one number, or separate pools.")  # fmt: skip
+                              key="rules", got=by_rule, fix="Give them one number, or separate pools.")  # fmt: skip
     for role, devices in rules.devices.items():
         if devices > space.devices or devices not in space.sizes:
             sizes = [size for size in space.sizes if size <= space.devices]
             near = sorted(sorted(sizes, key=lambda size: abs(size - devices))[:4])
-            what = f"a pool of {role} cannot have so many devices, of {space.devices} in all"
+            what = f"a pool of {role} cannot have this number of devices, of {space.devices} in all"
             raise ConfigError(what, key="rules", got=devices, allowed=near, fix="These are the nearest sizes.")
