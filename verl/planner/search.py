@@ -268,8 +268,9 @@ class PlacementSearch(Generic[C]):
         self._raise_limit(first_plan.seconds * _ROUNDING if first_plan else math.inf)
         point = _Point(self, [mask for mask in self._masks if admits(frozenset(self.roles_of(mask)))],
                        self.space.rules.schedules if schedules is None else schedules)  # fmt: skip
-        limits = [np.unique(np.concatenate([self._table(mask).values[:, stage] for mask in point.pools] or [[]]))
-                  for stage in (1, 2)]  # fmt: skip
+        empty = np.zeros((0, 3))
+        seconds = np.concatenate([empty, *(self._table(mask).values for mask in point.pools)])
+        limits = [np.unique(seconds[:, stage]) for stage in (1, 2)]
         if not all(map(len, limits)):
             return None
         low, high = np.zeros((1, 2), dtype=np.int64), np.array([[len(limits[0]) - 1, len(limits[1]) - 1]])

@@ -1,0 +1,142 @@
+"""What a role of a run may be on its devices: parallel sizes, budgets, offloading; and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from verl.config.machine.topology import backend_of
+from verl.planner.engines import sampler_costs, trainer_costs
+from verl.planner.hardware import Cluster
+from verl.planner.layout import Parallel, RolePlan, Workload
+from verl.planner.memory import memory_of
+from verl.planner.seconds import seconds_of, weight_sync
+from verl.planner.shapes import ModelShape
+from verl.planner.space import PlacementPlan, PlacementRules, PoolPlan, RoleCost, SearchSpace, pool_sizes
+
+HOST_LINK = 25e9
+"""Bytes per second between a device and its host, in one direction: PCIe 4.0 x16 at 80 % (an assumption)."""
+MICRO = (1, 2, 4)
+"""Budgets of tokens of a micro-batch, in sequences of the longest length."""
+SEQUENCE, TENSOR, AS_IT_IS = "sequence", "tensor and pipeline", "as it is"
+FRACTIONS = (0.5, 0.7, 0.85)
+"""Shares of a device's memory that a sampler may take."""
+
+
+def space_of(roles: Sequence[RolePlan], shapes: Mapping[str, ModelShape], work: Workload, cluster: Cluster,
+             rules: PlacementRules | None = None) -> SearchSpace[RolePlan]:  # fmt: skip
+    """The search for a run.
+
+    Args:
+        roles: as its configuration has them: engines and dtypes stay, sizes are searched.
+        shapes: role -> its model.
+    """
+    base = {role.role: role for role in roles}
+    return SearchSpace(
+        roles=tuple(base),
+        devices=cluster.devices,
+        memory=cluster.device.memory,
+        sizes=pool_sizes(cluster.devices, cluster.device.node),
+        choices=lambda role, devices: role_choices(base[role], shapes[role], work, cluster.device.node, devices),
+        cost=lambda role, devices, choice: role_cost(choice, shapes[role], work, cluster),
+        rules=rules or PlacementRules(),
+    )
+
+
+def role_choices(base: RolePlan, shape: ModelShape, work: Workload, node: int, devices: int) -> Iterator[RolePlan]:
+    """All layouts of a role on a number of devices; none where no grid divides them and the batch."""
+    if base.samples:
+        yield from _of_sampler(base, shape, work, node, devices)
+        return
+    rows = work.sequences // max(1, base.mini_batches)
+    offloads = [(False, False), (True, False), (True, True)] if base.trains else [(False, False), (False, True)]
+    again = (False, True) if base.trains else (False,)
+    for parallel in _grids(base, shape, node, devices):
+        if rows % parallel.data:
+            continue
+        plan = replace(base, devices=devices, parallel=parallel)
+        if grid_of(base.engine) == SEQUENCE:
+            plan = replace(plan, engine=backend_of("auto", devices), shards=devices)
+        for (optimizer, params), recompute, micro in product(offloads, again, MICRO):
+            tokens = micro * -(-work.longest // parallel.sequence)
+            yield replace(plan, optimizer_offload=optimizer, param_offload=params, recompute=recompute,
+                          micro_tokens=tokens if base.trains else 0, infer_tokens=tokens)  # fmt: skip
+
+
+def _of_sampler(base: RolePlan, shape: ModelShape, work: Workload, node: int, devices: int) -> Iterator[RolePlan]:
+    has_processes = sampler_costs(base.engine).reserves
+    fractions = sorted({*FRACTIONS, base.memory_fraction}) if has_processes else [base.memory_fraction]
+    for tensor in _powers(min(node, devices) if has_processes else 1):
+        if devices % tensor or shape.heads % tensor or work.sequences < devices // tensor:
+            continue
+        for fraction in fractions:
+            parallel = replace(base.parallel, tensor=tensor, pipeline=1, data=devices // tensor)
+            yield replace(base, devices=devices, parallel=parallel, memory_fraction=fraction)
+
+
+def grid_of(engine: str) -> str:
+    """Which sizes of an engine are searched: `SEQUENCE`, `TENSOR` with the pipeline, or `AS_IT_IS`, only the data's."""
+    if engine in (backend_of("auto", 1), backend_of("auto", 2)):
+        return SEQUENCE
+    return TENSOR if trainer_costs(engine).optimizer_over_data else AS_IT_IS
+
+
+def _grids(base: RolePlan, shape: ModelShape, node: int, devices: int) -> Iterator[Parallel]:
+    grid = grid_of(base.engine)
+    if grid == TENSOR:
+        for tensor, pipeline in product(_powers(min(node, devices)), _powers(devices)):
+            context = base.parallel.sequence
+            if devices % (tensor * pipeline * context) or shape.heads % tensor or shape.layers % pipeline:
+                continue
+            data = devices // (tensor * pipeline * context)
+            expert = base.parallel.expert if (tensor * context * data) % base.parallel.expert == 0 else 1
+            yield replace(base.parallel, tensor=tensor, pipeline=pipeline, data=data, expert=expert)
+    elif grid == AS_IT_IS:
+        per_copy = base.parallel.devices // base.parallel.data
+        if devices % per_copy == 0:
+            yield replace(base.parallel, data=devices // per_copy)
+    else:
+        for sequence in _powers(min(node, devices)):
+            if devices % sequence == 0 and shape.heads % sequence == 0:
+                expert = base.parallel.expert if devices % base.parallel.expert == 0 else 1
+                yield Parallel(data=devices // sequence, sequence=sequence, expert=expert)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(max(1, most).bit_length()) if 1 << power <= most]
+
+
+def role_cost(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster) -> RoleCost:
+    """Seconds of a role's stages and its bytes, from `seconds_of` and `memory_of`.
+
+    What is offloaded crosses `HOST_LINK` before and after an update, weights of a frozen model before each pass.
+    """
+    memory, seconds = memory_of(plan, shape, work, cluster.device), seconds_of(plan, shape, work, cluster)
+    resident = memory.phase("idle").total
+    working = max(phase.total for phase in memory.phases) - resident
+    if plan.samples:
+        inside = weight_sync(plan, shape, Cluster(cluster.device, min(plan.devices, cluster.device.node)))
+        return RoleCost(seconds.phase("generate").likely, resident=resident, working=working, update=inside.likely,
+                        update_across=seconds.phase("sync").likely)  # fmt: skip
+    idle, infer, update = (memory.phase(name) for name in ("idle", "infer", "update"))
+    fetch = max(0.0, infer.weights - idle.weights) / HOST_LINK
+    offload = max(0.0, update.weights + update.optimizer - idle.weights - idle.optimizer) / HOST_LINK
+    return RoleCost(
+        preparation=seconds.phase("infer").likely + fetch,
+        training=(seconds.phase("update").likely + 2 * offload) if plan.trains else 0.0,
+        resident=resident,
+        working=working,
+    )
+
+
+def present_placement(roles: Sequence[RolePlan], shapes: Mapping[str, ModelShape], work: Workload, cluster: Cluster,
+                  schedule: str) -> PlacementPlan[RolePlan]:  # fmt: skip
+    """What the configuration itself takes under the same model, whether or not it fits."""
+    pools: dict[str, list[RolePlan]] = {}
+    for role in roles:
+        pools.setdefault(role.pool, []).append(role)
+    parts = [PoolPlan(max(role.devices for role in some), {role.role: role for role in some},
+                      {role.role: role_cost(role, shapes[role.role], work, cluster) for role in some})
+             for some in pools.values()]  # fmt: skip
+    return PlacementPlan(schedule, tuple(parts))
