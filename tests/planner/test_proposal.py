@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
 
+from verl.cli.planning import main
 from verl.cli.proposing import rules_of
 from verl.config.loading.configuration import read_config
 from verl.config.machine.topology import Topology
@@ -126,3 +128,16 @@ def test_a_rule_that_says_nothing_is_refused_with_an_example(flag, value):
     flags = {"--together": [], "--separate": [], "--pool": [], "--schedule": [], flag: [value]}
     with pytest.raises(ConfigError, match=f"{flag}.*{value}.*Allowed"):
         rules_of(flags)
+
+
+def test_the_command_prints_a_plan_for_the_words_of_a_run(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
+    words = ["plan", "--devices", "8xH100", "--schedule=sync", "algorithm.adv_estimator=grpo"]
+    words += [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        *(f"actor_rollout_ref.rollout.{w}" for w in ("name=vllm", "n=8")),
+    ]
+    assert main(words) == 0
+    assert "rollout+actor on 8 (sync)" in capsys.readouterr().out
+    assert main([*words, "--pool=actor:11"]) == 2
+    assert "a pool of actor cannot have this number of devices" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from verl.cli.proposing import FLAGS, plan_command
 from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
@@ -22,10 +23,11 @@ from verl.planner.hardware import Cluster, device
 from verl.planner.seconds import Range
 from verl.trainer.command import report_error, run_program
 
-USAGE = """python -m verl.planner estimate|check [--devices 8xH100] [--json] CONFIG...
+USAGE = f"""python -m verl.planner estimate|check|plan [--devices 8xH100] [--json] CONFIG...
 
   estimate   bytes per device of every role and phase, seconds, tokens per second, price
   check      faults of a run that show before it starts; exit status 1 where there are any
+{FLAGS}
 
 CONFIG... are the words of python -m verl.trainer.main_ppo. Without --devices: this machine's CPU."""
 
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     command, *rest = argv
-    commands: dict[str, Callable[[PlannerWords], int]] = {"estimate": _estimate, "check": _check}
+    commands: dict[str, Callable[[PlannerWords], int]] = {"estimate": _estimate, "check": _check, "plan": plan_command}
     if command not in commands:
         return report_error(ConfigError("unknown command", key="verl.planner", got=command, allowed=list(commands),
                                         fix=suggest(command, commands)))  # fmt: skip

@@ -145,12 +145,12 @@ def plan_table(plan: PlacementPlan[RolePlan], cluster: Cluster) -> str:
             rows.append([str(pool.devices), role, choice.engine,
                          *map(str, (sizes.tensor, sizes.pipeline, sizes.data, sizes.sequence, sizes.expert)),
                          offload, "yes" if choice.recompute else "-", f"{(cost.resident + cost.working) / GIB:.1f}",
-                         f"{cost.sampling(ACTOR in pool.choices):.1f} s", f"{cost.preparation:.1f} s",
-                         f"{cost.training:.1f} s"])  # fmt: skip
+                         f"{cost.sampling(ACTOR in pool.choices):.3g} s", f"{cost.preparation:.3g} s",
+                         f"{cost.training:.3g} s"])  # fmt: skip
     generation, preparation, training = plan.stages
-    stages = f"generation {generation:.1f} s, preparation {preparation:.1f} s, training {training:.1f} s"
-    end = [f"A step takes {plan.seconds:.1f} s ({plan.schedule}): {stages}. No placement takes less than "
-           f"{plan.bound:.1f} s under this model."]  # fmt: skip
+    stages = f"generation {generation:.3g} s, preparation {preparation:.3g} s, training {training:.3g} s"
+    end = [f"A step takes {plan.seconds:.3g} s ({plan.schedule}): {stages}. No placement takes less than "
+           f"{plan.bound:.3g} s under this model."]  # fmt: skip
     memory, free = cluster.device.memory, cluster.devices - plan.devices
     for pool in plan.pools:
         end.append(f"{' and '.join(pool.choices)}: {pool.bytes / GIB:.1f} of {memory / GIB:.1f} GiB per device")
@@ -168,7 +168,7 @@ def comparison_table(plan: PlacementPlan[RolePlan], others: Sequence[tuple[str, 
         slower_by = [theirs - ours for theirs, ours in zip(other.stages, plan.stages, strict=True)]
         stage = names[slower_by.index(max(slower_by))] if other.seconds > plan.seconds else "-"
         fits = all(pool.bytes <= memory for pool in other.pools)
-        rows.append([title, f"{other.seconds:.1f} s", f"{other.seconds / plan.seconds - 1:.0%}", stage,
+        rows.append([title, f"{other.seconds:.3g} s", f"{other.seconds / plan.seconds - 1:.0%}", stage,
                      "yes" if fits else "no"])  # fmt: skip
     return _aligned(rows)
 
@@ -183,7 +183,7 @@ def step_chart(plan: PlacementPlan[C], width: int = 72) -> str:
             first, last = (round(width * moment / plan.seconds) for moment in (begin, begin + seconds))
             cells[first:last] = letter * (last - first)
         lines.append(f"{name.ljust(max(map(len, names)))} |{''.join(cells)}|")
-    return "\n".join([*lines, f"0 to {plan.seconds:.1f} s; G generation and new weights, P preparation, T training"])
+    return "\n".join([*lines, f"0 to {plan.seconds:.3g} s; G generation and new weights, P preparation, T training"])
 
 
 def _aligned(rows: list[list[str]]) -> str:

@@ -6,6 +6,7 @@ Operations follow `verl.models.flops`: a multiply-add counts two, embeddings are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,21 +129,21 @@ class LayerShape:
     active: int = 0
     expert_vectors: int = 0
 
-    @property
+    @functools.cached_property
     def expert_parameters(self) -> int:
         """Of all routed experts."""
         return self.experts * (_weights(self.expert) + self.expert_vectors)
 
-    @property
+    @functools.cached_property
     def dense_parameters(self) -> int:
         """Of all but the routed experts."""
         return _weights(self.attention) + _weights(self.mlp) + self.vectors
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         return self.dense_parameters + self.expert_parameters
 
-    @property
+    @functools.cached_property
     def active_weights(self) -> int:
         """Weights of the matrices that one token meets."""
         return _weights(self.attention) + _weights(self.mlp) + self.active * _weights(self.expert)
@@ -213,37 +214,37 @@ class ModelShape:
             vision=towers.parameters(family, vision.values, hidden) if vision else 0,
         )
 
-    @property
+    @functools.cached_property
     def layers(self) -> int:
         return len(self.blocks)
 
-    @property
+    @functools.cached_property
     def embedding(self) -> int:
         """Parameters of the embedding."""
         return self.vocabulary * self.hidden
 
-    @property
+    @functools.cached_property
     def head(self) -> int:
         """Parameters of a head of its own; 0 where it is the embedding."""
         return 0 if self.tied else self.embedding
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         return max(block.parameters for block in self.blocks)
 
-    @property
+    @functools.cached_property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts; 0 of a dense model."""
         return sum(block.expert_parameters for block in self.blocks)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """All, with the vision tower; tied embeddings count once."""
         layers = sum(block.parameters for block in self.blocks)
         return layers + self.embedding + self.head + self.hidden + self.vision
 
-    @property
+    @functools.cached_property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: the active experts, and the head."""
         return sum(block.active_weights for block in self.blocks) + self.embedding
