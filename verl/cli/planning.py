@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     command, *rest = argv
-    commands: dict[str, Callable[[PlannerWords], int]] = {"estimate": _estimate, "check": _check, "plan": plan_command}
+    commands: dict[str, Callable[[PlannerWords], int]] = {"estimate": _estimate, "check": _check, "plan": _plan}
     if command not in commands:
         return report_error(ConfigError("unknown command", key="verl.planner", got=command, allowed=list(commands),
                                         fix=suggest(command, commands)))  # fmt: skip
@@ -96,6 +96,10 @@ def cluster_of(config: PPOTrainerConfig) -> Cluster:
         raise ConfigError("say what the devices are", key="--devices", allowed="8xH100")
     each = config.trainer.n_gpus_per_node or 1
     return Cluster(replace(device("CPU"), memory=free_host_memory() / each), config.trainer.nnodes * each)
+
+
+def _plan(words: PlannerWords) -> int:
+    return plan_command(words.run, words.cluster)
 
 
 def _estimate(words: PlannerWords) -> int:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from verl.config import PPOTrainerConfig
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
 from verl.errors import ConfigError
 from verl.planner.from_config import run_plan
+from verl.planner.hardware import Cluster
 from verl.planner.proposal import EXACT, proposal
 from verl.planner.space import ACTOR, ASYNC, SAMPLER, SYNC, PlacementRules
-
-if TYPE_CHECKING:
-    from verl.cli.planning import PlannerWords
 
 FLAGS = """  plan       the fastest placement, parallel sizes, budgets and offloading; a bound; the words to paste
              --method=exact|paper  the optimum, or Algorithm 1 of HybridFlow
@@ -25,17 +24,17 @@ _NAMES = ("--method", "--gap", "--schedule", "--together", "--separate", "--pool
 WAITS_FOR_NOBODY = ("one_step_off", "separate_async", "fully_async")
 
 
-def plan_command(words: PlannerWords) -> int:
-    """The command ``plan``.
+def plan_command(words: Sequence[str], cluster: Cluster | None) -> int:
+    """The command ``plan`` with its flags and the words of the run.
 
     Raises:
         ConfigError: a flag, a rule or a setting is wrong; `NoPlacement` where nothing fits.
     """
-    if words.cluster is None:
+    if cluster is None:
         raise ConfigError("say what the devices are", key="--devices", allowed="64xH100")
     flags: dict[str, list[str]] = {name: [] for name in _NAMES}
     run = []
-    for word in words.run:
+    for word in words:
         name, equals, value = word.partition("=")
         if name in flags and not (equals and value):
             raise ConfigError("the flag needs a value", key=name, got=word, allowed=f"{name}=...")
@@ -45,14 +44,14 @@ def plan_command(words: PlannerWords) -> int:
             run.append(word)
     config = cast(PPOTrainerConfig, read_config("ppo_trainer", run))
     validate.check_printed(config)
-    plan = run_plan(config, words.cluster.device.name == "CPU")
+    plan = run_plan(config, cluster.device.name == "CPU")
     pools = {role.role: role.pool for role in plan.roles}
     overlaps = config.trainer.v1.trainer_mode in WAITS_FOR_NOBODY and pools.get(SAMPLER) != pools[ACTOR]
     text = proposal(
         plan.roles,
         plan.shapes,
         plan.work,
-        words.cluster,
+        cluster,
         rules_of(flags),
         ASYNC if overlaps else SYNC,
         (flags["--method"] or [EXACT])[-1],

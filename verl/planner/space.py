@@ -130,7 +130,7 @@ class PlacementPlan(Generic[C]):
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return seconds_of(self.schedule, *self.stages)
+        return step_seconds_of(self.schedule, *self.stages)
 
     @property
     def gap(self) -> float:
@@ -151,7 +151,7 @@ class PlacementPlan(Generic[C]):
         return ", ".join(f"{'+'.join(pool.choices)} on {pool.devices}" for pool in self.pools) + f" ({self.schedule})"
 
 
-def seconds_of(schedule: str, generation: float, preparation: float, training: float) -> float:
+def step_seconds_of(schedule: str, generation: float, preparation: float, training: float) -> float:
     """Seconds of a step from those of its stages."""
     rest = preparation + training
     return max(generation, rest) if schedule == ASYNC else generation + rest
