@@ -22,7 +22,7 @@ from tests.viewer.served import TOKEN, served
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-MODEL = Path(os.environ.get("VERL_SHARED", "/work/shared")) / "models" / "tinystories-260k"
+MODEL = Path(os.environ["VERL_SHARED"]) / "models" / "tinystories-260k"
 BEGINNINGS = (
     "The cat and the dog", "It was a sunny day", "A big red ball", "Lily went to the park", "The bird sat in a tree",
     "One day, a boy named Tom", "The little fish", "Mom and dad",
