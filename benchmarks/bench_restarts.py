@@ -3,8 +3,9 @@
     PYTHONPATH=. python benchmarks/bench_restarts.py [--mtbf 60] [--steps 150] [--seed 0]
 
 A tiny model trains in one process; its reward takes the rest of a second, so that a step lasts about one. The process
-that trains gets SIGKILL after exponentially distributed seconds. Printed: useful seconds (the sum over the steps that
-are in the metrics at the end) divided by the clock's, the kills, and seconds from a kill to the end of the next step.
+that trains gets SIGKILL at times drawn in advance, MTBF apart on average. Printed: useful seconds (the sum over the
+steps that are in the metrics at the end) divided by the clock's, the kills, and seconds from a kill to the end of the
+next step.
 Needs Linux and psutil.
 """
 
@@ -70,23 +71,24 @@ def finished(folder: Path) -> dict[int, float]:
 def killed_run(folder: Path, mtbf: float, steps: int, seed: int) -> None:
     """Run to the end under kills, and print what came of it."""
     draw, environment = random.Random(seed), {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
-    began, back = time.monotonic(), []
+    began, back, kills = time.monotonic(), [], 0
     with open(folder / "output.txt", "wb") as output:
         run = subprocess.Popen(command(steps), cwd=folder, env=environment, stdout=output, stderr=output)
+    next_kill, hit = began + draw.expovariate(1 / mtbf), None
     while run.poll() is None:
-        try:
-            run.wait(draw.expovariate(1 / mtbf))
-        except subprocess.TimeoutExpired:
-            before, hit = len(finished(folder)), time.monotonic()
+        now, steps_now = time.monotonic(), len(finished(folder))
+        if hit is not None and steps_now > hit[1]:
+            back.append(now - hit[0])
+            hit = None
+        if now >= next_kill:
             for process in psutil.Process(run.pid).children():  # the attempt, and orphans of it
                 process.send_signal(signal.SIGKILL)
-            while run.poll() is None and len(finished(folder)) <= before:
-                time.sleep(0.05)
-            back.append(time.monotonic() - hit)
+            kills, hit, next_kill = kills + 1, hit or (now, steps_now), next_kill + draw.expovariate(1 / mtbf)
+        time.sleep(0.05)
     wall, seconds = time.monotonic() - began, finished(folder).values()
     lines = [
         f"MTBF {mtbf:.0f} s: status {run.returncode}, {len(seconds)} steps of {statistics.mean(seconds):.2f} s",
-        f"{len(back)} kills, ETTR {sum(seconds) / wall:.1%} of {wall:.0f} s",
+        f"{kills} kills, ETTR {sum(seconds) / wall:.1%} of {wall:.0f} s",
         f"next step {statistics.median(back or [0.0]):.1f} s after a kill, at most {max(back, default=0.0):.1f}",
     ]
     print(", ".join(lines))

@@ -165,7 +165,8 @@ class Run:
         assert condition(), described()
 
     def _output(self) -> str:
-        return (self.folder / "output.txt").read_text(errors="replace")
+        place = self.folder / "output.txt"  # of a run that has just been forked it is not there
+        return place.read_text(errors="replace") if place.exists() else ""
 
 
 def processes_of(folder: Path) -> dict[int, str]:

@@ -120,8 +120,8 @@ def test_a_machine_without_a_layer_stops_the_run_when_the_tool_is_loaded(monkeyp
 
     start = process.KeeperProcess.__init__
 
-    def without_landlock(self, allow_missing, packages, preload, without, newest_landlock):
-        start(self, allow_missing, packages, preload, ("landlock",), newest_landlock)
+    def without_landlock(self, **options):
+        start(self, **{**options, "without": ("landlock",)})
 
     monkeypatch.setattr(process.KeeperProcess, "__init__", without_landlock)
     with pytest.raises(SandboxRefused, match="landlock"):

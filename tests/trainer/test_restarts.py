@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +22,7 @@ from tests.harness.waiting import wait_until
 from verl.checkpoint import list_checkpoints
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
+from verl.metrics import notices, reset_notices
 from verl.trainer import restarts
 from verl.trainer.restarts import EndReport, RunAttempt, attempt_of, begin_attempts, is_last, pause_before
 
@@ -33,8 +37,8 @@ def server():
     started.close()
 
 
-def attempt(status=-signal.SIGKILL, first=0, last=0, **report) -> RunAttempt:
-    return attempt_of(status, report, first, last, seconds=1.0)
+def attempt(result=-signal.SIGKILL, first=0, last=0, stop=None, **report) -> RunAttempt:
+    return attempt_of(result, report, stop, first, last, seconds=1.0)
 
 
 def failed(reason: str, last: int) -> RunAttempt:
@@ -77,6 +81,50 @@ def test_a_signal_to_the_process_that_waits_ends_the_run_in_order(server: Server
     assert "attempt" not in output.read_text()
 
 
+def test_a_signal_to_every_process_of_a_job_counts_once(server: Server, tmp_path):
+    folder = prepare(tmp_path)
+    run = server.start(folder, RESTARTED, "backward:6:PAUSE")
+    os.kill(run.until_paused(), signal.SIGTERM)  # the attempt
+    run.until_said(STOPPING)
+    run.send(signal.SIGTERM)
+    assert not run.ends_within(2 * restarts.SIGNAL_SECONDS), "a second signal would end it at once"
+    (folder / "paused").unlink()
+    assert run.wait().status == 143
+    assert list_checkpoints(folder / "run")[0].step == 2
+
+
+def test_a_signal_during_the_pause_ends_the_run(server: Server, tmp_path):
+    folder = prepare(tmp_path)
+    run = server.start(folder, [*grpo(), "trainer.max_restarts=9"], "backward:1:KILL")
+    run.until_said("the next one begins in 4 s")
+    run.send(signal.SIGTERM)
+    ended = run.wait()
+    assert ended.status == 143
+    assert "trainer.max_restarts=9: 3 attempts" in ended.output, ended.output[-2000:]
+
+
+def test_programs_of_an_ended_attempt_are_gone_before_the_next_one():
+    """One that ignores SIGTERM and has a guard, which kills it some seconds later."""
+    code = """
+import os, subprocess, sys
+from verl import lifeline
+from verl.trainer.restarts import AttemptProcess
+lifeline.adopt_orphans()
+reader, writer = os.pipe()
+pid = os.fork()
+if not pid:
+    ignoring = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    subprocess.Popen(lifeline.guarded([sys.executable, "-c", ignoring]), stdout=subprocess.PIPE).stdout.readline()
+    os._exit(9)
+attempt = AttemptProcess(pid, reader, ())
+os.waitpid(pid, 0)
+assert lifeline.children()
+attempt.end_leftovers()
+assert not lifeline.children()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.slow
 def test_a_lost_worker_on_ray_starts_the_run_again_with_the_same_bits(server: Server, tmp_path):
     undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
@@ -88,7 +136,9 @@ def test_a_lost_worker_on_ray_starts_the_run_again_with_the_same_bits(server: Se
 
 
 def test_errors_that_no_restart_mends_and_signals_are_final():
-    assert attempt(2, reason="DataError: ...", is_lasting=True).is_final
+    assert attempt(2, reason="DataError: ...", is_permanent=True).is_final
+    assert attempt(2, stop=signal.SIGTERM, reason="OSError: no space").is_final, "it failed as it saved"
+    assert attempt(2, signal=int(signal.SIGTERM), reason="OSError: no space").is_final
     assert attempt(143, reason="RunStopped: 143").is_final and attempt(-signal.SIGINT).is_final
     assert attempt(0, is_complete=True).is_final
     assert not attempt(2, reason="WorkerError: ...").is_final and not attempt(-signal.SIGKILL).is_final
@@ -97,7 +147,7 @@ def test_errors_that_no_restart_mends_and_signals_are_final():
 def test_a_run_that_exits_without_an_end_is_not_complete():
     ended = attempt(0)
     assert (ended.status, ended.is_final) == (1, False)
-    assert "status 0 without an error" in str(ended)
+    assert "status 0 before it could report why" in str(ended)
 
 
 def test_an_error_that_comes_twice_at_one_checkpoint_ends_the_run():
@@ -117,15 +167,15 @@ def test_pauses_double_while_no_checkpoint_is_made():
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (None, '{"is_complete": true, "is_lasting": false, "reason": ""}'),
-        (DataError("no rows"), '{"is_complete": false, "is_lasting": true, "reason": "DataError: no rows"}'),
-        (KeyError("x"), '{"is_complete": false, "is_lasting": false, "reason": "KeyError: \'x\'"}'),
+        (None, '{"is_complete": true, "is_permanent": false, "reason": ""}'),
+        (DataError("no rows"), '{"is_complete": false, "is_permanent": true, "reason": "DataError: no rows"}'),
+        (KeyError("x"), '{"is_complete": false, "is_permanent": false, "reason": "KeyError: \'x\'"}'),
     ],
 )
 def test_an_attempt_reports_how_it_ended(tmp_path, error, expected):
     with open(tmp_path / "report", "wb") as file:
         EndReport(file.fileno()).__exit__(error and type(error), error, None)
-    assert (tmp_path / "report").read_text() == expected
+    assert (tmp_path / "report").read_text() == expected + "\n"
 
 
 def test_a_notebook_does_not_restart(monkeypatch, tmp_path):
@@ -134,6 +184,13 @@ def test_a_notebook_does_not_restart(monkeypatch, tmp_path):
         begin_attempts(tmp_path, 1)
 
 
-def test_restarts_need_checkpoints_to_resume_from():
+def test_restarts_without_checkpoints_have_a_notice(tmp_path, monkeypatch):
+    monkeypatch.chdir(prepare(tmp_path))
+    reset_notices()
+    load_config("ppo_trainer", [word for word in RESTARTED if "save_freq" not in word])
+    assert "trainer.save_freq" in notices()["trainer.max_restarts"]
+
+
+def test_restarts_continue_from_the_newest_checkpoint_alone():
     with pytest.raises(ConfigError, match=r"trainer.resume_mode: .*continues from its newest checkpoint"):
         load_config("ppo_trainer", [*RESTARTED, "trainer.resume_mode=disable"])

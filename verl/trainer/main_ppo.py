@@ -71,13 +71,14 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
     With ``trainer.max_restarts`` it is a fork of this process that returns from here.
     """
     report = _attempts(config) if config.trainer.max_restarts else nullcontext()
-    from verl.trainer import runtime
+    with report:
+        from verl.trainer import runtime
 
-    with report, runtime.run_place(config) as place:
-        runtime.check_run_folders(config)
-        runner = (task_runner_class or TaskRunner)()
-        runner.place = place
-        runner.run(config)
+        with runtime.run_place(config) as place:
+            runtime.check_run_folders(config)
+            runner = (task_runner_class or TaskRunner)()
+            runner.place = place
+            runner.run(config)
 
 
 def main(argv: list[str] | None = None, defaults: Iterable[str] = ()) -> int:

@@ -1,6 +1,6 @@
 """Starts a run again that ended too early (``trainer.max_restarts``).
 
-An attempt is a fork of this process, which has computed nothing yet: it continues the program, while this process waits
+An attempt is a fork of this process, which has computed nothing: it continues the program, while this process waits
 and then ends as the last attempt did. Each attempt continues from the newest checkpoint.
 
 Consumes: the end of an attempt; signals, which the attempt gets. Waits for: these, and the pause before the next
@@ -11,30 +11,36 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from verl import lifeline
+from verl.checkpoint.find import TRACKER
 from verl.errors import ConfigError, DataError, MissingDependencyError, ModelError, ReplayError
 from verl.json_text import JsonObject, read_json
 from verl.observability.backends.notebook import in_notebook
 from verl.terminal import tell
+from verl.trainer import signals
 from verl.trainer.signals import SIGNALS
 
 KEY = "trainer.max_restarts"
-LASTING = (ConfigError, DataError, ModelError, MissingDependencyError, ReplayError)
-"""Errors that no restart mends."""
+PERMANENT = (ConfigError, DataError, ModelError, MissingDependencyError, ReplayError)
+"""Errors that a restart cannot remove."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the next attempt; they double as long as attempts end without a new checkpoint."""
 REPORT_CHARACTERS = 2000
-TRACKER = "latest_checkpointed_iteration.txt"
+SIGNAL_SECONDS = 0.5
+"""In which an attempt reports a signal that it got from others."""
+LEFTOVER_SECONDS = 15.0
+"""That programs of an ended attempt may take to end: their guards kill them after `lifeline.GRACE_SECONDS`."""
 
 
 class EndReport:
@@ -48,15 +54,84 @@ class EndReport:
         self._writer = writer
 
     def __enter__(self) -> None:
-        pass
+        signals.on_first(lambda number: self._write({"signal": number}))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         reason = "" if error is None else f"{type(error).__name__}: {error}"[:REPORT_CHARACTERS]
-        report = {"is_complete": error is None, "is_lasting": isinstance(error, LASTING), "reason": reason}
+        self._write({"is_complete": error is None, "is_permanent": isinstance(error, PERMANENT), "reason": reason})
+
+    def _write(self, report: dict[str, object]) -> None:
         with suppress(BrokenPipeError):  # the process that waits was killed
-            os.write(self._writer, json.dumps(report).encode())
+            os.write(self._writer, json.dumps(report).encode() + b"\n")
+
+
+class AttemptProcess:
+    """In the process that waits: a forked attempt.
+
+    Args:
+        pid: of the attempt.
+        reader: file descriptor of the pipe of its `EndReport`.
+        earlier: children of this process that are not the run's.
+    """
+
+    def __init__(self, pid: int, reader: int, earlier: Collection[int]):
+        self.pid, self._reader, self._earlier = pid, reader, earlier
+        os.set_blocking(reader, False)  # a process that the attempt leaves behind has the other end open
+        self._text = b""
+
+    def wait(self, stops: Collection[int]) -> tuple[int, int | None]:
+        """Pass signals on until the attempt has ended.
+
+        Returns:
+            Its status, negative if a signal killed it, and the first signal that this process got.
+        """
+        stop = None
+        while True:
+            number = signal.sigwait({*stops, signal.SIGCHLD})
+            if number != signal.SIGCHLD:
+                if stop is not None or not self._has_signal():
+                    os.kill(self.pid, number)
+                stop = stop or number
+            elif (status := self._reap()) is not None:
+                return status, stop
+
+    def report(self) -> JsonObject:
+        """What the attempt has reported; nothing if it was killed. Closes the pipe."""
+        self._read()
+        os.close(self._reader)
+        return {key: value for line in self._text.splitlines() for key, value in read_json(line).items()}
+
+    def end_leftovers(self) -> None:
+        """End what the attempt has left behind, and return once it is gone: it has ports, and a GPU's memory."""
+        lifeline.end_leftovers(self._earlier, tell)
+        end = time.monotonic() + LEFTOVER_SECONDS
+        while left := set(lifeline.children()) - {*self._earlier}:
+            self._reap()
+            if time.monotonic() > end:
+                tell(f"{KEY}: these processes of the attempt do not end: {sorted(left)}")
+                return
+            time.sleep(0.02)
+
+    def _has_signal(self) -> bool:
+        """Whether the attempt gets a signal from others too: a scheduler sends it to every process of a job."""
+        select.select([self._reader], [], [], SIGNAL_SECONDS)
+        self._read()
+        return bool(self._text)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            self._text += os.read(self._reader, 1 << 16)
+
+    def _reap(self) -> int | None:
+        """The attempt's status if it has ended; orphans that ended go too, since others may wait for their end."""
+        result = None
+        for process in set(lifeline.children()) - {*self._earlier}:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended == self.pid:
+                result = os.waitstatus_to_exitcode(status)
+        return result
 
 
 @dataclass(frozen=True)
@@ -100,117 +175,109 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         raise ConfigError("a run restarts as a program on Linux", key=KEY, got=where, fix=f"Set {KEY}=0.")
     lifeline.adopt_orphans()  # what a killed attempt leaves behind ends before the next one begins
     earlier = frozenset(lifeline.children())
-    signals = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
+    stops = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the end of an attempt
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     attempts: list[RunAttempt] = []
-    while True:
+    status = None
+    while status is None:
         sys.stdout.flush()
         sys.stderr.flush()
         reader, writer = os.pipe()
-        waiting, first, began = os.getpid(), _step(folder), time.monotonic()
-        child = os.fork()
-        if not child:
+        parent, first, start = os.getpid(), _step(folder), time.monotonic()
+        pid = os.fork()
+        if not pid:
             os.close(reader)
-            _join(waiting, mask)
+            _join(parent, mask)
             return EndReport(writer)
         os.close(writer)
-        status = _wait(child, signals)
-        attempts.append(attempt_of(status, _report(reader), first, _step(folder), time.monotonic() - began))
-        lifeline.end_leftovers(earlier, tell)
-        if is_last(attempts, max_restarts):
-            break
-        pause = pause_before(attempts)
-        tell(f"{KEY}: attempt {len(attempts)} ended, {attempts[-1]}; the next one begins in {pause:.0f} s")
-        stop = signal.sigtimedwait(signals, pause)
-        if stop is not None:
-            raise SystemExit(128 + stop.si_signo)
+        process = AttemptProcess(pid, reader, earlier)
+        result, stop = process.wait(stops)
+        process.end_leftovers()
+        attempts.append(attempt_of(result, process.report(), stop, first, _step(folder), time.monotonic() - start))
+        status = attempts[-1].status if is_last(attempts, max_restarts) else _pause(attempts, stops)
     if len(attempts) > 1 or not attempts[-1].is_final:
         lines = "".join(f"\n  attempt {number}, {attempt}" for number, attempt in enumerate(attempts, 1))
         tell(f"{KEY}={max_restarts}: {len(attempts)} attempts{lines}")
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    raise SystemExit(attempts[-1].status)
+    raise SystemExit(status)
 
 
-def attempt_of(status: int, report: JsonObject, first: int, last: int, seconds: float) -> RunAttempt:
+def _pause(attempts: Sequence[RunAttempt], stops: Collection[int]) -> int | None:
+    """Wait before the next attempt; the exit status if a signal ends the run meanwhile."""
+    seconds = pause_before(attempts)
+    tell(f"{KEY}: attempt {len(attempts)} ended, {attempts[-1]}; the next one begins in {seconds:.0f} s")
+    stop = signal.sigtimedwait(stops, seconds)
+    return None if stop is None else 128 + stop.si_signo
+
+
+def attempt_of(result: int, report: JsonObject, stop: int | None, first: int, last: int, seconds: float) -> RunAttempt:
     """An attempt from how its process ended and what it reported.
 
     Args:
-        status: negative if a signal killed it.
+        result: exit status, negative if a signal killed it.
         report: of `EndReport`; empty if it was killed.
+        stop: the signal that was to end the run.
     """
-    stops = {code for number in SIGNALS for code in (-number, 128 + number)}
-    is_complete, is_lasting = bool(report.get("is_complete")), bool(report.get("is_lasting"))
+    exits = {code for number in SIGNALS for code in (-number, 128 + number)}
+    is_complete, reason = bool(report.get("is_complete")), str(report.get("reason") or "")
     if is_complete:
-        reason = "complete"
-    elif status < 0:
-        reason = f"killed by {signal.Signals(-status).name}"
+        text = "complete"
+    elif result < 0:
+        text = f"killed by {signal.Signals(-result).name}"
     else:
-        reason = str(report.get("reason") or f"ended with status {status} without an error")
-    is_final = is_complete or is_lasting or status in stops
-    code = status if status >= 0 else 128 - status
-    if not is_complete and not code:
-        code = 1  # os._exit(0) in a user's code does not complete a run
-    return RunAttempt(code, reason, is_final, bool(report.get("reason")), first, last, seconds)
+        text = reason or f"ended with status {result} before it could report why (its output says more, and hang.txt)"
+    is_stopped = stop is not None or "signal" in report or result in exits
+    is_final = is_complete or bool(report.get("is_permanent")) or is_stopped
+    status = result if result >= 0 else 128 - result
+    if not is_complete and not status:
+        status = 1  # os._exit(0) in a user's code does not complete a run
+    return RunAttempt(status, text, is_final, bool(reason), first, last, seconds)
 
 
 def is_last(attempts: Sequence[RunAttempt], max_restarts: int) -> bool:
     """Whether no attempt follows: all are used, or the last one ended for good.
 
-    An error that comes twice in a row at one checkpoint is a mistake that a restart does not mend.
+    An error that comes twice in a row at one checkpoint will come again.
     """
-    last, former = attempts[-1], attempts[-2] if len(attempts) > 1 else None
-    is_repeated = last.is_error and former is not None and (last.reason, last.last) == (former.reason, former.last)
-    return last.is_final or len(attempts) > max_restarts or is_repeated
+    last, previous = attempts[-1], attempts[-2] if len(attempts) > 1 else None
+    is_repeated = (
+        last.is_error and previous is not None and (last.reason, last.last) == (previous.reason, previous.last)
+    )
+    return last.is_final or len(attempts) > max_restarts or (last.is_error and is_repeated)
 
 
 def pause_before(attempts: Sequence[RunAttempt]) -> float:
     """Seconds before the next attempt: twice as long for each one in a row that made no checkpoint."""
-    barren = 0
+    count = 0
     for attempt in reversed(attempts):
         if attempt.last > attempt.first:
             break
-        barren += 1
-    return min(FIRST_PAUSE * 2 ** max(barren - 1, 0), LONGEST_PAUSE)
+        count += 1
+    return min(FIRST_PAUSE * 2 ** max(count - 1, 0), LONGEST_PAUSE)
 
 
-def _join(waiting: int, mask: Iterable[int]) -> None:
+def _join(parent: int, mask: Iterable[int]) -> None:
     """In an attempt: signals come through the process that waits, at whose death this one saves and ends."""
     os.setpgid(0, 0)  # a terminal would send Ctrl-C to both, and the second signal ends a run at once
-    threading.Thread(target=_end_with, args=(waiting,), name="verl-waiting-process", daemon=True).start()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # a process in the background that reads from its terminal is stopped without a word
+    os.close(null)
+    threading.Thread(target=_end_with, args=(parent,), name="verl-waiting-process", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _end_with(waiting: int) -> None:
-    lifeline.wait_for_end(waiting)  # PR_SET_PDEATHSIG comes again for each thread that the other process has
+def _end_with(parent: int) -> None:
+    lifeline.wait_for_end(parent)  # PR_SET_PDEATHSIG comes again for each thread that the other process has
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _wait(child: int, signals: Iterable[int]) -> int:
-    """Pass signals on until the child has ended; its status, negative if a signal killed it."""
-    while True:
-        number = signal.sigwait({*signals, signal.SIGCHLD})
-        if number != signal.SIGCHLD:
-            os.kill(child, number)
-            continue
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-
-
-def _report(reader: int) -> JsonObject:
-    """What an attempt has reported; nothing if it was killed. Closes ``reader``."""
-    os.set_blocking(reader, False)  # a process that the attempt left behind has the other end open
-    try:
-        text = os.read(reader, 1 << 16)
-    except BlockingIOError:
-        text = b""
-    finally:
-        os.close(reader)
-    return read_json(text) if text else {}
 
 
 def _step(folder: Path) -> int:
     """Of the newest checkpoint; 0 without one."""
-    with suppress(OSError, ValueError):
+    try:
         return int((folder / TRACKER).read_text(encoding="utf-8"))
-    return 0
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        tell(f"{KEY}: the step of the newest checkpoint is unknown: {folder / TRACKER}: {error}")
+        return 0

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -162,6 +162,8 @@ class StopSignals:
                 tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
                 kill_descendants()
                 os._exit(128 + received)  # nothing may delay it, not even clean-up; the kernel drops the lock
+            for note in _first_notes if not seen else ():
+                note(received)
             seen.append(received)
             self.signal = self.signal or received
             tell(f"{received.name}: the run saves and stops; a second signal ends it at once")
@@ -169,6 +171,12 @@ class StopSignals:
 
 
 _watching: list[StopSignals] = []
+_first_notes: list[Callable[[signal.Signals], object]] = []
+
+
+def on_first(note: Callable[[signal.Signals], object]) -> None:
+    """Call ``note`` with the first signal that a `StopSignals` of this process hears."""
+    _first_notes.append(note)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
