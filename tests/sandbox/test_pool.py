@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.sandboxes import HERE
 from tests.sandbox.attacks import Box, all_end, descendants, keeper_processes, wait_until_quiet
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SandboxError
 from verl.sandbox import Limits, Pool, Session, process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,6 +258,7 @@ def test_packages_that_lie_below_the_machines_temporary_folder_are_found(monkeyp
         shutil.rmtree(folder)
 
 
+@pytest.mark.needs_layers("namespaces")
 def test_programs_and_folders_are_there_only_where_they_are_named(pool):
     look = "import os; print([os.path.exists(name) for name in ('/usr/bin/env', '/app')])"
     use = "import os, subprocess; os.mkdir('/tmp/app'); open('/app/x', 'w')\nprint(subprocess.call('/usr/bin/true'))\n"
@@ -265,3 +266,21 @@ def test_programs_and_folders_are_there_only_where_they_are_named(pool):
     with Pool(1, programs=["/usr/bin"], folders=["/app"], **HERE) as other:
         assert other.run(use + look).stdout == "0\n[True, True]\n"
         assert other.run("open('/usr/bin/env', 'a')").status == "error"
+
+
+@pytest.mark.needs_layers("namespaces")
+@pytest.mark.parametrize("folder, path", [("/usr", "/usr/"), ("/dev", "/dev/null"), ("/tmp", "/tmp")])
+def test_a_folder_whose_place_is_taken_is_refused_with_the_path(folder, path):
+    with Pool(1, folders=[folder], **HERE) as pool, pytest.raises(SandboxError, match=f"{folder} is not.* see {path}"):
+        pool.prepare()
+
+
+@pytest.mark.parametrize("folder", ["app", "/app/data", "/..", "/"])
+def test_a_folder_that_is_no_name_in_the_root_is_refused(folder):
+    with pytest.raises(ConfigError, match="no name in the root"):
+        Pool(1, folders=[folder])
+
+
+def test_folders_without_the_layer_namespaces_are_refused():
+    with pytest.raises(ConfigError, match="without the layer namespaces there is no root"):
+        Pool(1, folders=["/app"], allow_missing=["namespaces"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -36,7 +37,8 @@ class Pool:
         preload: modules imported once for all programs, such as ``numpy``.
         without: layers that are left out even where the machine has them; each must also be in ``allow_missing``.
         programs: files and folders of this machine that programs can read and run, too, such as ``/usr/bin``.
-        folders: names in the root, such as ``/app``, that lead to a folder of that name in the temporary one.
+        folders: names in the root, such as ``/app``, that lead to a folder of that name in the temporary one; with
+            the layer ``namespaces`` only.
         newest_landlock: for tests: ask for no more than a kernel with this version of Landlock has; 0: it has none.
 
     Raises:
@@ -62,6 +64,12 @@ class Pool:
     ):
         if size is not None and size < 1:
             raise ConfigError("must be at least 1", key="sandbox pool size", got=size)
+        for folder in folders:
+            if not re.fullmatch(r"/\w[\w.-]*", folder):
+                raise ConfigError("no name in the root", key="sandbox folders", got=folder, allowed="such as /app")
+        if folders and "namespaces" in allow_missing:
+            what = "without the layer namespaces there is no root for them"
+            raise ConfigError(what, key="sandbox folders", got=folders, fix="Take namespaces out of allow_missing.")
         self.size = size or len(os.sched_getaffinity(0))
         self._options: dict[str, Any] = {
             "allow_missing": check_names(allow_missing), "packages": packages, "preload": tuple(preload),

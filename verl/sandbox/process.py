@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.errors import SandboxError
 from verl.json_text import read_json
+from verl.sandbox.inside import root
 from verl.sandbox.layers import refusal
 
 ENVIRONMENT = {
@@ -49,7 +50,7 @@ class KeeperProcess:
 
     Raises:
         SandboxRefused: this machine lacks a layer.
-        SandboxError: the interpreter did not start.
+        SandboxError: the interpreter did not start, or a folder is not free.
     """
 
     def __init__(
@@ -118,9 +119,11 @@ class KeeperProcess:
     def _start(self, allow_missing: Sequence[str], packages: bool, options: Mapping[str, Any]) -> None:
         folders = _package_folders() if packages else []
         library = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib"), "lib-dynload"))]
+        paths = _with_targets([*_interpreter_paths(), *folders, *options["programs"]])
+        _check_free(options["folders"], paths)
         start = {
             "caller": os.getpid(),
-            "paths": _with_targets([*_interpreter_paths(), *folders, *options["programs"]]),
+            "paths": paths,
             "sys_path": [*library, *folders],
             "accepted": list(allow_missing),
             **options,
@@ -144,6 +147,16 @@ class KeeperProcess:
         refused = refusal(self.missing, allow_missing)
         if refused is not None:
             raise refused
+
+
+def _check_free(folders: Sequence[str], paths: Sequence[str]) -> None:
+    """Whether the root has a place for each of the folders. Raises SandboxError where a path of the machine has it."""
+    shown = [*map(root.place, root.visible(paths)), *root.DEVICES, root.PROC, root.TEMPORARY]
+    for folder in folders:
+        for path in shown:
+            if path == folder or path.startswith(f"{folder}/"):
+                fix = "Name another folder, or install what is there at another place."
+                raise SandboxError(f"the sandbox's folder {folder} is not free: programs see {path} there", fix=fix)
 
 
 def _home_of_this_package() -> str:

@@ -36,7 +36,7 @@ def enter(paths: Sequence[str], folders: Sequence[str] = ()) -> None:
     """Make an empty root with these paths in it, at their `place`, this process's root. Needs a mount namespace.
 
     Args:
-        folders: names in the root that lead to the same name in the temporary folder.
+        folders: names in the root, free there, that lead to the same name in the temporary folder.
     """
     calls.mount(None, "/", None, calls.MS_REC | calls.MS_PRIVATE)
     sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in paths if not os.path.islink(path)]
@@ -52,8 +52,7 @@ def enter(paths: Sequence[str], folders: Sequence[str] = ()) -> None:
         os.makedirs(os.path.dirname(_STAGE + place(path)), exist_ok=True)
         os.symlink(place(target), _STAGE + place(path))
     for name in folders:
-        if not os.path.lexists(_STAGE + name):  # else it is of one of the paths
-            os.symlink(TEMPORARY + name, _STAGE + name)
+        os.symlink(TEMPORARY + name, _STAGE + name)
     os.mkdir(_STAGE + TEMPORARY)
     _bind(proc, PROC, 0)
     calls.pivot_root(_STAGE)
