@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -63,10 +65,32 @@ def application():
     return create_fastapi_app(Game, Guess, Answer, max_concurrent_envs=8)
 
 
+def dropping(inner):
+    """The server, which closes a connection after its answer to the action ``drop``."""
+
+    async def application_that_drops(scope, receive, send):
+        texts = [""]
+
+        async def read():
+            message = await receive()
+            texts.append(message.get("text") or "")
+            return message
+
+        async def write(message):
+            await send(message)
+            if '"drop"' in texts[-1]:
+                await send({"type": "websocket.close", "code": 1001})
+
+        streams = (read, write) if scope["type"] == "websocket" else (receive, send)
+        await inner(scope, *streams)
+
+    return application_that_drops
+
+
 @pytest.fixture(scope="module")
 def url():
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(application(), port=port, log_level="critical"))
+    server = uvicorn.Server(uvicorn.Config(dropping(application()), port=port, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
@@ -132,6 +156,29 @@ def test_a_server_that_is_not_there_or_has_other_fields_is_named(tmp_path, url):
         play(tmp_path, "7", url=f"http://127.0.0.1:{free_port()}", action="message")
     with pytest.raises(RolloutError, match=r"no such field.*\n?.*text"):
         play(tmp_path, "7", url=url, action="message", observation="board")
+
+
+@needs_openenv
+def test_a_connection_lost_in_an_episode_is_no_new_episode(url):
+    async def episode():
+        environment = OpenEnv(url, action="message", observation="text")
+        await environment.reset(seed=0)
+        assert (await environment.step("drop"))[0] == "no"
+        await environment._client._ws.wait_closed()
+        try:
+            await environment.step("7")
+        finally:
+            await environment.close()
+
+    with pytest.raises(RuntimeError, match="began another session in the midst of the episode"):
+        asyncio.run(episode())
+
+
+def test_a_client_that_hides_its_connection_is_refused(monkeypatch):
+    package = SimpleNamespace(GenericEnvClient=lambda **options: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "openenv.core", package)
+    with pytest.raises(ConfigError, match="hides its connection"):
+        OpenEnv("http://localhost:1", action="message")
 
 
 def test_a_price_of_invalid_actions_is_needed_without_a_field():

@@ -13,9 +13,9 @@ from verl.errors import ConfigError
 from verl.json_text import read_json
 
 INSTALL = "pip install openenv"
-LONGEST_SECONDS = 86_400.0
+MESSAGE_SECONDS = 86_400.0
 """Of the package's own limit on a message: the loop's ``step_timeout`` and ``timeout`` end an episode before."""
-OF_ACTION = "(code: VALIDATION_ERROR)"
+ACTION_REFUSED = "(code: VALIDATION_ERROR)"
 """What the server's refusal of an action ends with."""
 
 
@@ -30,7 +30,7 @@ class OpenEnv:
             text is a failure of the environment.
 
     Raises:
-        ConfigError: the package is not installed, or ``invalid`` is missing.
+        ConfigError: the package is not installed or has another form, or ``invalid`` is missing.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class OpenEnv:
             raise ConfigError(what, key="environment", got="verl.agent_loop.adapters.openenv_env:OpenEnv",
                               fix=INSTALL) from error  # fmt: skip
         self._action, self._observation, self._invalid = action, observation, invalid
-        self._client = core.GenericEnvClient(base_url=url, message_timeout_s=LONGEST_SECONDS)
-        self._session: object = None
+        self._client = core.GenericEnvClient(base_url=url, message_timeout_s=MESSAGE_SECONDS)
+        self._session = self._connection()
         self._is_rewarded = False
 
     async def reset(self, seed: int, options: Mapping[str, object] | None = None) -> tuple[object, dict[str, object]]:
         """The first observation; the server gets the seed and what a row's ``environment_options`` hold."""
         result = await self._client.reset(seed=seed, **(options or {}))
-        self._session = getattr(self._client, "_ws", None)
+        self._session = self._connection()
         return self._shown(result.observation), {}
 
     async def step(self, text: str) -> tuple[object, object, bool, bool, dict[str, object]]:
@@ -68,14 +68,18 @@ class OpenEnv:
             action = {self._action: text} if self._action else _object(text)
         except ValueError as error:
             return self._refusal(error)
+        failure: RuntimeError | None = None
         try:
             result = await self._client.step(action)
         except RuntimeError as error:
-            if self._invalid is None or not str(error).endswith(OF_ACTION):
-                raise
-            return self._refusal(error)
-        if getattr(self._client, "_ws", None) is not self._session:
-            raise RuntimeError("the connection was lost: the server began another session in the midst of the episode")
+            failure = error
+        if self._connection() is not self._session:
+            what = "the connection was lost: the server began another session in the midst of the episode"
+            raise RuntimeError(what) from failure
+        if failure is not None:
+            if self._invalid is None or not str(failure).endswith(ACTION_REFUSED):
+                raise failure
+            return self._refusal(failure)
         self._is_rewarded |= result.reward is not None
         reward = float(result.reward) if isinstance(result.reward, bool) else result.reward
         if reward is None and (self._is_rewarded or not result.done):
@@ -85,6 +89,14 @@ class OpenEnv:
     async def close(self) -> None:
         """End the session."""
         await self._client.close()
+
+    def _connection(self) -> object:
+        """The socket; the client replaces one that was lost, and says nothing."""
+        try:
+            return self._client._ws
+        except AttributeError as error:
+            what = "this version of openenv hides its connection (GenericEnvClient._ws): a lost session is not seen"
+            raise ConfigError(what, key="environment", fix=INSTALL) from error
 
     def _refusal(self, error: Exception) -> tuple[object, object, bool, bool, dict[str, object]]:
         return f"no action of this environment: {error}", self._invalid, True, False, {}
