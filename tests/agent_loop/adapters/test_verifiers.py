@@ -34,6 +34,8 @@ class Twice(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
         if self.broken == "raise":
             raise ValueError("the board is gone")
+        if self.broken == "repeat":
+            raise vf.Error(f"ToolCallError: {messages[-1].content}")
         if self.broken == "hang":
             await asyncio.Event().wait()
         return [{"role": "user", "content": "again"}]
@@ -86,7 +88,7 @@ def of_dataset(count=1, **more):
 
 
 @needs_verifiers
-def test_its_turns_are_one_row_with_the_sampled_tokens_and_its_rubric_scores(folder):
+def test_its_turns_are_one_row_of_sampled_tokens_and_its_rubric_scores(folder):
     made = play(folder, "7", "3")
     again = ids("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
     assert made.batch["prompts"][0].tolist() == ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -110,7 +112,7 @@ def test_tools_of_a_tool_environment_are_called(folder):
 @needs_verifiers
 @pytest.mark.parametrize(
     "broken, reason, timeout",
-    [("raise", "the board is gone", 60.0), ("reward", "no such answer", 60.0), ("hang", "longer than 2 s", 2.0)],
+    [("raise", "the board is gone", 60.0), ("repeat", "ToolCallError: 7", 60.0), ("hang", "longer than 2 s", 2.0)],
 )
 def test_an_environment_that_fails_is_masked_and_counted(folder, broken, reason, timeout):
     batch = of_dataset(2, agent_name=["bad", "mine"])
@@ -123,6 +125,14 @@ def test_an_environment_that_fails_is_masked_and_counted(folder, broken, reason,
     assert reason in made.non_tensor_batch["agent_error"][0] and made.non_tensor_batch["agent_error"][1] is None
     assert made.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
     assert made.meta_info["metrics"]["rollout/agent/failed"].value == 1
+
+
+@needs_verifiers
+def test_a_reward_function_that_raises_scores_0_and_is_counted(folder):
+    columns = play(folder, "7", "7", environment_kwargs={"broken": "reward"}).non_tensor_batch
+    assert columns["agent_error"].tolist() == [None] and columns["reward_score"].tolist() == [0.0]
+    assert columns["verifiers/reward_errors"].tolist() == [1]
+    assert play(folder, "7", "7").non_tensor_batch["verifiers/reward_errors"].tolist() == [0]
 
 
 @needs_verifiers

@@ -24,19 +24,20 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.data.messages import prune
 from verl.errors import ConfigError, NotBuiltError
+from verl.metrics import notice
 from verl.protocol.tokenizer import Tokenizer
 from verl.tools.runner import TimeLimit, runner
 
 INSTALL = "pip install 'verifiers>=0.3,<0.4'"
-WRITTEN_BY_POLICY = (
-    "EmptyModelResponseError", "InvalidModelResponseError", "ToolParseError", "ToolCallError",
-    "This conversation has used up its",
-)  # fmt: skip
-"""Errors that a policy's answer brings about, the last one from `Conversation`: the rubric's score counts."""
+POLICY_ERRORS = ("EmptyModelResponseError", "InvalidModelResponseError", "ToolParseError", "ToolCallError")
+"""Errors that a policy's answer brings about: the rubric's score counts. A conversation that is full is none for
+``verifiers``, which reads "context length" in the endpoint's refusal."""
 GRACE_SECONDS = 5.0
 """What the endpoint waits beyond the time limit, for the answer that the limit was exceeded."""
-_RAISED: ContextVar[list[str] | None] = ContextVar("raised", default=None)
-"""What reward functions of the current rollout raised; ``verifiers`` logs it and scores 0."""
+REWARD_ERRORS = "verifiers/reward_errors"
+"""Column: how many times a reward function raised, which ``verifiers`` logs and scores 0."""
+_ERRORS: ContextVar[list[str] | None] = ContextVar("errors", default=None)
+"""What reward functions of the current rollout raised."""
 
 
 class VerifiersAgentLoop(OpenAIAgentLoop):
@@ -58,8 +59,8 @@ class VerifiersAgentLoop(OpenAIAgentLoop):
         of_data = {} if data_config is None else dict(data_config.get("apply_chat_template_kwargs") or {})
         parser = ToolParser.get_tool_parser(settings.tool_format or config.multi_turn.format, tokenizer)
         rollouts = VerifiersRollouts(_load(name, arguments), settings.timeout)
-        later = replace(settings, timeout=settings.timeout + GRACE_SECONDS)
-        return SharedEndpoint(later, rollouts, parser, {**of_data, **settings.template_kwargs})
+        settings = replace(settings, timeout=settings.timeout + GRACE_SECONDS)
+        return SharedEndpoint(settings, rollouts, parser, {**of_data, **settings.template_kwargs})
 
 
 @dataclass
@@ -83,7 +84,7 @@ class VerifiersRollouts:
             row: all columns; those of the environment's dataset are what its rollout begins with.
 
         Raises:
-            EnvironmentFailure: the environment or its rubric failed, or gave no reward.
+            EnvironmentFailure: the environment failed, or its rubric gave no reward.
             ConfigError: the row is not one of the environment's.
         """
         if row.get("example_id") is None:
@@ -95,31 +96,31 @@ class VerifiersRollouts:
             raise EnvironmentFailure(f"a rollout took longer than {limit.seconds:g} s and was given up") from limit
 
     async def _rollout(self, base_url: str, api_key: str, row: Mapping[str, object], model: str) -> dict[str, object]:
-        raised: list[str] = []
-        _RAISED.set(raised)
+        errors: list[str] = []
+        _ERRORS.set(errors)
         columns = {name: value for name, value in row.items() if not name.startswith("raw_prompt")}
         start, environment = prune({**columns, "prompt": row["raw_prompt"]}), self.environment
         async with import_module("openai").AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             endpoint = import_module("verifiers").OpenAIChatCompletionsClient(client)
             output = await environment.run_rollout(start, endpoint, model, environment.sampling_args)
         error = output.get("error")
-        if error is None and raised:
-            raise EnvironmentFailure(raised[0])
-        if error is not None and not any(name in str(error) for name in WRITTEN_BY_POLICY):
-            raise EnvironmentFailure(f"the rollout ended with {error.get('error_chain_repr') or error}")
+        if error is not None and error["error"] not in POLICY_ERRORS:
+            raise EnvironmentFailure(f"the rollout ended with {error['error_chain_repr']}")
         if output.get("reward") is None:
             raise EnvironmentFailure("its rubric gave no reward")
-        metrics = output.get("metrics") or {}
-        return {"score": output["reward"], **{f"verifiers/{name}": value for name, value in metrics.items()}}
+        if errors:
+            notice("a reward function", f"raised and scores 0: {errors[0]}; {REWARD_ERRORS} counts it")
+        metrics = {f"verifiers/{name}": value for name, value in (output.get("metrics") or {}).items()}
+        return {"score": output["reward"], **metrics, REWARD_ERRORS: len(errors)}
 
 
-class _RaisedRewards(logging.Handler):
+class _RewardErrors(logging.Handler):
     """Collects what ``verifiers`` only logs: that a reward function raised."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        raised = _RAISED.get()
-        if raised is not None and ".rubrics." in record.name and record.levelno >= logging.ERROR:
-            raised.append(record.getMessage())
+        errors = _ERRORS.get()
+        if errors is not None and ".rubrics." in record.name and record.levelno >= logging.ERROR:
+            errors.append(record.getMessage())
 
 
 def _load(name: str, arguments: Mapping[str, object]) -> object:
@@ -133,19 +134,19 @@ def _load(name: str, arguments: Mapping[str, object]) -> object:
     except AttributeError as error:
         what = f"verifiers {version('verifiers')} has no load_environment"
         raise ConfigError(what, key="environment", got=name, fix=INSTALL) from error
-    with _signals_kept():
+    with _signals_of_run():
         environment = load(name, **arguments)
     if environment.requires_group_rollouts:
         what = "its rubric compares the rollouts of a prompt, and rows are scored one by one"
         raise NotBuiltError(what, key="environment", got=name, fix="Use an environment with a reward per rollout.")
     logger = logging.getLogger("verifiers")
-    if not any(isinstance(handler, _RaisedRewards) for handler in logger.handlers):
-        logger.addHandler(_RaisedRewards())
+    if not any(isinstance(handler, _RewardErrors) for handler in logger.handlers):
+        logger.addHandler(_RewardErrors())
     return environment
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _signals_of_run() -> Iterator[None]:
     """An environment of ``verifiers`` takes SIGINT and SIGTERM, which are the run's."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -163,10 +163,11 @@ class Conversation:
             raise bad("max_tokens", f"max_tokens={ask.max_tokens} is more than the {self.budget} tokens that a whole "
                       f"rollout may have after its first prompt ({self.limit}).")  # fmt: skip
         if left < 1:
+            context = "" if self.context is None else f" of {self.context}"
             raise ApiError(
                 400,
                 f"This conversation has used up its {self.budget} tokens after the first prompt "
-                f"({self.limit}; {used} are sampled or inserted), or the model's context.",
+                f"({self.limit}; {used} are sampled or inserted), or the model's context length{context}.",
                 "context_length_exceeded",
                 "messages" if ask.messages is not None else "prompt",
             )
