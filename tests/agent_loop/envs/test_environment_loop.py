@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tests.agent_loop.envs import guess
 from tests.agent_loop.envs.guess import Guess
 from tests.agent_loop.server.scripted import END, TOKENIZER, Scripted, ids, rows, settings
 from verl.agent_loop import AgentLoopManager
+from verl.agent_loop.envs import adapter
 from verl.agent_loop.envs.loop import EnvironmentSettings, _seed
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices
@@ -185,3 +187,20 @@ def test_a_setting_that_cannot_work_is_refused_by_name(tmp_path, options, said):
 def test_the_settings_have_defaults_that_need_only_the_environment():
     found = EnvironmentSettings.read({"environment": "a:b"})
     assert (found.max_turns, found.step_timeout, found.on_error) == (None, 60.0, "mask")
+
+
+def test_what_an_environment_does_before_its_reset_has_no_time_limit(monkeypatch):
+    limits, calls = [], []
+
+    class Recorder:
+        async def run(self, make, timeout=None):
+            limits.append(timeout)
+            return await make()
+
+    class Checked(Guess):
+        def before_reset(self, step_timeout):
+            calls.append(step_timeout)
+
+    monkeypatch.setattr(adapter, "runner", Recorder)
+    asyncio.run(adapter.Environment(Checked, {}, 3.0).make())
+    assert limits == [3.0, None] and calls == [3.0]

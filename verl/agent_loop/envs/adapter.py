@@ -98,18 +98,24 @@ class Environment:
         self._make, self._kwargs, self._timeout = make, dict(kwargs), timeout
         self._it: Any = None
 
+    async def make(self) -> None:
+        """Make it, and call its ``before_reset(step_timeout)`` where it has one: for this no time limit holds."""
+        self._it = await self._call("making it", self._timeout, self._make, **self._kwargs)
+        prepare = getattr(self._it, "before_reset", None)
+        if callable(prepare):
+            await self._call("before_reset", None, prepare, self._timeout)
+
     async def reset(self, seed: int, options: Mapping[str, Any] | None) -> Observation:
-        """Make and reset it; the first observation.
+        """Reset it; the first observation.
 
         Args:
             seed, options: given where ``reset`` takes them.
         """
-        self._it = await self._call("making it", self._make, **self._kwargs)
         missing = [name for name in ("reset", "step") if not callable(getattr(self._it, name, None))]
         if missing:
             raise EnvironmentFailure(f"{type(self._it).__name__} has no method {missing[0]}")
         arguments = {"seed": seed, "options": None if options is None else dict(options)}
-        answer = await self._call("reset", self._it.reset, **_taken(self._it.reset, arguments))
+        answer = await self._call("reset", self._timeout, self._it.reset, **_taken(self._it.reset, arguments))
         info: Mapping[str, Any] = {}
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             answer, info = answer
@@ -117,7 +123,7 @@ class Environment:
 
     async def step(self, action: str) -> Step:
         """Do what the model wrote."""
-        answer = await self._call("step", self._it.step, action)
+        answer = await self._call("step", self._timeout, self._it.step, action)
         if not isinstance(answer, tuple) or len(answer) not in (4, 5):
             raise EnvironmentFailure(
                 f"step returned {answer!r:.100}, not (observation, reward, terminated, truncated, info)"
@@ -136,13 +142,15 @@ class Environment:
         """Let go of it, where it has a ``close``."""
         close = getattr(self._it, "close", None)
         if callable(close):
-            await self._call("close", close)
+            await self._call("close", self._timeout, close)
 
-    async def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _call(
+        self, what: str, limit: float | None, function: Callable[..., Any], /, *arguments: Any, **named: Any
+    ) -> Any:
         try:
-            return await runner().run(lambda: _run(function, *arguments, **named), self._timeout)
-        except TimeLimit as limit:
-            raise EnvironmentFailure(f"{what} took longer than {limit.seconds:g} s and was given up") from limit
+            return await runner().run(lambda: _run(function, *arguments, **named), limit)
+        except TimeLimit as error:
+            raise EnvironmentFailure(f"{what} took longer than {error.seconds:g} s and was given up") from error
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # boundary: the user's environment, which may even call sys.exit

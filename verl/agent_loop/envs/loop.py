@@ -121,6 +121,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         episode = _Episode(AgentData(kwargs, seen=self.server_manager.seen))
         error: EnvironmentFailure | None = None
         try:
+            await environment.make()
             work = self._play(episode, environment, sampling_params, prune(extra.get("environment_options")))
             await asyncio.wait_for(work, settings.timeout)
         except EnvironmentFailure as failure:
