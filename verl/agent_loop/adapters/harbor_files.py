@@ -14,7 +14,7 @@ import tarfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from verl.errors import ConfigError, NotBuiltError
@@ -28,7 +28,8 @@ ALLOWED = {
     "agent": {"timeout_sec"},
     "verifier": {"timeout_sec"},
 }
-"""What task.toml may say, by section."""
+"""What task.toml may say, by section. Nothing is built, a sandbox has one core, and the loop's ``timeout`` limits the
+agent: build_timeout_sec, cpus and agent.timeout_sec have no effect."""
 PLAIN_IMAGE = re.compile(r"FROM\s+(docker\.io/)?(library/)?(alpine|bash|debian|python|ubuntu)([:@]\S+)?$", re.I)
 COPY = re.compile(r"COPY\s+([^\s\[-]\S*)\s+(\S+)$", re.I)
 WORKDIR = re.compile(r"WORKDIR\s+(\S+)$", re.I)
@@ -50,39 +51,73 @@ class TaskFolder:
     tests: str
     solution: str
     memory_mb: int
+    disk_mb: int
     seconds: float
 
 
-@cache
+@lru_cache(maxsize=64)
 def read_task(path: str) -> TaskFolder:
     """The task in a folder.
 
+    Args:
+        path: resolved.
+
     Raises:
         NotBuiltError: it needs more than the sandbox has; the message names it.
-        ConfigError: the folder holds no task.
+        ConfigError: the folder holds no task, or a file of it cannot be read.
     """
     folder = Path(path)
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             fix = "Name the folder of a Harbor task; one of Terminal-Bench 1 (task.yaml) is converted by harbor itself."
             raise ConfigError(f"no task: {name} is missing", key=KEY, got=path, fix=fix)
-    settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-    sections = {section: settings.get(section, {}) if section else settings for section in ALLOWED}
-    for section, values in sections.items():
-        for name in sorted(set(values) - ALLOWED[section]):
-            raise _needs_container(path, f"task.toml sets {section}{'.' if section else ''}{name}")
+    settings = _settings(folder / "task.toml")
     workdir, files = _environment(folder / "environment", path)
     solution = {"/solution": folder / "solution"} if (folder / "solution/solve.sh").is_file() else {}
     return TaskFolder(
         path,
-        (folder / "instruction.md").read_text(encoding="utf-8").strip(),
+        _text(folder / "instruction.md").strip(),
         workdir,
-        _packed(files),
-        _packed({"/tests": folder / "tests"}),
-        _packed(solution) if solution else "",
-        int(sections["environment"].get("memory_mb", 1024)),
-        float(sections["verifier"].get("timeout_sec", 60.0)),
+        _archive(files),
+        _archive({"/tests": folder / "tests"}),
+        _archive(solution) if solution else "",
+        int(settings["environment.memory_mb"]),
+        int(settings["environment.storage_mb"]),
+        settings["verifier.timeout_sec"],
     )
+
+
+def _settings(file: Path) -> dict[str, float]:
+    """The numbers of task.toml by section and name."""
+    try:
+        content = tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: {error}", key=KEY, allowed="TOML") from error
+    numbers: dict[str, float] = {
+        "environment.memory_mb": 1024, "environment.storage_mb": 256, "verifier.timeout_sec": 60.0,
+    }  # fmt: skip
+    for section, names in ALLOWED.items():
+        values = content.get(section, {}) if section else content
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: {section}", key=KEY, got=values, allowed=f"a section [{section}]")
+        for name, value in values.items():
+            key = f"{section}.{name}".lstrip(".")
+            if name not in names or (name == "allow_internet" and value is not False):
+                raise _needs_container(str(file.parent), f"task.toml sets {key}")
+            if key in numbers:
+                kinds = (int,) if name.endswith("_mb") else (int, float)
+                if type(value) not in kinds or not 0 < value < float("inf"):
+                    allowed = f"a positive {'whole ' * (len(kinds) == 1)}number"
+                    raise ConfigError(f"{file}: {key}", key=KEY, got=value, allowed=allowed)
+                numbers[key] = value
+    return numbers
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", key=KEY, allowed="text in UTF-8") from error
 
 
 def _environment(folder: Path, task: str) -> tuple[str, dict[str, Path]]:
@@ -92,15 +127,15 @@ def _environment(folder: Path, task: str) -> tuple[str, dict[str, Path]]:
         raise _needs_container(task, f"environment/{compose.name}")
     if not dockerfile.exists():
         return workdir, {workdir: folder} if folder.is_dir() else {}
-    for number, line in enumerate(map(str.strip, dockerfile.read_text(encoding="utf-8").splitlines()), start=1):
+    for number, line in enumerate(map(str.strip, _text(dockerfile).splitlines()), start=1):
         if not line or line.startswith("#") or PLAIN_IMAGE.match(line):
             continue
-        if (moved := WORKDIR.match(line)) and _is_inside(posixpath.join(workdir, moved[1])):
-            workdir = posixpath.normpath(posixpath.join(workdir, moved[1]))
+        if (change := WORKDIR.match(line)) and _is_inside(posixpath.join(workdir, change[1])):
+            workdir = posixpath.normpath(posixpath.join(workdir, change[1]))
             continue
-        copied = COPY.match(line)
-        source = (folder / copied[1]).resolve() if copied else folder.parent
-        target = posixpath.join(workdir, copied[2]) if copied else ""
+        copy = COPY.match(line)
+        source = (folder / copy[1]).resolve() if copy else folder.parent
+        target = posixpath.join(workdir, copy[2]) if copy else ""
         if not (source.exists() and source.is_relative_to(folder.resolve()) and _is_inside(target)):
             raise _needs_container(task, f"environment/Dockerfile, line {number} ({line})")
         into_folder = source.is_file() and (target.endswith("/") or posixpath.normpath(target) == workdir)
@@ -113,12 +148,12 @@ def _is_inside(path: str) -> bool:
     return f"/{posixpath.normpath(path).split('/')[1]}" in FOLDERS if path.startswith("/") else False
 
 
-def _packed(files: Mapping[str, Path]) -> str:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+def _archive(files: Mapping[str, Path]) -> str:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
         for name, path in files.items():
             archive.add(path, arcname=name.lstrip("/"))
-    return base64.b64encode(packed.getvalue()).decode()
+    return base64.b64encode(content.getvalue()).decode()
 
 
 def _needs_container(task: str, what: str) -> NotBuiltError:
