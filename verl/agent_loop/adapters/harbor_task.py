@@ -13,22 +13,25 @@ import threading
 from collections.abc import Mapping
 from contextlib import closing
 from functools import cache
+from pathlib import Path
 
-from verl.agent_loop.adapters.harbor_files import FOLDERS, read_task
+from verl.agent_loop.adapters.harbor_files import FOLDERS, KEY, read_task
+from verl.errors import ConfigError
 from verl.json_text import read_json
 from verl.sandbox import Limits, Outcome, Pool, Session
+from verl.sandbox.inside.root import place
 from verl.sandbox.session import LOST
 
-HOW = "Each answer is run as a bash script in {}, and its output is shown; there are {}. Answer submit when done."
-FENCED = re.compile(r"```(?:bash|sh|shell)?\n(.*?)```", re.DOTALL)
+HOW = "Each answer is run as a bash script in {}, and its output is shown, for {} answers. Answer submit when done."
+SCRIPT = re.compile(r"```(?:bash|sh|shell)?\n(.*?)```", re.DOTALL)
 """An answer's script: the first such block, else all of it."""
 SUBMIT = "submit"
 SPARE_SECONDS = 5.0
 START = """
 import base64, contextlib, io, json, os, signal, subprocess, sys, tarfile, tempfile
 NAMES = dict(PATH={path!r}, PYTHONPATH=":".join(filter(None, sys.path)), HOME="/tmp", PWD={workdir!r}, LANG="C.UTF-8")
-def unpack(packed):
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as files:
+def unpack(archive):
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as files:
         files.extractall("/tmp", filter="tar")
 def script(words, seconds, most):
     os.makedirs({workdir!r}, exist_ok=True)
@@ -49,12 +52,15 @@ with contextlib.suppress(ProcessLookupError):
 subprocess.run(["rm", "-rf", "/tmp/tests", "/tmp/logs"], env=NAMES, check=True)
 os.makedirs("/tmp/logs/verifier")
 unpack({files!r})
+NAMES.update(HOME=tempfile.mkdtemp(), PYTHONNOUSERSITE="1", PYTHONSAFEPATH="1",
+             PYTHONPATH="/tests:" + NAMES["PYTHONPATH"])
 script(["/tests/test.sh"], {seconds!r}, 1)
-written = [name for name in ("reward.json", "reward.txt") if os.path.exists("/logs/verifier/" + name)]
-print(open("/logs/verifier/" + written[0]).read(10000))
+names = [name for name in ("reward.json", "reward.txt") if os.path.exists("/logs/verifier/" + name)]
+print(open("/logs/verifier/" + names[0]).read(10000))
 """
-"""What still runs is ended first, and what the policy put in the place of the tests or the reward is removed."""
-_LOCK = threading.Lock()  # threads of episodes: the first one with a task checks it
+"""What still runs is ended first, and what the policy put in the place of the tests or the reward is removed. Python
+then imports nothing from the policy's folders."""
+_LOCKS: dict[str, threading.Lock] = {}  # by task; threads of episodes: the first one with a task checks it
 
 
 class HarborTask:
@@ -62,40 +68,62 @@ class HarborTask:
 
     Args:
         path: folder of the task, relative to the one in which the run was started.
-        max_commands: most scripts; after the last one the tests run as after ``submit``.
+        max_commands: most scripts; the answer after the last one counts as ``submit``.
         command_seconds: limit of a script.
         most_shown: bytes of a script's output.
 
     Raises:
         NotBuiltError: the task needs a container.
-        ConfigError: the folder holds no task.
+        ConfigError: the folder holds no task, or a limit is below 1.
     """
 
     def __init__(self, path: str, max_commands: int = 16, command_seconds: float = 30.0, most_shown: int = 4000):
-        self._task, self._most, self._seconds, self._shown = read_task(path), max_commands, command_seconds, most_shown
-        seconds = max(command_seconds, self._task.seconds) + SPARE_SECONDS
-        limits = Limits(seconds, self._task.memory_mb, processes=64, open_files=512, disk_mb=256)
-        self._session, self._has_files, self._count = Session(_pool(), limits), False, 0
+        bounds = {"max_commands": max_commands, "command_seconds": command_seconds, "most_shown": most_shown}
+        for name, value in bounds.items():
+            if value < 1:
+                raise ConfigError("must be at least 1", key=f"environment_kwargs.{name}", got=value)
+        self._task = task = read_task(str(Path(path).resolve()))
+        self._most, self._seconds, self._shown = max_commands, command_seconds, most_shown
+        output_kb = 64 + 6 * most_shown // 1024  # a byte is up to six characters of JSON
+        seconds = max(command_seconds, task.seconds) + SPARE_SECONDS
+        limits = Limits(seconds, task.memory_mb, 64, open_files=512, disk_mb=task.disk_mb, output_kb=output_kb)
+        self._session, self._has_files, self._count, self._least = Session(_pool(), limits), False, 0, 0.0
+
+    def before_reset(self, step_timeout: float) -> None:
+        """Check the task, which a process does once; no time limit of the loop holds here.
+
+        Raises:
+            ConfigError: a step may take longer than ``step_timeout`` seconds, which would mask its row.
+        """
+        needed = self._task.seconds + self._seconds + SPARE_SECONDS
+        if needed > step_timeout:
+            what = f"less than verifier.timeout_sec {self._task.seconds:g} of {self._task.path}, command_seconds "
+            what += f"{self._seconds:g} and {SPARE_SECONDS:g} to spare"
+            raise ConfigError(what, key="step_timeout", got=step_timeout, allowed=f"{needed:g} or more")
+        self._check()
 
     def reset(self) -> tuple[str, dict[str, object]]:
-        """The instruction; a process checks a task before its first attempt.
+        """The instruction.
 
         Raises:
             RuntimeError: the tests write no reward, or give the solution no more than an untouched folder.
         """
-        with _LOCK:
-            check_task(self._task.path)
+        untouched, fault = self._check()
+        if fault:
+            raise RuntimeError(fault)
+        self._least = min(0.0, untouched)
         return f"{self._task.instruction}\n\n{HOW.format(self._task.workdir, self._most)}", {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        """Run a script, and the tests after the last one or ``submit``. Without a reward, which `check_task` has seen
-        the tests write, the attempt gets 0: it is the policy's doing."""
+        """Run a script, or the tests after ``submit`` and after the last script. Without a reward, which `check_task`
+        has seen the tests write, it is the policy's doing: the attempt gets 0, or less where an untouched folder does.
+        """
         self._count += 1
-        if text.strip() == SUBMIT:
-            return "", self.test() or 0.0, True, False, {}
-        fenced, is_last = FENCED.search(text), self._count >= self._most
-        output = self._run(fenced[1] if fenced else text)
-        return output, (self.test() or 0.0) if is_last else 0.0, False, is_last, {}
+        if text.strip() == SUBMIT or self._count > self._most:
+            reward = self.test()
+            return "", self._least if reward is None else reward, True, False, {}
+        block = SCRIPT.search(text)
+        return self._run(block[1] if block else text), 0.0, False, False, {}
 
     def solve(self) -> None:
         """Run the task's solution."""
@@ -106,14 +134,19 @@ class HarborTask:
         outcome = self._cell(TESTS.format(files=self._task.tests, seconds=self._task.seconds))
         try:
             value = read_json(outcome.stdout) if outcome.ok else None
-        except ValueError:
+            value = value.get("reward") if isinstance(value, Mapping) else value
+            reward = float(value) if isinstance(value, int | float) else math.nan
+        except (ValueError, OverflowError):  # no JSON, or an integer that no float holds
             return None
-        value = value.get("reward") if isinstance(value, Mapping) else value
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        return reward if math.isfinite(reward) else None
 
     def close(self) -> None:
         """End what runs."""
         self._session.close()
+
+    def _check(self) -> tuple[float, str]:
+        with _LOCKS.setdefault(self._task.path, threading.Lock()):
+            return check_task(self._task.path)
 
     def _run(self, text: str) -> str:
         """The output of a script and how it ended; one that a limit of the sandbox stops takes all files with it."""
@@ -121,42 +154,47 @@ class HarborTask:
         if outcome.ok:
             code, output = read_json(outcome.stdout)
             return f"{output}\n[exit code {code}]"
-        begun_again = "" if self._has_files else "\n[all files are as they were at the beginning]"
-        return outcome.describe()[-self._shown :] + begun_again
+        loss = "" if self._has_files else "\n[all files are as they were at the beginning]"
+        return outcome.describe()[-self._shown :] + loss
 
     def _cell(self, code: str) -> Outcome:
         if not self._has_files:
-            task, path = self._task, f"{sys.base_prefix}/bin:/usr/bin:/bin"
+            task, path = self._task, ":".join(map(place, _programs()))
             start = START.format(path=path, workdir=task.workdir, folders=FOLDERS, files=task.files)
-            begun = self._session.run(start)
-            if not begun.ok:
-                raise RuntimeError(f"the sandbox does not take the files of {task.path}: {begun.describe()}")
+            outcome = self._session.run(start)
+            if not outcome.ok:
+                what = f"its files do not fit into the sandbox (environment.storage_mb): {outcome.describe()}"
+                raise ConfigError(what, key=KEY, got=task.path)
         outcome = self._session.run(code)
         self._has_files = not outcome.detail.endswith(LOST)
         return outcome
 
 
 @cache
-def check_task(path: str) -> None:
-    """Whether the tests give a reward in this sandbox, and more for the solution than for nothing.
-
-    Raises:
-        RuntimeError: they do not.
-    """
-    rewards, task = [], read_task(path)
-    for is_solved in (False, True) if task.solution else (False,):
+def check_task(path: str) -> tuple[float, str]:
+    """The reward of an untouched folder, and why the task cannot be played here; an empty text where it can."""
+    rewards: list[float] = []
+    for is_solved in (False, True) if read_task(path).solution else (False,):
         with closing(HarborTask(path)) as attempt:
-            if is_solved:
-                attempt.solve()
-            reward = attempt.test()
+            try:
+                if is_solved:
+                    attempt.solve()
+                reward = attempt.test()
+            except ConfigError as error:
+                return 0.0, str(error)
         if reward is None:
-            raise RuntimeError(f"tests/test.sh of {path} writes no reward to /logs/verifier in this sandbox")
+            return 0.0, f"tests/test.sh of {path} writes no reward to /logs/verifier in this sandbox"
         rewards.append(reward)
-    if task.solution and rewards[1] <= rewards[0]:
-        what = f"its solution gets {rewards[1]:g}, an untouched folder {rewards[0]:g}"
-        raise RuntimeError(f"{path} cannot be solved in this sandbox (no network, this machine's programs): {what}")
+    if rewards[-1] > rewards[0] or len(rewards) == 1:
+        return rewards[0], ""
+    what = f"its solution gets {rewards[1]:g}, an untouched folder {rewards[0]:g}"
+    return rewards[0], f"{path} cannot be solved in this sandbox (no network, this machine's programs): {what}"
+
+
+def _programs() -> tuple[str, ...]:
+    return f"{sys.base_prefix}/bin", "/usr/bin", "/bin"
 
 
 @cache
 def _pool() -> Pool:
-    return Pool(programs=("/bin", "/usr/bin", "/etc/alternatives"), folders=FOLDERS)
+    return Pool(programs=(*_programs(), "/etc/alternatives"), folders=FOLDERS)
