@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from verl.errors import ConfigError
-from verl.json_text import read_json
+from verl.json_text import object_of
 
 INSTALL = "pip install openenv"
 MESSAGE_SECONDS = 86_400.0
@@ -44,9 +44,7 @@ class OpenEnv:
         except ModuleNotFoundError as error:
             if error.name not in ("openenv", "openenv.core"):
                 raise
-            what = "the package openenv is not installed"
-            raise ConfigError(what, key="environment", got="verl.agent_loop.adapters.openenv_env:OpenEnv",
-                              fix=INSTALL) from error  # fmt: skip
+            raise ConfigError("the package openenv is not installed", key="environment", fix=INSTALL) from error
         self._action, self._observation, self._invalid = action, observation, invalid
         self._client = core.GenericEnvClient(base_url=url, message_timeout_s=MESSAGE_SECONDS)
         self._session = self._connection()
@@ -64,10 +62,9 @@ class OpenEnv:
         Raises:
             RuntimeError: the server's own error, or it began another session in the midst of the episode.
         """
-        try:
-            action = {self._action: text} if self._action else _object(text)
-        except ValueError as error:
-            return self._refusal(error)
+        action = {self._action: text} if self._action else object_of(text)
+        if not isinstance(action, Mapping):
+            return self._refusal("it is no JSON object")
         failure: RuntimeError | None = None
         try:
             result = await self._client.step(action)
@@ -98,8 +95,8 @@ class OpenEnv:
             what = "this version of openenv hides its connection (GenericEnvClient._ws): a lost session is not seen"
             raise ConfigError(what, key="environment", fix=INSTALL) from error
 
-    def _refusal(self, error: Exception) -> tuple[object, object, bool, bool, dict[str, object]]:
-        return f"no action of this environment: {error}", self._invalid, True, False, {}
+    def _refusal(self, reason: object) -> tuple[object, object, bool, bool, dict[str, object]]:
+        return f"no action of this environment: {reason}", self._invalid, True, False, {}
 
     def _shown(self, observation: object) -> object:
         if self._observation is None:
@@ -109,11 +106,3 @@ class OpenEnv:
             raise ConfigError("the server's observation has no such field", key="environment_kwargs.observation",
                               got=self._observation, allowed=names)  # fmt: skip
         return observation[self._observation]
-
-
-def _object(text: str) -> dict[str, object]:
-    """A JSON object in a text. Raises ValueError for anything else."""
-    value = read_json(text)
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return value
