@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 from verl.agent_loop.envs.adapter import EnvironmentFailure
@@ -125,17 +123,19 @@ class _RewardErrors(logging.Handler):
 
 def _load(name: str, arguments: Mapping[str, object]) -> object:
     try:
-        verifiers = import_module("verifiers")
-        load = verifiers.load_environment
-    except ModuleNotFoundError as error:
-        if error.name != "verifiers":
+        load = import_module("verifiers").load_environment
+    except (ModuleNotFoundError, AttributeError) as error:
+        if error.name not in ("verifiers", "load_environment"):
             raise
-        raise ConfigError("the package verifiers is not installed", key="environment", got=name, fix=INSTALL) from error
-    except AttributeError as error:
-        what = f"verifiers {version('verifiers')} has no load_environment"
+        what = "no verifiers with a load_environment is installed"
         raise ConfigError(what, key="environment", got=name, fix=INSTALL) from error
-    with _signals_of_run():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
         environment = load(name, **arguments)
+    finally:  # an environment takes both signals, which are the run's
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
     if environment.requires_group_rollouts:
         what = "its rubric compares the rollouts of a prompt, and rows are scored one by one"
         raise NotBuiltError(what, key="environment", got=name, fix="Use an environment with a reward per rollout.")
@@ -143,15 +143,3 @@ def _load(name: str, arguments: Mapping[str, object]) -> object:
     if not any(isinstance(handler, _RewardErrors) for handler in logger.handlers):
         logger.addHandler(_RewardErrors())
     return environment
-
-
-@contextmanager
-def _signals_of_run() -> Iterator[None]:
-    """An environment of ``verifiers`` takes SIGINT and SIGTERM, which are the run's."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
