@@ -1,6 +1,6 @@
 """Runs programs that a model wrote, where they can do no harm: not to files, network, processes, nor to the reward.
 
-`run` and `Pool` start a program in a sandbox made of the kernel's own walls and return an `Outcome`; `Pool.run_cases`
+`Pool.run` starts a program in a sandbox made of the kernel's own walls and returns an `Outcome`; `Pool.run_cases`
 judges it on tests. Where the machine does not offer a wall, nothing runs, and the error says what is missing.
 
 Names are loaded on first use: the processes inside the sandbox import this package too, every run is a
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verl.sandbox.pool import Pool
     from verl.sandbox.remote import RemoteSandbox
     from verl.sandbox.session import Session
-    from verl.sandbox.shared import default_pool, run, run_cases
+    from verl.sandbox.shared import default_pool
     from verl.sandbox.trial import check
     from verl.sandbox.verdicts import judge, same_text, same_value
 
@@ -37,8 +37,6 @@ __all__ = [
     "check",
     "default_pool",
     "judge",
-    "run",
-    "run_cases",
     "same_text",
     "same_value",
 ]
@@ -50,7 +48,7 @@ _HOMES = {
     "pool": ("Pool",),
     "remote": ("RemoteSandbox",),
     "session": ("Session",),
-    "shared": ("default_pool", "run", "run_cases"),
+    "shared": ("default_pool",),
     "trial": ("check",),
     "verdicts": ("judge", "same_text", "same_value"),
 }

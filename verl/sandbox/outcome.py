@@ -18,7 +18,7 @@ class Outcome:
     """How one program, one case or one cell of a session ended.
 
     Example:
-        >>> run("print(6 * 7)").stdout
+        >>> default_pool().run("print(6 * 7)").stdout
         '42\\n'
     """
 

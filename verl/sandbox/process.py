@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,10 @@ class KeeperProcess:
 def _check_free(folders: Sequence[str], paths: Sequence[str]) -> None:
     """Whether the root has a place for each of the folders. Raises SandboxError where a path of the machine has it."""
     shown = [*map(root.place, root.visible(paths)), *root.DEVICES, root.PROC, root.TEMPORARY]
-    for folder in folders:
-        for path in shown:
-            if path == folder or path.startswith(f"{folder}/"):
-                fix = "Name another folder, or install what is there at another place."
-                raise SandboxError(f"the sandbox's folder {folder} is not free: programs see {path} there", fix=fix)
+    for folder, path in product(folders, shown):
+        if f"{path}/".startswith(f"{folder}/"):
+            fix = "Name another folder, or install what is there at another place."
+            raise SandboxError(f"the sandbox's folder {folder} is not free: programs see {path} there", fix=fix)
 
 
 def _home_of_this_package() -> str:

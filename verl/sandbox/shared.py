@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
-from verl.sandbox.limits import CallCase, Limits, StdinCase
-from verl.sandbox.outcome import CaseResult, Outcome
 from verl.sandbox.pool import Pool
 
 _lock = threading.Lock()  # any thread that asks for a pool: two would start two
@@ -21,15 +18,3 @@ def default_pool(allow_missing: Sequence[str] = ()) -> Pool:
         if key not in _pools:
             _pools[key] = Pool(allow_missing=key)
         return _pools[key]
-
-
-def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-    """`Pool.run` in the pool of this process."""
-    return default_pool().run(program, stdin, limits)
-
-
-def run_cases(
-    program: str, cases: Sequence[StdinCase | CallCase], limits: Limits | None = None, **options: Any
-) -> list[CaseResult]:
-    """`Pool.run_cases` in the pool of this process."""
-    return default_pool().run_cases(program, cases, limits, **options)
