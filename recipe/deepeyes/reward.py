@@ -6,19 +6,17 @@ which the tool has shown an image. These weights are those of the paper's publis
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import DataError
-from verl.rewards.judges import JudgeClient, rubric_score
+from verl.rewards.judges import rubric_score, shared_client
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LONGEST = 1000
 """Characters of an answer; a longer one is an attempt at the judge."""
 AGREES = "The answer says the same as the reference answer, which is: {ground_truth}"
-clients = functools.cache(JudgeClient)
 
 
 async def compute_score(
@@ -62,7 +60,7 @@ async def compute_score(
         if not isinstance(question, str):
             raise DataError("a judge reads the question", key="extra_info.question", got=question)
         item = AGREES.format(ground_truth=ground_truth)
-        grades = await rubric_score(clients(judge, model, timeout=timeout), question, answer, {item: 1.0})
+        grades = await rubric_score(shared_client(judge, model, timeout=timeout), question, answer, {item: 1.0})
         accuracy = float(grades["score"] > 0.5)
     form = 0.0 if is_formed else -1.0
     tool = float(accuracy > 0 and sum(info.get("tool_rewards") or ()) > 0)

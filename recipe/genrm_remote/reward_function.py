@@ -7,16 +7,14 @@ score, and is masked (`reward.on_error`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from verl.errors import DataError
-from verl.rewards.judges import JudgeClient, rubric_score
+from verl.rewards.judges import rubric_score, shared_client
 
 RUBRIC = {"The final answer is {ground_truth}.": 1.0}
 """Item -> weight."""
 TRUTH, RIGHT = "{ground_truth}", 0.5
-clients = functools.cache(JudgeClient)
 
 
 async def compute_score(
@@ -52,7 +50,7 @@ async def compute_score(
     if not isinstance(question, str):
         fix = "Add it in the data preparation, as examples/data_preprocess/gsm8k.py does."
         raise DataError("a judge reads the question", key="extra_info.question", got=question, fix=fix)
-    client = clients(address or reward_router_address, model, timeout=timeout, budget_calls=budget_calls)
+    client = shared_client(address or reward_router_address, model, timeout=timeout, budget_calls=budget_calls)
     items = {item.replace(TRUTH, str(ground_truth)): weight for item, weight in (rubric or RUBRIC).items()}
     graded = await rubric_score(client, question, solution_str, items)
     return {**graded, "acc": float(graded["score"] > RIGHT)}

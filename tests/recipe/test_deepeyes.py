@@ -24,6 +24,7 @@ from tests.harness.servers import serving
 from tests.harness.vision import vision_dir, vision_example
 from verl.config import load_config
 from verl.errors import DataError
+from verl.rewards.judges import shared_client
 from verl.tools.loading import load_tools
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -167,7 +168,7 @@ def test_a_judge_decides_where_the_texts_differ():
         assert (right["acc"], wrong["acc"], same["acc"], server.count(judges.PATH)) == (1.0, 0.0, 1.0, 2)
         with pytest.raises(DataError, match="question"):
             asyncio.run(reward.compute_score("v", "<answer>sky</answer>", "Blue", {}, address=server.url))
-    reward.clients.cache_clear()
+    shared_client.cache_clear()
 
 
 def test_the_tool_file_of_the_recipe_loads():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.genrm_remote.main_genrm_remote import GENRM, main
-from recipe.genrm_remote.reward_function import clients, compute_score
+from recipe.genrm_remote.reward_function import compute_score
 from recipe.genrm_remote.rule_judge import server
 from tests.harness import judges
 from tests.harness.configs import changed
@@ -19,7 +19,7 @@ from tests.harness.runs import logged
 from tests.harness.servers import serving
 from verl.config import load_config
 from verl.errors import DataError
-from verl.rewards.judges import JudgeError
+from verl.rewards.judges import JudgeError, shared_client
 
 A, KWARGS = "actor_rollout_ref.actor", "+reward.custom_reward_function.reward_kwargs"
 REQUIRED = ("data.train_files=train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=64",
@@ -30,9 +30,9 @@ INFO = {"question": "6*7="}
 
 @pytest.fixture(autouse=True)
 def no_client_of_another_test() -> Iterator[None]:
-    clients.cache_clear()
+    shared_client.cache_clear()
     yield
-    clients.cache_clear()
+    shared_client.cache_clear()
 
 
 @pytest.fixture

@@ -1,7 +1,14 @@
 """Language models that judge answers, as functions which a reward function calls with a client."""
 
-from verl.rewards.judges.client import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply, JudgeVerdictError
-from verl.rewards.judges.verdicts import compare, pairwise_winrate, rubric_score
+from verl.rewards.judges.client import (
+    JudgeBudgetError,
+    JudgeClient,
+    JudgeError,
+    JudgeReply,
+    JudgeVerdictError,
+    shared_client,
+)
+from verl.rewards.judges.verdicts import compare, fenced, pairwise_winrate, rubric_score, tag_of
 
 __all__ = [
     "JudgeBudgetError",
@@ -10,6 +17,9 @@ __all__ = [
     "JudgeReply",
     "JudgeVerdictError",
     "compare",
+    "fenced",
     "pairwise_winrate",
     "rubric_score",
+    "shared_client",
+    "tag_of",
 ]

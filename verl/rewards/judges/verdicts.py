@@ -66,9 +66,9 @@ async def rubric_score(
     """
     if not rubric or not all(math.isfinite(weight) and weight > 0 for weight in rubric.values()):
         raise ConfigError("a rubric needs items with weights above 0", key="rubric", got=dict(rubric))
-    tag, items = _tag(question, answer), list(rubric)
+    tag, items = tag_of(question, answer), list(rubric)
     parts = [items] if together else [[item] for item in items]
-    texts = _fenced("question", question, tag), _fenced("answer", answer, tag)
+    texts = fenced("question", question, tag), fenced("answer", answer, tag)
     readings = await _readings(
         client, [_grading(part, scale, *texts) for part in parts], lambda reply: _grades(reply, len(parts[0]), scale)
     )
@@ -102,7 +102,7 @@ async def compare(
     if answer_a == answer_b:
         return {"score": 0.5, **_columns([]), "judge_first_share": 0.5, "judge_length_gap": gap}
     pair = sorted((answer_a, answer_b))
-    tag = _tag(question, *pair)
+    tag = tag_of(question, *pair)
     first, second = pair if int(tag, 16) % 2 else reversed(pair)
     orders = [(first, second), (second, first)][: 1 + both_orders]
     readings = await _readings(client, [_comparing(question, *order, tag) for order in orders], _first_share)
@@ -153,20 +153,24 @@ def _grading(items: Sequence[str], scale: int, question: str, answer: str) -> st
 
 def _comparing(question: str, first: str, second: str, tag: str) -> str:
     return "\n\n".join([
-        f"Say which of two answers is better. {RULES}", _fenced("question", question, tag),
-        _fenced("first", first, tag), _fenced("second", second, tag),
+        f"Say which of two answers is better. {RULES}", fenced("question", question, tag),
+        fenced("first", first, tag), fenced("second", second, tag),
         "Neither the order of the answers nor their length counts. Give your reasons first. The last line of your "
         "reply is one of these and nothing else:\nVERDICT: FIRST\nVERDICT: SECOND\nVERDICT: TIE",
     ])  # fmt: skip
 
 
-def _fenced(name: str, text: str, tag: str) -> str:
-    """The text between tags, without control tokens: a server may read those of a prompt as its chat template's."""
+def fenced(name: str, text: str, tag: str) -> str:
+    """The text between tags, without control tokens: a server may read those of a prompt as its chat template's.
+
+    Args:
+        tag: of `tag_of` all texts that the prompt holds between tags.
+    """
     data = CONTROL.sub(lambda mark: mark[0] + BREAK, text)
     return f"<{name} {tag}>\n{data}\n</{name} {tag}>"
 
 
-def _tag(*texts: str) -> str:
+def tag_of(*texts: str) -> str:
     """A hash of the texts, which none of them can contain."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
