@@ -3,6 +3,7 @@
 The graph is LangGraph's, the model LangChain's ``ChatOpenAI``; only its ``base_url`` is the run's.
 """
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,15 @@ from verl.errors import ConfigError
 
 PACKAGES = "langgraph langchain-openai"
 MOST_STEPS = 16
-"""Answers and rounds of tools, after which the agent fails."""
+"""Answers and rounds of tools, after which the conversation ends and is scored as it stands."""
 
 
 def calculate(expression: str) -> str:
     """Compute an arithmetic expression, for example (3 + 4) * 2.5."""
-    return calculator.shown(calculator.calculate(expression))
+    try:
+        return calculator.shown(calculator.calculate(expression))
+    except ValueError as error:  # the model's: an agent that fails would take the row out of the loss
+        return f"Error: {error}"
 
 
 @functools.cache
@@ -59,8 +63,10 @@ def agent(base_url: str, api_key: str, row: Mapping[str, Any]) -> None:
     """
     compiled = graph()
     from langchain_openai import ChatOpenAI
+    from langgraph.errors import GraphRecursionError
 
     model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, max_retries=0)
     messages = [dict(message) for message in row["raw_prompt"]]
     options = {"recursion_limit": MOST_STEPS, "configurable": {"model": model.bind_tools([calculate])}}
-    compiled.invoke({"messages": messages}, options)
+    with contextlib.suppress(GraphRecursionError):
+        compiled.invoke({"messages": messages}, options)

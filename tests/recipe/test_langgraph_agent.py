@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.langgraph_agent.agent import agent, calculate, graph
+from recipe.langgraph_agent.agent import MOST_STEPS, agent, calculate, graph
 from recipe.langgraph_agent.main_langgraph_agent import main
 from tests.harness import judges
 from tests.harness.runs import logged
@@ -17,6 +17,19 @@ from verl.errors import ConfigError
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ROW = {"raw_prompt": [{"role": "user", "content": "What is 6 * 7?"}]}
+
+
+def answered(text: str | None, expression: str | None = None) -> tuple[int, dict]:
+    """What an endpoint answers: a text, or a call of the tool."""
+    message: dict = {"role": "assistant", "content": text}
+    if expression is not None:
+        call = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
+        message["tool_calls"] = [{"id": "c1", "type": "function", "function": call}]
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return 200, {
+        "id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage,
+    }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -37,25 +50,23 @@ def test_the_tool_computes_exactly():
     assert (calculate("(3 + 4) * 2.5"), calculate("2 / 4"), calculate("6 * 7")) == ("17.5", "0.5", "42")
 
 
+def test_an_expression_without_a_value_is_no_failure_of_the_agent():
+    assert calculate("1/0") == "Error: division by zero"
+
+
+def test_endless_calls_end_the_conversation_without_a_failure():
+    pytest.importorskip("langgraph")
+    with serving({judges.PATH: lambda _: answered(None, "1/0")}) as server:
+        agent(f"{server.url}/v1", "key", ROW)
+        requests = server.payloads(judges.PATH)
+    assert len(requests) == MOST_STEPS / 2 and requests[-1]["messages"][-1]["content"] == "Error: division by zero"
+
+
 def test_the_graph_lets_the_model_call_the_tool_and_read_its_result():
     pytest.importorskip("langgraph")
 
     def reply(payload: dict) -> tuple[int, dict]:
-        message = {"role": "assistant", "content": "It is 42."}
-        if payload["messages"][-1]["role"] == "user":
-            call = {"name": "calculate", "arguments": json.dumps({"expression": "6 * 7"})}
-            message = {"role": "assistant", "content": None,
-                       "tool_calls": [{"id": "c1", "type": "function", "function": call}]}  # fmt: skip
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        return 200, {
-            "id": "x",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "policy",
-            "choices": [choice],
-            "usage": usage,
-        }
+        return answered(None, "6 * 7") if payload["messages"][-1]["role"] == "user" else answered("It is 42.")
 
     with serving({judges.PATH: reply}) as server:
         agent(f"{server.url}/v1", "key", ROW)
