@@ -87,9 +87,14 @@ LOOPS = """
   _target_: recipe.collabllm.loop.CollaborativeLoop
   futures: 2
   max_tokens_per_turn: 6
-  metrics: {letters: {function: scripts.recipe_curves:lower_case}}
+  reward: scripts.recipe_curves:lower_case
 """
-USERS = "interaction: [{name: user, class_name: recipe.collabllm.users.PlainUser}]"
+USERS = """
+interaction:
+  - name: user
+    class_name: tests.harness.conversations.ScriptedUser
+    config: {texts: [Go on., Go on.]}
+"""
 Run = tuple[str, list[str]]
 """A module with a ``main``, and its words."""
 PLAIN: Run = (GRPO, [f"{ALG}.adv_estimator=grpo", *BY_RULE])

@@ -3,15 +3,15 @@
 Wu et al. 2025 (arXiv 2502.00640). With t the conversation up to the answer m, and t_i a continuation of it with a
 simulated user::
 
-    R(m | t) = mean over i = 1 .. K of [ sum over metrics of weight * metric(t_i) ]
+    R(m | t) = mean over i = 1 .. K of reward(t_i)
 
 Only the tokens of m are trained on; the continuations are not in the batch.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -22,22 +22,25 @@ from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import plain_message
 from verl.agent_loop.failed import OnError, check_on_error, failed
-from verl.agent_loop.settings import known_arguments, positive
-from verl.agent_loop.tool_agent import ToolAgentLoop, ToolAgentParts
+from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, read_outcome
+from verl.agent_loop.settings import known_arguments
+from verl.agent_loop.tool_agent import ToolAgentLoop, ToolAgentParts, UserFailed, transcript_entry
 from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, DataError
+from verl.metrics import notice
 from verl.protocol.tokenizer import Tokenizer
 from verl.registry import load_object
+from verl.rewards.judges import JudgeVerdictError
 from verl.rollout.base import Completion
 
 CUT_OFF = -1.0
-"""The score of an answer that is empty, or cut off by the response length: nobody continues from it."""
+"""The score of an answer that is empty, cut off by the response length, or refused by the model that plays the user."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a metric reads.
+    """What a reward function reads.
 
     Args:
         messages: with role and content, from the row's first message to the last answer.
@@ -55,74 +58,73 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A function of a `Conversation` and of keywords, plain or async, which returns a number."""
-
-    name: str
-    measure: Callable[..., Any]
-    weight: float
-    options: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, name: str, entry: Mapping[str, Any]) -> Metric:
-        """From an entry with ``function``, ``weight`` (1), and arguments of the function.
-
-        Raises:
-            ConfigError: no function, or a weight that is no number.
-        """
-        options = dict(entry)
-        function, weight = options.pop("function", None), options.pop("weight", 1.0)
-        if not isinstance(function, str):
-            raise ConfigError(
-                "a metric without a function", key=f"metrics.{name}.function", got=function, allowed="my_pkg.mod:name"
-            )
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError("a weight is a number", key=f"metrics.{name}.weight", got=weight)
-        return cls(name, load_object(function), float(weight), options)
-
-    async def of_conversation(self, conversation: Conversation) -> float:
-        """Its value.
-
-        Raises:
-            ValueError: the function returned no finite number.
-        """
-        result = self.measure(conversation, **self.options)
-        value = float(await result if inspect.isawaitable(result) else result)
-        if not math.isfinite(value):
-            raise ValueError(f"the metric {self.name} is {value}")
-        return value
-
-
-@dataclass(frozen=True)
 class CollabSettings:
     """The arguments of an entry in ``actor_rollout_ref.rollout.agent.agent_loop_config_path``.
 
     Args:
-        metrics: name -> an entry of `Metric.of`.
+        reward: ``my_pkg.mod:name``, a function of a `Conversation`, plain or async, which returns a number, or a dict
+            with ``score`` and further numbers, each logged as ``collabllm/<name>``.
+        reward_kwargs: its further arguments.
         futures: K.
-        max_tokens_per_turn: most tokens of one answer; None: what is left of the response.
-        on_error: of a simulated user or a metric that fails: ``mask``, ``zero`` or ``raise``.
+        max_tokens_per_turn: limit of tokens of one answer; None: what is left of the response.
+        on_error: of a simulated user or a reward function that fails: ``mask``, ``zero`` or ``raise``.
+
+    Raises:
+        ConfigError: a value that is not allowed.
     """
 
-    metrics: Mapping[str, Any]
+    reward: str
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     futures: int = 3
     max_tokens_per_turn: int | None = None
     on_error: OnError = "mask"
+
+    def __post_init__(self) -> None:
+        check_on_error(self.on_error)
+        for key in ("futures", "max_tokens_per_turn"):
+            number = getattr(self, key)
+            if not (type(number) is int and number >= 1) and (key, number) != ("max_tokens_per_turn", None):
+                fix = f"Write {key}: 3, for example, or leave it out."
+                raise ConfigError("not a whole number above 0", key=key, got=number, allowed="1, 2, 3, ...", fix=fix)
+
+    def function(self) -> Callable[[Conversation], Any]:
+        """The reward function with its arguments.
+
+        Raises:
+            ConfigError: there is none, or it does not take them.
+        """
+        form = "my_pkg.mod:name"
+        if not isinstance(self.reward, str):
+            raise ConfigError("a reward is the path of a function", key="reward", got=self.reward, allowed=form)
+        if not isinstance(self.reward_kwargs, Mapping):
+            fix = "reward_kwargs: {address: http://127.0.0.1:8000}, for example."
+            raise ConfigError("no mapping", key="reward_kwargs", got=self.reward_kwargs, allowed="a mapping", fix=fix)
+        function = load_object(self.reward)
+        try:
+            inspect.signature(function).bind(None, **self.reward_kwargs)
+        except TypeError as error:
+            names = list(inspect.signature(function).parameters)[1:]
+            fix = "Set those that it lacks, and leave others out."
+            raise ConfigError(
+                f"{self.reward}: {error}", key="reward_kwargs", got=list(self.reward_kwargs), allowed=names, fix=fix
+            ) from error
+        return functools.partial(function, **self.reward_kwargs)
 
 
 @dataclass(frozen=True)
 class CollabParts(ToolAgentParts):
     """What all rows share."""
 
-    settings: CollabSettings = field(default_factory=lambda: CollabSettings({}))
-    metrics: tuple[Metric, ...] = ()
+    settings: CollabSettings
+    reward: Callable[[Conversation], Any]
 
 
 class CollaborativeLoop(ToolAgentLoop):
     """Samples an answer, then K continuations one after the other, each with its own instance of the row's user.
 
     A continuation ends when the user ends it, after ``multi_turn.max_user_turns`` or ``multi_turn.max_assistant_turns``
-    (which counts the answer), or where the next turn does not fit into prompt and response length.
+    (which counts the answer), or where the next turn does not fit into prompt and response length, or into
+    ``rollout.max_model_len``.
     """
 
     resumable = False
@@ -133,15 +135,9 @@ class CollaborativeLoop(ToolAgentLoop):
         cls, config: RolloutConfig, tokenizer: Tokenizer, data_config: DataConfig | None = None, **kwargs: Any
     ) -> CollabParts:
         known_arguments(
-            kwargs, CollabSettings, "metrics", "CollaborativeLoop needs to know what to reward", "a mapping"
+            kwargs, CollabSettings, "reward", "CollaborativeLoop needs to know what to reward", "my_pkg.mod:name"
         )
-        futures, most = kwargs.get("futures", CollabSettings.futures), kwargs.get("max_tokens_per_turn")
-        settings = CollabSettings(
-            kwargs["metrics"],
-            int(positive(futures, "futures")),
-            None if most is None else int(positive(most, "max_tokens_per_turn")),
-            check_on_error(kwargs.get("on_error", CollabSettings.on_error)),
-        )
+        settings = CollabSettings(**kwargs)
         multi_turn, key = config.multi_turn, "actor_rollout_ref.rollout.multi_turn"
         if multi_turn.max_user_turns is None and multi_turn.max_assistant_turns is None:
             fix = f"Set {key}.max_assistant_turns too, or alone."
@@ -150,58 +146,87 @@ class CollaborativeLoop(ToolAgentLoop):
             fix = f"Leave it out; {key}.tool_timeout limits each call of a user."
             raise ConfigError("this loop has no time limit", key=f"{key}.trajectory_timeout", fix=fix)
         parts = super().prepare(config, tokenizer, data_config)
-        metrics = tuple(Metric.of(name, entry) for name, entry in settings.metrics.items())
-        return CollabParts(**vars(parts), settings=settings, metrics=metrics)
+        return CollabParts(**vars(parts), settings=settings, reward=settings.function())
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         data, settings = self._begin(kwargs, []), self.shared.settings
-        answer = await self._answer(data.prompt_ids, sampling_params, int(self.config.response_length))
+        answer = await self._answer(data.prompt_ids, sampling_params, self._left(data))
         data.add_sampled(answer)
-        message = {"role": "assistant", "content": self.shared.extender.text(answer.token_ids)}
+        text = self.shared.extender.text(answer.token_ids)
+        data.record.append(transcript_entry("assistant", text, answer.token_ids, 1))
         is_cut = answer.finish_reason != "stop" and len(answer.token_ids) != settings.max_tokens_per_turn
-        score, error, values = CUT_OFF, None, dict[str, float]()
-        if message["content"].strip() and not is_cut:
+        outcomes: list[AgentOutcome] = []
+        error: UserFailed | AgentFailure | None = None
+        if text.strip() and not is_cut:
             try:
-                futures = [await self._future(data, message, sampling_params) for _ in range(settings.futures)]
-                values = {
-                    metric.name: fmean([await metric.of_conversation(f) for f in futures])
-                    for metric in self.shared.metrics
-                }
-                score = sum(metric.weight * values[metric.name] for metric in self.shared.metrics)
-            except (ConfigError, DataError):
-                raise
-            except Exception as failure:  # boundary: a simulated user, or a metric of the user's
-                error = failure
-        for name, value in values.items():
-            data.metrics.add(f"collabllm/{name}", value)
-        data.metrics.add("collabllm/without_future", float(not values))
+                for number in range(settings.futures):
+                    outcomes.append(await self._outcome(await self._future(data, text, sampling_params, number)))
+            except (UserFailed, AgentFailure) as failure:
+                outcomes, error = [], failure
+        cause = None if error is None else error.__cause__
+        if isinstance(cause, ConfigError | DataError):
+            raise cause from None
+        if self.server_manager.stop.is_set:
+            return replace(data.output(), finish_reason="abort")
+        data.metrics.add("collabllm/without_future", float(not outcomes))
+        for name in outcomes[0].extra if outcomes else ():
+            data.metrics.add(f"collabllm/{name}", fmean(outcome.extra[name] for outcome in outcomes))
+        score = fmean(float(outcome.reward or 0.0) for outcome in outcomes) if outcomes else CUT_OFF
         output = replace(data.output(), reward_score=score)
-        return output if error is None else failed(output, "a conversation", error, settings.on_error)
+        if error is None:
+            return output
+        if isinstance(cause, JudgeVerdictError):
+            notice("collabllm", f"a model could not read an answer, whose score is {CUT_OFF:g}; the first: {error}")
+            return output
+        return failed(output, "a conversation", error, settings.on_error)
 
-    async def _future(self, data: AgentData, message: Mapping[str, Any], parameters: Mapping[str, Any]) -> Conversation:
-        """One continuation of the conversation behind the answer."""
-        future = AgentData(data.row, [*data.messages, dict(message)], seen=data.seen)
+    async def _outcome(self, conversation: Conversation) -> AgentOutcome:
+        """What the reward function says of a conversation; ``extra`` holds numbers.
+
+        Raises:
+            AgentFailure: it raised, or returned something that is no reward.
+        """
+        try:
+            returned = self.shared.reward(conversation)
+            outcome = read_outcome(await returned if inspect.isawaitable(returned) else returned)
+            numbers = {name: float(value) for name, value in outcome.extra.items()}
+        except Exception as error:  # boundary: a user's reward function
+            raise AgentFailure(f"the reward function: {type(error).__name__}: {error}") from error
+        if outcome.reward is None:
+            raise AgentFailure("the reward function returned no number, and no dict with 'score'")
+        return AgentOutcome(outcome.reward, numbers)
+
+    async def _future(self, data: AgentData, text: str, parameters: Mapping[str, Any], number: int) -> Conversation:
+        """One continuation of the conversation behind the answer; its metrics and its record are added to the row's."""
+        future = AgentData(data.row, [*data.messages, {"role": "assistant", "content": text}], seen=data.seen)
         tokens, answers, limits = len(data.response_ids), 1, self.shared.limits
         user = await self._simulated_user(future, None)
         if user is None:
             fix = "Add extra_info.interaction_kwargs, and set multi_turn.interaction_config_path."
             raise DataError("a row has no simulated user", key="interaction_kwargs", got=None, fix=fix)
-        room = int(self.config.prompt_length) + int(self.config.response_length)
+        budget = int(self.config.response_length)
+        room = int(self.config.prompt_length) + budget
+        if self.config.max_model_len:
+            room = min(room, int(self.config.max_model_len))
         try:
             while answers != limits.assistant and (limits.user is None or answers <= limits.user):
-                new, _ = await self._ask(future, user)
-                prompt = data.seen.prompt(self.shared.extender.prompt([*future.messages, *new]))
-                if not new or len(prompt) >= room:
+                turn, entry = await self._ask(future, user)
+                future.record.append(entry)
+                prompt = data.seen.prompt(self.shared.extender.prompt([*future.messages, *turn]))
+                if not turn or len(prompt) >= room:
                     break
-                answer = await self._answer(prompt, within_response(parameters, tokens), room - len(prompt))
-                text = self.shared.extender.text(answer.token_ids)
-                future.messages += [*new, {"role": "assistant", "content": text}]
+                limit = min(room - len(prompt), budget)
+                answer = await self._answer(prompt, within_response(parameters, tokens), limit)
+                content = self.shared.extender.text(answer.token_ids)
+                future.messages += [*turn, {"role": "assistant", "content": content}]
+                future.record.append(transcript_entry("assistant", content, answer.token_ids, 0))
                 tokens, answers = tokens + len(answer.token_ids), answers + 1
         finally:
             await self._leave(future, user)
+            data.metrics.merge(future.metrics)
+            data.record += [{**entry, "future": number} for entry in future.record]
         return Conversation([plain_message(message) for message in future.messages], data.row, tokens)
 
-    async def _answer(self, prompt: list[int], parameters: Mapping[str, Any], most: int) -> Completion:
-        limit = self.shared.settings.max_tokens_per_turn
-        parameters = {**parameters, "max_tokens": most if limit is None else min(most, limit)}
+    async def _answer(self, prompt: list[int], parameters: Mapping[str, Any], limit: int) -> Completion:
+        parameters = {**parameters, "max_tokens": min(limit, self.shared.settings.max_tokens_per_turn or limit)}
         return await self.server_manager.generate("collabllm", prompt_ids=prompt, sampling_params=parameters)
