@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from recipe.parts import without_part
 from verl.config import ConfigNode, PPOTrainerConfig, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
@@ -9,7 +10,8 @@ from verl.config.schema.tree import in_range
 from verl.errors import ConfigError
 from verl.registry import EstimatorFacts, LossFacts
 
-_ACTOR, _LOSS, _ESTIMATORS = "actor_rollout_ref.actor", "flow_balance", ("group_partition", "learned_partition")
+_ACTOR, _LOSS = "actor_rollout_ref.actor", "recipe.flowrl.core:flow_balance"
+_ESTIMATORS = ("recipe.flowrl.core:group_partition", "recipe.flowrl.core:learned_partition")
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,9 @@ class FlowConfig(ConfigNode):
 def _problems(cfg: PPOTrainerConfig) -> Problems:
     actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
     wrong = in_range("algorithm.flowrl_beta", algorithm.flowrl_beta, "above 0", algorithm.flowrl_beta > 0)
-    parts = algorithm.adv_estimator.endswith(_ESTIMATORS), actor.policy_loss.loss_mode.endswith(_LOSS)
-    if not all(parts):
-        key, name = (("algorithm.adv_estimator", _ESTIMATORS[0]), (f"{_ACTOR}.policy_loss.loss_mode", _LOSS))[parts[0]]
-        fix = f"Set it to recipe.flowrl.core:{name}."
-        wrong.append(ConfigError("FlowRL is an estimator and a loss, neither without the other", key=key, fix=fix))
+    why = "FlowRL is an estimator and a loss, neither without the other"
+    wrong += without_part("algorithm.adv_estimator", algorithm.adv_estimator, why, *_ESTIMATORS)
+    wrong += without_part(f"{_ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, why, _LOSS)
     if algorithm.use_kl_in_reward:
         message, fix = (
             "FlowRL's balance has the KL to the reference: the rewards would charge it twice",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from recipe.parts import names_part
 from verl.config import ConfigNode, PPOTrainerConfig, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
@@ -35,12 +36,12 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
     wrong += in_range(f"{_ACTOR}.xpo_alpha", actor.xpo_alpha, "0 or more", actor.xpo_alpha >= 0)
     mixture = algorithm.nash_mixture
     wrong += in_range("algorithm.nash_mixture", mixture, "from 0 to 1", 0 <= mixture <= 1)
-    if actor.policy_loss.loss_mode.endswith("xpo"):
+    if names_part(actor.policy_loss.loss_mode, "xpo"):
         wrong += in_range(f"{_ROLLOUT}.n", samples, "2: the bonus weighs the two answers of a pair", samples == 2)
         if not actor.use_rollout_log_probs:
             message, fix = "XPO weighs answers by the policy that drew them", "Set it to true."
             wrong.append(ConfigError(message, key=f"{_ACTOR}.use_rollout_log_probs", got=False, fix=fix))
-    if algorithm.adv_estimator.endswith("nash_md"):
+    if names_part(algorithm.adv_estimator, "nash_md"):
         wrong += in_range(f"{_ROLLOUT}.n", samples, "3 or more: a mixture has several opponents", samples >= 3)
         if not algorithm.use_kl_in_reward:
             message, fix = "Nash-MD reads the reference's log-probs", "Set it to true."

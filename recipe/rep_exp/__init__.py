@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 
+from recipe.parts import without_part
 from verl.config import ConfigNode, PPOTrainerConfig, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
 from verl.config.schema.tree import in_range
-from verl.errors import ConfigError
 from verl.registry import EstimatorFacts
-
-_PARTS = {"algorithm.adv_estimator": "core:explored", "trainer.v1.trainer_mode": "schedule:RepExpSchedule"}
 
 
 @dataclass(frozen=True)
@@ -26,18 +24,9 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
     wrong = in_range("algorithm.rep_exp_beta", algorithm.rep_exp_beta, "0 or more", algorithm.rep_exp_beta >= 0)
     wrong += in_range("algorithm.rep_exp_lambda", algorithm.rep_exp_lambda, "above 0", algorithm.rep_exp_lambda > 0)
     wrong += in_range("algorithm.rep_exp_dim", algorithm.rep_exp_dim, "0 or more", algorithm.rep_exp_dim >= 0)
-    present = {
-        "algorithm.adv_estimator": algorithm.adv_estimator,
-        "trainer.v1.trainer_mode": cfg.trainer.v1.trainer_mode,
-    }
-    for key, name in _PARTS.items():
-        if not present[key].endswith(name.partition(":")[2]):
-            message, fix = (
-                "the bonus is computed by a schedule and paid by an estimator",
-                f"Set it to recipe.rep_exp.{name}.",
-            )
-            wrong.append(ConfigError(message, key=key, got=present[key], fix=fix))
-    return wrong
+    why, mode = "the bonus is computed by a schedule and paid by an estimator", cfg.trainer.v1.trainer_mode
+    wrong += without_part("algorithm.adv_estimator", algorithm.adv_estimator, why, "recipe.rep_exp.core:explored")
+    return wrong + without_part("trainer.v1.trainer_mode", mode, why, "recipe.rep_exp.schedule:RepExpSchedule")
 
 
 FACTS = {"explored": EstimatorFacts(groups=True)}
