@@ -50,6 +50,7 @@ def models(config: PPOTrainerConfig) -> list[ModelRole]:
             reference(config),
             name=MODEL,
             strategy="recipe.rep_exp.states:StatesEngine",
+            kind="value",
             share_prompts=False,
             reference_of="",
             router_replay="disabled",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl import device as devices
 from verl.engines import memory
 from verl.engines.plain import PlainEngine
+from verl.engines.rank_work import RankWork
 from verl.engines.rows import MicroBatch
 from verl.errors import EngineError
-from verl.models.head import select_positions
 from verl.protocol import DataProto
 
 STATES = "mean_states"
@@ -43,7 +41,16 @@ def with_states_of_tokens(batch: DataProto) -> DataProto:
 
 
 class StatesEngine(PlainEngine):
-    """A frozen model whose only output is `STATES`; each worker holds all of it."""
+    """A frozen value model whose only output is `STATES`, means of what its head reads; each worker holds all of it.
+
+    The arguments are those of `PlainEngine`, with ``kind="value"``.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.means = torch.empty(0)
+        self.states = torch.empty(0)
+        self.forward.head.register_forward_hook(self._take)
 
     def infer(
         self,
@@ -63,42 +70,25 @@ class StatesEngine(PlainEngine):
         """
         if outputs != (STATES,):
             raise EngineError("this engine has one output", got=outputs, allowed=(STATES,))
-        work = self._prepare("infer", batch, ("log_probs",), temperature, micro_batch_size, max_tokens)
-        self.onload(optimizer=False)
-        self.model.eval()
-        means = torch.zeros(len(batch), self.model.config.get_text_config().hidden_size)
-        with torch.no_grad():
-            for micro in work.micro_batches(self.device):
-                with memory.explained(micro):
-                    means[micro.index] = self._means(micro).cpu()
-        self._after_passes()
-        self.offload(**self.idle)
-        return {STATES: means}
+        self.means = torch.zeros(len(batch), self.model.config.get_text_config().hidden_size)
+        super().infer(batch, ("values",), temperature, micro_batch_size, max_tokens)
+        return {STATES: self.means}
 
-    def _means(self, micro: MicroBatch) -> Tensor:
-        """(b, H) float32."""
-        with (
-            devices.autocast(self.device, self.forward.dtype),
-            select_positions(self.forward.head, micro.positions),
-            _instead_of_logits(self.forward.head) as inputs_of_head,
-        ):
-            self.forward._run(micro)
-        states, rows = inputs_of_head[0].float().squeeze(0), micro.places // micro.num_responses
-        sums = states.new_zeros(len(micro.index), states.shape[-1]).index_add_(0, rows, states)
-        return sums / torch.bincount(rows, minlength=len(sums)).clamp(min=1)[:, None]
+    def _take(self, _: nn.Module, inputs: tuple[Any, ...], values: Tensor) -> None:
+        self.states = inputs[0].detach()
+
+    def _passes(
+        self, work: RankWork, outputs: Sequence[str], temperature: float
+    ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+        for micro in work.micro_batches(self.device):
+            with memory.explained(micro):
+                computed = self.forward(micro, outputs, temperature)
+            self.means[micro.index] = means_of_rows(self.states.float().squeeze(0), micro).cpu()
+            yield micro.index, computed
 
 
-@contextmanager
-def _instead_of_logits(head: nn.Module) -> Iterator[list[Tensor]]:
-    """Within the block what reaches the head is put into the list, and no logits are computed."""
-    inputs_of_head: list[Tensor] = []
-
-    def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        inputs_of_head.append(inputs[0])
-        return (inputs[0][:, :0], *inputs[1:])
-
-    handle = head.register_forward_pre_hook(take)
-    try:
-        yield inputs_of_head
-    finally:
-        handle.remove()
+def means_of_rows(states: Tensor, micro: MicroBatch) -> Tensor:
+    """(N, H) states at the positions of a micro-batch -> (b, H), zeros for a row without any."""
+    rows = micro.places // micro.num_responses
+    sums = states.new_zeros(len(micro.index), states.shape[-1]).index_add_(0, rows, states)
+    return sums / torch.bincount(rows, minlength=len(sums)).clamp(min=1)[:, None]

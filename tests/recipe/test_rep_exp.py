@@ -16,8 +16,8 @@ from recipe.rep_exp.states import STATES, StatesEngine, with_states_of_tokens
 from tests.harness.configs import changed
 from tests.harness.engines import model_dir, ragged_batch
 from tests.harness.runs import logged, train
-from verl.config import FSDPEngineConfig, HFModelConfig
-from verl.errors import EngineError
+from verl.config import FSDPEngineConfig, HFModelConfig, load_config
+from verl.errors import ConfigError, EngineError
 from verl.protocol import DataProto
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -85,7 +85,7 @@ def test_the_reward_with_the_bonus_is_compared_in_the_group():
 def test_states_are_those_of_transformers_after_each_trained_token(tmp_path, limits):
     """Rows with padding on both sides, with a tool's tokens inside, and one that is trained on nowhere."""
     path, batch = model_dir(tmp_path), ragged_batch()
-    engine = StatesEngine(HFModelConfig(path=str(path)), FSDPEngineConfig())
+    engine = StatesEngine(HFModelConfig(path=str(path)), FSDPEngineConfig(), kind="value")
     means = engine.infer(with_states_of_tokens(batch), (STATES,), **limits)[STATES]
     tensors = batch.batch
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -97,9 +97,16 @@ def test_states_are_those_of_transformers_after_each_trained_token(tmp_path, lim
 
 
 def test_an_engine_of_states_has_no_log_probs(tmp_path):
-    engine = StatesEngine(HFModelConfig(path=str(model_dir(tmp_path))), FSDPEngineConfig())
+    engine = StatesEngine(HFModelConfig(path=str(model_dir(tmp_path))), FSDPEngineConfig(), kind="value")
     with pytest.raises(EngineError, match=STATES):
         engine.infer(ragged_batch(), ("log_probs",))
+
+
+def test_an_estimator_of_a_longer_name_is_not_the_recipes(workplace: Path):
+    with pytest.raises(ConfigError, match="paid by an estimator"):
+        load_config(
+            "ppo_trainer", changed(REP_EXP, *REQUIRED, "algorithm.adv_estimator=recipe.rep_exp.core:unexplored")
+        )
 
 
 def group_of(batch: DataProto, uid: str) -> np.ndarray:
