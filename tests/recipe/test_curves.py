@@ -12,6 +12,9 @@ from tests.sanity.source_tree import ROOT
 
 OTHER_PROMPTS = ("spo", "spin", "online_dpo", "collabllm", "distillation", "one_step_off_policy", "fully_async_policy")
 """Their first step has other prompts, another number of answers to each, or longer conversations."""
+HELD = {"collabllm": 367, "prime": 431, "rep_exp": 264}
+"""Lines of recipes with more than 200; these numbers may only fall."""
+NO_PARTS = ("__init__", "settings", "trial")
 WITH_PAPERS = sorted(page.parent.name for page in (ROOT / "recipe").glob("*/README.md"))
 
 
@@ -59,7 +62,8 @@ def test_a_recipe_names_its_source_and_its_program_and_is_short(recipe):
     page = (folder / "README.md").read_text()
     program = re.search(rf"python -m (recipe\.{recipe}\.\w*main\w*)", page)
     assert program and (ROOT / f"{program[1].replace('.', '/')}.py").is_file()
-    assert sum(len(file.read_text().splitlines()) for file in folder.glob("core.py")) <= 200
+    parts = [file for file in folder.glob("*.py") if "main" not in file.stem and file.stem not in NO_PARTS]
+    assert sum(len(file.read_text().splitlines()) for file in parts) <= HELD.get(recipe, 200)
 
 
 def test_recipes_are_listed(project_root: Path):
