@@ -73,11 +73,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write model, demonstrations and prompts for a trial of DeepEyes.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=1024, help="demonstrations; of prompts there are 1 for 2 of these")
     arguments = parser.parse_args()
     folder, rng = arguments.folder, random.Random(arguments.seed)
     folder.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame([demonstration(rng, *draw(rng)) for _ in range(1024)]).to_parquet(folder / "sft.parquet")
-    pd.DataFrame([prompt(*draw(rng), index) for index in range(512)]).to_parquet(folder / "train.parquet")
+    pd.DataFrame([demonstration(rng, *draw(rng)) for _ in range(arguments.rows)]).to_parquet(folder / "sft.parquet")
+    pd.DataFrame([prompt(*draw(rng), index) for index in range(arguments.rows // 2)]).to_parquet(
+        folder / "train.parquet"
+    )
     make_model(folder / "base", arguments.seed)
     print(f"wrote {folder}")
 

@@ -43,8 +43,7 @@ class ZoomTool(BaseTool):
     carried out says why, without a reward.
 
     Args:
-        config: ``min_side`` (28), pixels that the shorter edge of what is shown has at least; ``max_scale`` (8), how
-            often it is enlarged at most.
+        config: ``min_side`` (28), pixels that the shorter edge of what is shown has at least.
     """
 
     def __init__(self, config: Any, tool_schema: Any = None):
@@ -77,11 +76,8 @@ class ZoomTool(BaseTool):
         images[:1] = [self.originals.get(instance_id, images[0])] if images else []
         number = parameters.get("image", 0)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(images):
-            return (
-                ToolResponse(text=f"There is no image {number!r}: images are numbered from 0 to {len(images) - 1}."),
-                None,
-                {},
-            )
+            there = f"images are numbered from 0 to {len(images) - 1}" if images else "the conversation has none"
+            return ToolResponse(text=f"There is no image {number!r:.100}: {there}."), None, {}
         picture = images[number]
         box = box_within(parameters.get("bbox_2d"), picture.size)
         if isinstance(box, str):
@@ -89,8 +85,7 @@ class ZoomTool(BaseTool):
         return ToolResponse(image=[self._enlarged(picture.crop(box))]), 1.0, {}
 
     def _enlarged(self, part: Image.Image) -> Image.Image:
-        least, most = int(self.config.get("min_side", 28)), float(self.config.get("max_scale", 8))
-        factor = min(max(1.0, least / min(part.size)), most)
+        factor = max(1.0, int(self.config.get("min_side", 28)) / min(part.size))
         return part.resize((round(part.width * factor), round(part.height * factor)), Image.Resampling.BICUBIC)
 
 

@@ -75,13 +75,19 @@ def test_a_box_that_is_none_is_explained_to_the_model(box, says):
 
 
 def test_a_part_is_enlarged_to_the_least_edge():
-    tool = ZoomTool({"min_side": 28, "max_scale": 4}, None)
+    tool = ZoomTool({"min_side": 28}, None)
     answer, step_reward, _ = zoomed(tool, bbox_2d=[28, 0, 42, 28])
     assert answer.image[0].size == (28, 56) and answer.image[0].getpixel((5, 5)) == (0, 128, 0) and step_reward == 1.0
     small, _, _ = zoomed(tool, bbox_2d=[0, 30, 2, 34])
-    assert small.image[0].size == (8, 16), "four times, no more"
+    assert small.image[0].size == (28, 56)
     other, _, _ = zoomed(tool, bbox_2d=[0, 0, 8, 8], image=1)
     assert other.image[0].getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_without_an_image_the_tool_says_that_there_is_none():
+    data = SimpleNamespace(seen=SimpleNamespace(images=[]))
+    answer, step_reward, _ = asyncio.run(ZoomTool({}, None).execute("i", {"bbox_2d": [0, 0, 9, 9]}, agent_data=data))
+    assert answer.text == "There is no image 0: the conversation has none." and step_reward is None
 
 
 def test_an_original_takes_the_place_of_the_image_that_was_shown():
