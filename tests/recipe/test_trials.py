@@ -40,7 +40,7 @@ def test_retool_shows_programs_and_guesses(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_deepeyes_hides_a_disc_that_the_tool_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sys.argv", ["trial", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["trial", str(tmp_path), "--rows", "128"])
     deepeyes.main()
     rows = pd.read_parquet(tmp_path / "sft.parquet")
     looks = rows[rows["messages"].map(len) == 4]
