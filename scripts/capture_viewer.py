@@ -22,7 +22,7 @@ from tests.viewer.served import TOKEN, served
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-MODEL = Path(os.environ["VERL_SHARED"]) / "models" / "tinystories-260k"
+MODEL = Path(os.environ.get("VERL_SHARED", "")) / "models" / "tinystories-260k"
 BEGINNINGS = (
     "The cat and the dog", "It was a sunny day", "A big red ball", "Lily went to the park", "The bird sat in a tree",
     "One day, a boy named Tom", "The little fish", "Mom and dad",
@@ -35,6 +35,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 STEP = 6
 """Of which the groups and a sample are shown."""
+
+
+def missing() -> list[str]:
+    """What this script needs and does not have."""
+    lacks = [] if MODEL.is_dir() else [f"{MODEL}: set the variable VERL_SHARED to the folder that has models/"]
+    programs = ("chromium", "chromedriver")
+    return lacks + [f"{name}: install it, and put it on PATH" for name in programs if shutil.which(name) is None]
 
 
 def train(folder: Path, rate: str) -> Path:
@@ -57,6 +64,8 @@ def train(folder: Path, rate: str) -> Path:
 
 
 def main() -> None:
+    if lacks := missing():
+        sys.exit("\n".join(lacks))
     with tempfile.TemporaryDirectory(prefix="runs-") as temporary:
         folder = Path(temporary)
         (folder / "reward.py").write_text(REWARD)

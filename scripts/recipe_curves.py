@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -279,9 +279,11 @@ def judging() -> Iterator[str]:
     with server() as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}"
-        listening.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}"
+        finally:
+            listening.shutdown()
+            thread.join()
 
 
 def learn(name: str, run: Run, steps: int, seed: int) -> list[dict[str, float]]:
@@ -310,15 +312,19 @@ def curves(
     """
     from tests.harness.models import tiny_model_dir
     from tests.harness.rows import addition_rows, write_prompts
+    from verl import env
 
     made: dict[str, list[list[float]]] = {}
     rows = addition_rows(64)
     for row in rows:
         row["extra_info"] |= {"question": row["prompt"][0]["content"], "interaction_kwargs": {"name": "user"}}
     for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder, judging() as judge:
-            os.chdir(folder)
-            os.environ["VERL_FILE_LOGGER_ROOT"] = str(Path(folder) / "logs")
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            judging() as judge,
+            chdir(folder),
+            env.within({"VERL_FILE_LOGGER_ROOT": str(Path(folder) / "logs")}),
+        ):
             tiny_model_dir("model", hidden=16, heads=2, kv_heads=1, layers=1, seed=seed)
             write_prompts("train.jsonl", rows)
             Path("scorer.py").write_text(SCORER, encoding="utf-8")
@@ -337,7 +343,6 @@ def curves(
                 for metric in (metric for metric in metrics if metric in steps_of_run[0]):
                     label = name if metric == SCORE else f"{name}, `{metric}`"
                     made.setdefault(label, []).append([step[metric] for step in steps_of_run])
-            os.chdir(ROOT)
     return made
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
-from scripts.recipe_curves import COMPARED, SCORE, around, curves, runs, table
+from scripts.recipe_curves import COMPARED, SCORE, around, curves, judging, runs, table
 from tests.sanity.source_tree import ROOT
 
 OTHER_PROMPTS = ("spo", "spin", "online_dpo", "collabllm", "distillation", "one_step_off_policy", "fully_async_policy")
@@ -28,10 +29,17 @@ def test_a_cell_is_the_mean_over_three_steps_and_the_seeds():
     assert "| B | 0.25 | 0.25 | 0.25 | 0.25 | 0.25 |" in made
 
 
+def test_a_judge_of_a_run_that_fails_is_ended():
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), judging():
+        raise ZeroDivisionError
+    assert threading.active_count() == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", COMPARED)
 def test_every_run_of_a_curve_starts_and_has_a_score_of_each_step(workplace: Path, recipe: str):
-    """By the ``main`` of its recipe; the environment and the folder of before come back with the fixture."""
+    """By the ``main`` of its recipe."""
     if recipe == "langgraph_agent":
         pytest.importorskip("langgraph")
     made = curves(recipe, 2, [0], [SCORE, "response_length/mean"])
