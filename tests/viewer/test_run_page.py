@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,11 @@ def _fresh():
 
 
 def below(command: str) -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if command in " ".join(one.cmdline())]
+    running = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, also as a zombie
+            running += [one] if command in " ".join(one.cmdline()) else []
+    return running
 
 
 def test_the_page_of_a_run_shows_it_and_ends_with_the_block(tmp_path, capsys):
