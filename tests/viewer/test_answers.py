@@ -18,6 +18,7 @@ from verl.journal.file import Journal
 from verl.journal.ledger import Ledger
 from verl.journal.ledger_reader import History
 from verl.viewer import run
+from verl.viewer.questions import Question
 
 SAMPLES = 16
 """Of a step: four prompts, four answers each."""
@@ -209,6 +210,12 @@ def test_the_tokens_of_a_sample_are_exported_with_their_numbers(site):
     table = pq.read_table(io.BytesIO(site.send(f"/api/export?what=tokens&id={identity}&format=parquet").body))
     assert table["ids"].to_pylist() == tokens["ids"] and table["advantage"].to_pylist() == tokens["advantage"]
     assert table.num_rows == tokens["total"] and {"text", "ratio", "mask", "version"} <= set(table.column_names)
+
+
+def test_columns_of_tokens_of_other_lengths_are_no_table(monkeypatch):
+    monkeypatch.setattr(run.ViewedRun, "sample", lambda *_, **__: {"tokens": {"ids": [1, 2], "mask": [1]}})
+    with pytest.raises(ValueError, match="shorter"):
+        run.ViewedRun.tokens(object.__new__(run.ViewedRun), Question([("id", "1-0")]))
 
 
 def test_an_export_without_all_its_rows_is_refused(site, monkeypatch):

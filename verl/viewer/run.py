@@ -165,7 +165,7 @@ class ViewedRun:
             raise DataError("this sample has no token data", key="id", got=identity,
                             fix="trainer.rollout_data_tokens writes them.")  # fmt: skip
         columns = {name: values for name, values in tokens.items() if isinstance(values, list)}
-        return [dict(zip(columns, row)) for row in zip(*columns.values())]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def same_prompt(self, identity: str, first: int, size: int) -> Row:
         """The samples of the same row of the data over all steps; of the same group where the row is not known.
