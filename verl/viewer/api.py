@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import DataError, VerlError, suggest
-from verl.json_text import read_json
 from verl.serving import ApiError, BrowserAccess, Handle, HttpRequest, HttpResponse, Server, secret
 from verl.viewer.export import FORMATS, as_file
 from verl.viewer.groups import groups_of, steps_of
@@ -18,9 +17,7 @@ from verl.viewer.questions import NoSuchThing, Question, Row, error_answer, json
 from verl.viewer.run import ViewedRun, setting_rows
 
 PAGE = Path(__file__).parent / "page"
-INDEX = "index.html"
-COOKIE = "verl_viewer"
-Answering = Callable[[Question], HttpResponse]
+Answering = Callable[[Question], Row | HttpResponse]  # a response: a file, or that nothing has changed
 TABLES = {"runs": "runs", "steps": "steps", "config": "rows", "events": "events", "gantt": "spans", "system": "roles"}
 """Questions whose answer is exported as it is -> the list of its rows."""
 
@@ -72,21 +69,18 @@ class Api:
             raise NoSuchThing("no such run", key="run", got=text, allowed=f"0 to {len(self.runs) - 1}")
         return self.runs[int(text)]
 
-    def list_runs(self, question: Question) -> HttpResponse:
+    def list_runs(self, question: Question) -> Row:
         """The runs, their state, and what could not be read of them."""
         question.end()
-        rows = []
-        for number, run in enumerate(self.runs):
-            rows.append({"run": number, **run.refresh(samples=True).about()})
-        return json_answer({"runs": rows})
+        return {"runs": [{"run": i, **run.refresh(samples=True).about()} for i, run in enumerate(self.runs)]}
 
-    def metrics(self, question: Question) -> HttpResponse:
+    def metrics(self, question: Question) -> Row:
         """Names of metrics by group."""
         run = self._run(question.text("run", "0"))
         question.end()
-        return json_answer({"groups": run.refresh().log.groups()})
+        return {"groups": run.refresh().log.groups()}
 
-    def curves(self, question: Question) -> HttpResponse:
+    def curves(self, question: Question) -> Row | HttpResponse:
         """Metrics over steps, seconds or samples."""
         last, series = question.text("changed"), []
         selection = self._curves(question)
@@ -96,7 +90,7 @@ class Api:
         for number, run, name in selection:
             curve = run.log.curve(name, selection.x, selection.since, run.samples_per_step)
             series.append({"run": number, "metric": name, **curve})
-        return json_answer({"series": series, "changed": changed})
+        return {"series": series, "changed": changed}
 
     def _curves(self, question: Question) -> Curves:
         runs = {int(number): self._run(number) for number in dict.fromkeys(question.all("run") or ["0"])}
@@ -105,25 +99,25 @@ class Api:
         question.end()
         return Curves({number: run.refresh() for number, run in runs.items()}, names, x, since)
 
-    def config(self, question: Question) -> HttpResponse:
+    def config(self, question: Question) -> Row:
         """Settings of a run, or those in which two differ."""
         runs = [self._run(number).refresh() for number in [question.text("run", "0"), *question.all("against")]]
         question.end()
-        return json_answer({"rows": setting_rows(runs)})
+        return {"rows": setting_rows(runs)}
 
-    def events(self, question: Question) -> HttpResponse:
+    def events(self, question: Question) -> Row | HttpResponse:
         """Checkpoints, validations, restarts, notices."""
         return self._of_run(question, lambda run: {"events": run.events()})
 
-    def steps(self, question: Question) -> HttpResponse:
+    def steps(self, question: Question) -> Row | HttpResponse:
         """A row per step."""
         return self._of_run(question, lambda run: {"steps": steps_of(run.columns), "indexed": run.indexed()})
 
-    def groups(self, question: Question) -> HttpResponse:
+    def groups(self, question: Question) -> Row | HttpResponse:
         """A page of the groups of a step."""
         return self._of_run(question, lambda run: groups_of(question, run.index, run.columns), ends=False)
 
-    def samples(self, question: Question) -> HttpResponse:
+    def samples(self, question: Question) -> Row | HttpResponse:
         """A page of the samples that pass filters."""
 
         def page(run: ViewedRun) -> Row:
@@ -134,21 +128,21 @@ class Api:
 
         return self._of_run(question, page, ends=False)
 
-    def sample(self, question: Question) -> HttpResponse:
+    def sample(self, question: Question) -> Row | HttpResponse:
         """One sample with its tokens."""
         identity, shows_all = question.text("id"), question.flag("all")
         return self._of_run(question, lambda run: run.sample(identity, shows_all))
 
-    def prompt(self, question: Question) -> HttpResponse:
+    def prompt(self, question: Question) -> Row | HttpResponse:
         """The samples of the same prompt over training."""
         identity, (first, size) = question.text("id"), question.page()
         return self._of_run(question, lambda run: run.same_prompt(identity, first, size))
 
-    def gantt(self, question: Question) -> HttpResponse:
+    def gantt(self, question: Question) -> Row | HttpResponse:
         """Who worked when."""
         return self._of_run(question, lambda run: run.gantt(question), ends=False)
 
-    def system(self, question: Question) -> HttpResponse:
+    def system(self, question: Question) -> Row | HttpResponse:
         """Busy and idle seconds."""
         return self._of_run(question, lambda run: run.system())
 
@@ -166,21 +160,20 @@ class Api:
             return as_file(rows, what, kind)
         run = self._run(question.text("run", "0")).refresh(samples=True, complete=True)
         if what in TABLES:
-            content = self.questions[what](question).content
-            if not content:
+            answer = self.questions[what](question)
+            if isinstance(answer, HttpResponse):
                 raise DataError("a file has all rows, also if nothing changed", key="changed", fix="Leave it out.")
-            answer = read_json(content)
-            if answer.get("left_out"):
-                raise DataError("too many rows for a file", key=what, got=len(answer["spans"]) + answer["left_out"],
-                                allowed=f"up to {len(answer['spans'])}", fix="Choose fewer steps.")  # fmt: skip
             rows = answer[TABLES[what]]
+            if what == "gantt" and "left_out" in answer:
+                raise DataError("too many spans for a file", key=what, got=len(rows) + answer["left_out"],
+                                allowed=f"up to {len(rows)}", fix="Choose fewer steps.")  # fmt: skip
         elif what == "groups":
             rows = groups_of(question, run.index, run.columns, True)["rows"]
         else:
             rows = run.exported(question) if what == "samples" else run.tokens(question)
         return as_file(rows, what, kind)
 
-    def _of_run(self, question: Question, make: Callable[[ViewedRun], Row], ends: bool = True) -> HttpResponse:
+    def _of_run(self, question: Question, make: Callable[[ViewedRun], Row], ends: bool = True) -> Row | HttpResponse:
         """The answer about one run; 204 where nothing changed since the answer that the question names.
 
         Args:
@@ -192,7 +185,7 @@ class Api:
         run.refresh(samples=True)
         if last and last == run.changed() and run.is_complete:
             return HttpResponse(content=b"", status=204)
-        return json_answer({**make(run), "changed": run.changed()})
+        return {**make(run), "changed": run.changed()}
 
 
 def page_files(folder: Path = PAGE) -> dict[str, Path]:
@@ -217,7 +210,7 @@ def make_server(runs: list[ViewedRun], token: str) -> Server:
         return await asyncio.get_running_loop().run_in_executor(worker, _answered, api.questions[name], request)
 
     async def index(request: HttpRequest) -> HttpResponse:
-        return _file(files, INDEX)
+        return _file(files, "index.html")
 
     async def file(request: HttpRequest) -> HttpResponse:
         return _file(files, request.parameters["name"])
@@ -225,8 +218,8 @@ def make_server(runs: list[ViewedRun], token: str) -> Server:
     routes: dict[tuple[str, str], Handle] = {
         ("GET", "/"): index, ("GET", "/page/{name:path}"): file, ("GET", "/api/{name}"): ask
     }  # fmt: skip
-    owner = "viewer"
-    return Server(routes, lambda shown: owner if secret.same(shown, token) else None, browsers=BrowserAccess(COOKIE))
+    access = BrowserAccess("verl_viewer")
+    return Server(routes, lambda shown: "viewer" if secret.same(shown, token) else None, browsers=access)
 
 
 def _file(files: Mapping[str, Path], name: str) -> HttpResponse:
@@ -234,14 +227,13 @@ def _file(files: Mapping[str, Path], name: str) -> HttpResponse:
         raise ApiError(404, f"The page has no file {name[:80]!r}.", "not_found")
     media = mimetypes.guess_type(name)[0] or "application/octet-stream"
     media = "text/javascript" if name.endswith(".js") else media  # the system's table may say otherwise
-    is_text = media.startswith("text/")
-    headers = {"cache-control": "no-cache"}
-    return HttpResponse(content=files[name].read_bytes(), media=f"{media}; charset=utf-8" if is_text else media,
-                        headers=headers)  # fmt: skip
+    media += "; charset=utf-8" if media.startswith("text/") else ""
+    return HttpResponse(content=files[name].read_bytes(), media=media, headers={"cache-control": "no-cache"})
 
 
 def _answered(function: Answering, request: HttpRequest) -> HttpResponse:
     try:
-        return function(Question(request.query))
+        answer = function(Question(request.query))
     except VerlError as error:
         return error_answer(error)
+    return answer if isinstance(answer, HttpResponse) else json_answer(answer)
