@@ -79,15 +79,15 @@ class ChildProgram:
     def output_tail(self) -> str:
         return "\n".join(self._last) or "it said nothing"
 
-    def heard(self, line: str) -> None:
+    def on_line(self, line: str) -> None:
         """Take a line of its output, in the thread that reads it."""
         self._last.append(line)
 
-    def ended(self, status: int) -> None:
+    def on_end(self, status: int) -> None:
         """Called in that thread after the last line."""
 
     def close(self) -> None:
-        """End it; it gets some seconds for it."""
+        """End it, and the thread that reads its output; each gets some seconds for it."""
         if self.is_alive:
             self.process.terminate()
             try:
@@ -95,14 +95,21 @@ class ChildProgram:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        if self._reader.is_alive() and self._reader is not threading.current_thread():
+            self._reader.join(KILL_SECONDS)
+        # A process that the program left behind may hold the output open: its reader then closes it.
+        for pipe in (self.process.stdin, None if self._reader.is_alive() else self.process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
         atexit.unregister(self.close)
 
     def _listen(self) -> None:
         assert self.process.stdout is not None, "a pipe"
         with self.process.stdout as output:
             for line in output:
-                self.heard(line.rstrip())
-        self.ended(self.process.wait())
+                self.on_line(line.rstrip())
+        self.on_end(self.process.wait())
 
 
 def main(caller: int, command: list[str]) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -44,6 +45,16 @@ def test_its_standard_input_and_status_are_the_programs():
     done = subprocess.run(lifeline.guarded([sys.executable, "-S", "-c", program]), input="abc", text=True,
                           capture_output=True, check=False)  # fmt: skip
     assert (done.stdout, done.returncode) == ("ABC\n", 7)
+
+
+def test_a_closed_program_leaves_no_pipe_and_no_reader():
+    from verl import lifeline
+
+    program = lifeline.ChildProgram([sys.executable, "-S", "-c", "input()"], dict(os.environ), "a reader of lines")
+    reader = f"output of {program.name}"
+    program.close()
+    assert program.process.stdin.closed and program.process.stdout.closed
+    assert reader not in {thread.name for thread in threading.enumerate()}
 
 
 ORPHAN = """

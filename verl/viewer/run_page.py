@@ -38,21 +38,19 @@ class RunPage(lifeline.ChildProgram):
         self._closing = threading.Event()
         super().__init__(lifeline.guarded(command), env.whole(), KEY)
 
-    def heard(self, line: str) -> None:
+    def on_line(self, line: str) -> None:
         if line.startswith("http://127.0.0.1:"):
             self._publish(line)
         else:
-            super().heard(line)
+            super().on_line(line)
 
-    def ended(self, status: int) -> None:
+    def on_end(self, status: int) -> None:
         if not self._closing.is_set():
             notice(KEY, f"the page of this run ended with status {status}; the run continues. {self.output_tail}")
 
     def close(self) -> None:
         self._closing.set()
         super().close()
-        if self._reader.is_alive():
-            self._reader.join(lifeline.KILL_SECONDS)
         with suppress(OSError):
             self._link.unlink()
 
