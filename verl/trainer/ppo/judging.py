@@ -50,11 +50,6 @@ class JudgedReward:
         return scored
 
 
-def judged_reward(manager: Reward, judges: Judges | None) -> Reward:
-    """The reward manager, which checks after each call that its judges live, where it has some."""
-    return manager if judges is None else JudgedReward(manager, judges)
-
-
 def start_judges(judges: Judges, config: PPOTrainerConfig, device: str) -> None:
     """Start the servers of a run and return once they answer.
 

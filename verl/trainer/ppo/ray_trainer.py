@@ -168,10 +168,11 @@ class RayPPOTrainer:
     def _make_rewards(self) -> None:
         self.judges = judging.judges_of(self.config)
         self._scoring = judging.with_address(self.config, self.judges)
-        self.reward_fn, self.val_reward_fn = (
-            judging.judged_reward(build.reward_manager(self._scoring, self.tokenizer, num_examine=0), self.judges)
-            for _ in ("training", "validation")
-        )
+        self.reward_fn: judging.Reward = build.reward_manager(self._scoring, self.tokenizer, num_examine=0)
+        self.val_reward_fn: judging.Reward = build.reward_manager(self._scoring, self.tokenizer, num_examine=0)
+        if self.judges is not None:
+            self.reward_fn = judging.JudgedReward(self.reward_fn, self.judges)
+            self.val_reward_fn = judging.JudgedReward(self.val_reward_fn, self.judges)
 
     def init_workers(self) -> None:
         """Create the worker groups, one colocated process set per pool, and load the models."""
