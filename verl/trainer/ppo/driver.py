@@ -1,14 +1,13 @@
-"""Who turns the stream: `Inline` samples while training waits, `Concurrent` while the trainers train.
+"""Samples and scores the groups of a stream: `Inline` while training waits, `Concurrent` while the trainers train.
 
-Inline, what is begun together is sampled as one batch, in the thread that calls: in one process, or with samplers that
-share the trainers' processes. Concurrently it is sampled group by group.
+`Inline` samples the groups that begin together as one batch, in the thread that calls it: in one process, or with
+samplers that share the trainers' processes. `Concurrent` samples group by group.
 
-Training sees groups end in an order and at moments that nobody decides. Given these, all else follows: what is
-admitted, taken and dropped. Every driver notes them in the journal, and in a replay takes them from it
-(`verl.journal.schedule`). So a replay is the same driver, fed by the journal instead of by completions: it hands out
-groups at the recorded moments, lets the recorded versions draw their
-tokens (`verl.rollout.request_spans`), and sends weights once every token is drawn that is of earlier ones. Each further
-decision is compared with the record. Where the record ends, the run continues by itself.
+In which order and when groups end depends on the machine; what is admitted, taken and dropped follows from that. Every
+driver records it in the journal (`verl.journal.schedule`). In a replay the same driver reads the journal instead of
+waiting for completions: it returns groups at the recorded moments, lets the recorded versions draw their tokens
+(`verl.rollout.request_spans`), and sends weights once all tokens of earlier versions are drawn. It compares every other
+decision with the record. Where the record ends, the run continues without it.
 """
 
 from __future__ import annotations
@@ -79,7 +78,9 @@ class Driver(ABC):
         takes_turns: nothing is sampled while the thread that calls is elsewhere.
     """
 
-    in_work, idle_seconds, takes_turns = 0, 0.0, True
+    in_work: int = 0
+    idle_seconds: float = 0.0
+    takes_turns: bool = True
 
     def __init__(self, record: ScheduleRecord | None = None):
         self.record = record
