@@ -9,7 +9,8 @@ from typing import Any
 from verl import env
 from verl.errors import ConfigError
 from verl.interactions import BaseInteraction
-from verl.rewards.judges import JudgeClient, fenced, tag_of
+from verl.rewards.judges import JudgeClient
+from verl.rewards.judges.verdicts import fenced, tag_of
 
 END = "[END]"
 PROMPT = """You play a user who talks with an assistant. Your goal, of which the assistant knows only what you tell it:

@@ -1,15 +1,12 @@
 """Language models that judge answers, as functions which a reward function calls with a client."""
 
-from verl.rewards.judges.client import (
-    JudgeBudgetError,
-    JudgeClient,
-    JudgeError,
-    JudgeReply,
-    JudgeVerdictError,
-    shared_client,
-)
-from verl.rewards.judges.verdicts import compare, fenced, pairwise_winrate, rubric_score, tag_of
+import functools
 
+from verl.rewards.judges.client import JudgeBudgetError, JudgeClient, JudgeError, JudgeReply, JudgeVerdictError
+from verl.rewards.judges.verdicts import compare, pairwise_winrate, rubric_score
+
+shared_client = functools.cache(JudgeClient)
+"""The `JudgeClient` of these arguments in this process: who calls it shares cache, budget and places."""
 __all__ = [
     "JudgeBudgetError",
     "JudgeClient",
@@ -17,9 +14,7 @@ __all__ = [
     "JudgeReply",
     "JudgeVerdictError",
     "compare",
-    "fenced",
     "pairwise_winrate",
     "rubric_score",
     "shared_client",
-    "tag_of",
 ]

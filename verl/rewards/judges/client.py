@@ -6,7 +6,6 @@ Left out on purpose: reading a verdict (`verl.rewards.judges.verdicts`), and sta
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import itertools
 import json
@@ -251,10 +250,6 @@ class JudgeClient:
         if not isinstance(text, str) or not text.strip():
             raise JudgeVerdictError("the judge's reply is empty", got=text).spending(calls, spent)
         return JudgeReply(text, calls, spent)
-
-
-shared_client = functools.cache(JudgeClient)
-"""A `JudgeClient` of this process, one for equal arguments: its cache, budget and places are shared."""
 
 
 def _check(allowed: Literal["above 0", "0 or more", "1 or more"], **settings: float | None) -> None:

@@ -161,11 +161,7 @@ def _comparing(question: str, first: str, second: str, tag: str) -> str:
 
 
 def fenced(name: str, text: str, tag: str) -> str:
-    """The text between tags, without control tokens: a server may read those of a prompt as its chat template's.
-
-    Args:
-        tag: of `tag_of` all texts that the prompt holds between tags.
-    """
+    """The text between tags (`tag_of` all of a prompt), without control tokens, which servers may read as such."""
     data = CONTROL.sub(lambda mark: mark[0] + BREAK, text)
     return f"<{name} {tag}>\n{data}\n</{name} {tag}>"
 
