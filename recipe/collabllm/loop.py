@@ -93,9 +93,8 @@ class CollabSettings:
         Raises:
             ConfigError: there is none, or it does not take them.
         """
-        form = "my_pkg.mod:name"
         if not isinstance(self.reward, str):
-            raise ConfigError("a reward is the path of a function", key="reward", got=self.reward, allowed=form)
+            raise ConfigError("no path of a function", key="reward", got=self.reward, allowed="my_pkg.mod:name")
         if not isinstance(self.reward_kwargs, Mapping):
             fix = "reward_kwargs: {address: http://127.0.0.1:8000}, for example."
             raise ConfigError("no mapping", key="reward_kwargs", got=self.reward_kwargs, allowed="a mapping", fix=fix)
