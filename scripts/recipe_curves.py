@@ -314,7 +314,7 @@ def curves(
     from tests.harness.rows import addition_rows, write_prompts
     from verl import env
 
-    made: dict[str, list[list[float]]] = {}
+    scores: dict[str, list[list[float]]] = {}
     rows = addition_rows(64)
     for row in rows:
         row["extra_info"] |= {"question": row["prompt"][0]["content"], "interaction_kwargs": {"name": "user"}}
@@ -342,8 +342,8 @@ def curves(
                 steps_of_run = learn(name, run, steps, seed)
                 for metric in (metric for metric in metrics if metric in steps_of_run[0]):
                     label = name if metric == SCORE else f"{name}, `{metric}`"
-                    made.setdefault(label, []).append([step[metric] for step in steps_of_run])
-    return made
+                    scores.setdefault(label, []).append([step[metric] for step in steps_of_run])
+    return scores
 
 
 def around(values: list[float], step: int) -> float:
@@ -351,11 +351,11 @@ def around(values: list[float], step: int) -> float:
     return fmean(values[max(step - 2, 0) : step + 1])
 
 
-def table(made: dict[str, list[list[float]]], steps: int) -> str:
+def table(scores: dict[str, list[list[float]]], steps: int) -> str:
     """Markdown: a row for each run, a column for each tenth step; of several seeds also smallest and largest."""
     columns = [1, *range(10, steps + 1, 10)] if steps >= 10 else [1, steps]
     lines = ["| step | " + " | ".join(map(str, columns)) + " |", "| --- " * (len(columns) + 1) + "|"]
-    for name, of_seeds in made.items():
+    for name, of_seeds in scores.items():
         cells = []
         for step in columns:
             means = [around(values, step) for values in of_seeds]
@@ -373,8 +373,10 @@ def main() -> int:
     parser.add_argument("--metrics", nargs="+", default=[SCORE], help="rows of the table for each run")
     arguments = parser.parse_args()
     for recipe in arguments.recipes:
-        made = curves(recipe, arguments.steps, arguments.seeds, arguments.metrics)
-        print(f"{recipe}, seeds {', '.join(map(str, arguments.seeds))}\n\n{table(made, arguments.steps)}\n", flush=True)
+        scores = curves(recipe, arguments.steps, arguments.seeds, arguments.metrics)
+        print(
+            f"{recipe}, seeds {', '.join(map(str, arguments.seeds))}\n\n{table(scores, arguments.steps)}\n", flush=True
+        )
     return 0
 
 

@@ -23,20 +23,20 @@ class FlowConfig(ConfigNode):
 
 def _problems(cfg: PPOTrainerConfig) -> Problems:
     actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
-    wrong = in_range("algorithm.flowrl_beta", algorithm.flowrl_beta, "above 0", algorithm.flowrl_beta > 0)
+    problems = in_range("algorithm.flowrl_beta", algorithm.flowrl_beta, "above 0", algorithm.flowrl_beta > 0)
     why = "FlowRL is an estimator and a loss, neither without the other"
-    wrong += without_part("algorithm.adv_estimator", algorithm.adv_estimator, why, *_ESTIMATORS)
-    wrong += without_part(f"{_ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, why, _LOSS)
+    problems += without_part("algorithm.adv_estimator", algorithm.adv_estimator, why, *_ESTIMATORS)
+    problems += without_part(f"{_ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, why, _LOSS)
     if algorithm.use_kl_in_reward:
         message, fix = (
             "FlowRL's balance has the KL to the reference: the rewards would charge it twice",
             "Set it to false.",
         )
-        wrong.append(ConfigError(message, key="algorithm.use_kl_in_reward", got=True, fix=fix))
+        problems.append(ConfigError(message, key="algorithm.use_kl_in_reward", got=True, fix=fix))
     if not actor.use_kl_loss:
         message, fix = "FlowRL reads the reference's log-probs", f"Set it to true, with {_ACTOR}.kl_loss_coef=0."
-        wrong.append(ConfigError(message, key=f"{_ACTOR}.use_kl_loss", got=False, fix=fix))
-    return wrong
+        problems.append(ConfigError(message, key=f"{_ACTOR}.use_kl_loss", got=False, fix=fix))
+    return problems
 
 
 FACTS = {

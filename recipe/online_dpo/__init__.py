@@ -32,21 +32,21 @@ class NashConfig(ConfigNode):
 def _problems(cfg: PPOTrainerConfig) -> Problems:
     actor, algorithm, samples = cfg.actor_rollout_ref.actor, cfg.algorithm, cfg.actor_rollout_ref.rollout.n
     positive = {f"{_ACTOR}.online_beta": actor.online_beta, "algorithm.nash_scale": algorithm.nash_scale}
-    wrong = [problem for key, value in positive.items() for problem in in_range(key, value, "above 0", value > 0)]
-    wrong += in_range(f"{_ACTOR}.xpo_alpha", actor.xpo_alpha, "0 or more", actor.xpo_alpha >= 0)
+    problems = [problem for key, value in positive.items() for problem in in_range(key, value, "above 0", value > 0)]
+    problems += in_range(f"{_ACTOR}.xpo_alpha", actor.xpo_alpha, "0 or more", actor.xpo_alpha >= 0)
     mixture = algorithm.nash_mixture
-    wrong += in_range("algorithm.nash_mixture", mixture, "from 0 to 1", 0 <= mixture <= 1)
+    problems += in_range("algorithm.nash_mixture", mixture, "from 0 to 1", 0 <= mixture <= 1)
     if names_part(actor.policy_loss.loss_mode, "xpo"):
-        wrong += in_range(f"{_ROLLOUT}.n", samples, "2: the bonus weighs the two answers of a pair", samples == 2)
+        problems += in_range(f"{_ROLLOUT}.n", samples, "2: the bonus weighs the two answers of a pair", samples == 2)
         if not actor.use_rollout_log_probs:
             message, fix = "XPO weighs answers by the policy that drew them", "Set it to true."
-            wrong.append(ConfigError(message, key=f"{_ACTOR}.use_rollout_log_probs", got=False, fix=fix))
+            problems.append(ConfigError(message, key=f"{_ACTOR}.use_rollout_log_probs", got=False, fix=fix))
     if names_part(algorithm.adv_estimator, "nash_md"):
-        wrong += in_range(f"{_ROLLOUT}.n", samples, "3 or more: a mixture has several opponents", samples >= 3)
+        problems += in_range(f"{_ROLLOUT}.n", samples, "3 or more: a mixture has several opponents", samples >= 3)
         if not algorithm.use_kl_in_reward:
             message, fix = "Nash-MD reads the reference's log-probs", "Set it to true."
-            wrong.append(ConfigError(message, key="algorithm.use_kl_in_reward", got=False, fix=fix))
-    return wrong
+            problems.append(ConfigError(message, key="algorithm.use_kl_in_reward", got=False, fix=fix))
+    return problems
 
 
 FACTS = {

@@ -21,12 +21,12 @@ class ExplorationConfig(ConfigNode):
 
 def _problems(cfg: PPOTrainerConfig) -> Problems:
     algorithm = cfg.algorithm
-    wrong = in_range("algorithm.rep_exp_beta", algorithm.rep_exp_beta, "0 or more", algorithm.rep_exp_beta >= 0)
-    wrong += in_range("algorithm.rep_exp_lambda", algorithm.rep_exp_lambda, "above 0", algorithm.rep_exp_lambda > 0)
-    wrong += in_range("algorithm.rep_exp_dim", algorithm.rep_exp_dim, "0 or more", algorithm.rep_exp_dim >= 0)
+    problems = in_range("algorithm.rep_exp_beta", algorithm.rep_exp_beta, "0 or more", algorithm.rep_exp_beta >= 0)
+    problems += in_range("algorithm.rep_exp_lambda", algorithm.rep_exp_lambda, "above 0", algorithm.rep_exp_lambda > 0)
+    problems += in_range("algorithm.rep_exp_dim", algorithm.rep_exp_dim, "0 or more", algorithm.rep_exp_dim >= 0)
     why, mode = "the bonus is computed by a schedule and paid by an estimator", cfg.trainer.v1.trainer_mode
-    wrong += without_part("algorithm.adv_estimator", algorithm.adv_estimator, why, "recipe.rep_exp.core:explored")
-    return wrong + without_part("trainer.v1.trainer_mode", mode, why, "recipe.rep_exp.schedule:RepExpSchedule")
+    problems += without_part("algorithm.adv_estimator", algorithm.adv_estimator, why, "recipe.rep_exp.core:explored")
+    return problems + without_part("trainer.v1.trainer_mode", mode, why, "recipe.rep_exp.schedule:RepExpSchedule")
 
 
 FACTS = {"explored": EstimatorFacts(groups=True)}

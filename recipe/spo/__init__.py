@@ -19,13 +19,13 @@ class ValueConfig(ConfigNode):
 
 def _problems(cfg: PPOTrainerConfig) -> Problems:
     data = cfg.data
-    wrong = in_range("data.spo_rho", data.spo_rho, "0 or more, and below 1", 0 <= data.spo_rho < 1)
-    wrong += in_range("data.spo_floor", data.spo_floor, "above 0", data.spo_floor > 0)
+    problems = in_range("data.spo_rho", data.spo_rho, "0 or more, and below 1", 0 <= data.spo_rho < 1)
+    problems += in_range("data.spo_floor", data.spo_floor, "above 0", data.spo_floor > 0)
     needed = {"data.custom_cls.path": data.custom_cls.path, "data.sampler.class_path": data.sampler.class_path}
     for key in (key for key, path in needed.items() if path is None):
         message, fix = "SPO reads and updates the values of prompts", "python -m recipe.spo.main_spo sets it."
-        wrong.append(ConfigError(message, key=key, got=None, fix=fix))
-    return wrong
+        problems.append(ConfigError(message, key=key, got=None, fix=fix))
+    return problems
 
 
 RECIPE = Recipe("recipe.spo", settings={"data": ValueConfig}, problems=_problems)
