@@ -13,7 +13,8 @@ Llama models of one size, 1,024 prompts and responses of 1,024 tokens each, 8 up
   all-reduces per layer of `LATENCY`; as many waves as the cache has room for;
 - bytes: 2 of weights and 4 of gradients over t p, 12 of the optimizer over t p d.
 
-Printed: the best plan per size, and how much slower the best of each kind is. The actor samples on its devices.
+Printed: the best plan per size, and how much slower the best of each kind is, and the plan of the paper's Algorithm 1.
+The actor samples on its devices.
 ``13B+70B``: 13B as actor and reference, 70B as critic and reward model. ``--write`` makes the table of
 `docs/appendix/placement_crossovers.md` again.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from figures import ROOT
 
 sys.path.insert(0, str(ROOT))
 from verl.planner.search import PlacementSearch
-from verl.planner.space import PlacementRules, RoleCost, SearchSpace, pool_sizes
+from verl.planner.space import ACTOR, SYNC, PlacementPlan, PlacementRules, PoolPlan, RoleCost, SearchSpace, pool_sizes
 
 ROLES = ("actor", "rollout", "ref", "critic", "rm")
 NODE, MEMORY, FLOPS, BANDWIDTH = 8, 80e9, 312e12, 2.0e12
@@ -134,16 +135,81 @@ def space(names: str, devices: int) -> SearchSpace[Grid]:
     )
 
 
+def algorithm_1(search: PlacementSearch[Grid]) -> PlacementPlan[Grid] | None:
+    """Of HybridFlow: every set partition, every division of the devices, and for each role of a pool in turn the choice
+    with the fewest seconds that leaves the least bytes which the others need: roles do not trade memory for seconds.
+
+    Returns:
+        None where nothing fits.
+    """
+    best, pools = None, dict[tuple[frozenset[str], int], PoolPlan[Grid] | None]()
+    sizes = sorted(search.space.sizes)
+    for partition in partitions(search.space.roles):
+        if any(group & pool and not group <= pool for group in search.space.rules.together for pool in partition):
+            continue
+        for devices in divisions(len(partition), search.space.devices, sizes):
+            for key in zip(partition, devices, strict=True):
+                if key not in pools:
+                    pools[key] = fastest_pool(search, *key)
+            parts = [pools[key] for key in zip(partition, devices, strict=True)]
+            if all(parts):
+                plan = PlacementPlan(SYNC, tuple(parts))
+                best = plan if best is None or plan.seconds < best.seconds else best
+    return best
+
+
+def fastest_pool(search: PlacementSearch[Grid], pool: frozenset[str], devices: int) -> PoolPlan[Grid] | None:
+    """The pool of `algorithm_1`; None where it does not fit."""
+    options = {role: search.options[role].get(devices, []) for role in search.space.roles if role in pool}
+    if not all(options.values()):
+        return None
+    least = [(min(cost.resident for _, cost in costs), min(cost.working for _, cost in costs))
+             for costs in options.values()]  # fmt: skip
+    choices, costs = dict[str, Grid](), dict[str, RoleCost]()
+    for number, role in enumerate(options):
+        resident = sum(cost.resident for cost in costs.values()) + sum(size for size, _ in least[number + 1 :])
+        working = max(
+            [*(cost.working for cost in costs.values()), *(size for _, size in least[number + 1 :])], default=0
+        )
+        fitting = [(choice, cost) for choice, cost in options[role]
+                   if resident + cost.resident + max(working, cost.working) <= search.space.memory]  # fmt: skip
+        if not fitting:
+            return None
+        choices[role], costs[role] = min(fitting, key=lambda entry: entry[1].seconds(ACTOR in pool))
+    return PoolPlan(devices, choices, costs)
+
+
+def partitions(roles: Sequence[str]) -> Iterator[list[frozenset[str]]]:
+    """Ways to divide roles into pools."""
+    if not roles:
+        yield []
+        return
+    for rest in partitions(roles[1:]):
+        yield [frozenset(roles[:1]), *rest]
+        for place, pool in enumerate(rest):
+            yield [*rest[:place], pool | {roles[0]}, *rest[place + 1 :]]
+
+
+def divisions(parts: int, devices: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Ways to assign a size to each of the parts, all of them within the devices; ``sizes`` ascend."""
+    if parts == 0:
+        yield ()
+        return
+    for size in sizes:
+        if size > devices - (parts - 1) * sizes[0]:
+            break
+        for rest in divisions(parts - 1, devices - size, sizes):
+            yield (size, *rest)
+
+
 def row(names: str, devices: int) -> str:
     """Of the table."""
     search = PlacementSearch(space(names, devices))
     plan = search.best()
     if plan is None:
-        return f"| {names} | {devices} | fits nowhere |{' |' * len(KINDS)} |"
-    cells = []
-    for admits in KINDS.values():
-        best = search.best(admits=admits)
-        cells.append("-" if best is None else f"{best.seconds / plan.seconds - 1:+.0%}")
+        return f"| {names} | {devices} | fits nowhere |{' |' * len(KINDS)} | |"
+    others = [*(search.best(admits=admits) for admits in KINDS.values()), algorithm_1(search)]
+    cells = ["-" if other is None else f"{other.seconds / plan.seconds - 1:+.0%}" for other in others]
     pools = ", ".join(f"{'+'.join(role for role in ROLES if role in pool.choices and role != 'rollout')} on "
                       f"{pool.devices}" for pool in plan.pools)  # fmt: skip
     return f"| {names} | {devices} | {plan.seconds:.1f} | {' | '.join(cells)} | {pools} |"
@@ -159,8 +225,8 @@ def main() -> None:
         if not set(names.split("+")) <= set(MODELS) or names.count("+") > 1:
             parser.error(f"--models: got {names!r}, allowed: one of {', '.join(MODELS)}, or two joined by +")
     begun = time.process_time()
-    lines = [f"| models | devices | step, s | {' | '.join(KINDS)} | best plan |",
-             f"| --- | ---: | ---: |{' ---: |' * len(KINDS)} --- |"]  # fmt: skip
+    lines = [f"| models | devices | step, s | {' | '.join(KINDS)} | Algorithm 1 | best plan |",
+             f"| --- | ---: | ---: |{' ---: |' * len(KINDS)} ---: | --- |"]  # fmt: skip
     lines += [row(names, devices) for names in settings.models for devices in settings.devices]
     print("\n".join(lines), f"\n{time.process_time() - begun:.1f} s of processor time, gap 0 %", sep="\n")
     if settings.write:

@@ -60,8 +60,8 @@ def fit(points: dict[int, float]) -> Law:
     """Least squares of relative errors over devices and seconds; a part below zero is zero, and the other refitted."""
     rows = [(1 / seconds, 1 / (devices * seconds)) for devices, seconds in points.items()]
     aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in (
-        [(one, one) for one, _ in rows], rows, [(other, other) for _, other in rows]))  # fmt: skip
-    a, b = sum(one for one, _ in rows), sum(other for _, other in rows)
+        [(x, x) for x, _ in rows], rows, [(y, y) for _, y in rows]))  # fmt: skip
+    a, b = sum(x for x, _ in rows), sum(y for _, y in rows)
     det = aa * bb - ab * ab
     if len(points) == 1:
         return Law(0.0, b / bb)

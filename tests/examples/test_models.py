@@ -27,6 +27,7 @@ from tests.sanity.source_tree import ROOT
 from verl import device
 from verl.cli.main import main
 from verl.config.loading.configuration import read_config
+from verl.models.shape import model_shape
 from verl.planner.estimate import Estimate
 from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster
@@ -113,7 +114,7 @@ def test_the_planner_finds_room_for_a_file_on_its_gpus(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(text))
     memory = re.search(r"(\d+) GB", FILES[name].read_text().splitlines()[0])
     assert memory is not None
-    run = run_plan(config_of(name, f"actor_rollout_ref.model.path={tmp_path}"), on_cpu=False)
+    run = run_plan(config_of(name, f"actor_rollout_ref.model.path={tmp_path}"), False, model_shape)
     estimate = Estimate.of(run, Cluster(planned_device(GPUS[int(memory[1])]), run.devices))
     assert estimate.problems() == []
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from verl.errors import ConfigError
-from verl.models.flops import PEAK_BF16
-from verl.planner.hardware import Cluster, all_devices, device
+from verl.planner.hardware import FILE, Cluster, all_devices, device
 
 
 @pytest.mark.parametrize("written", ["RTX 4090", "rtx-4090", "RTX4090"])
@@ -26,19 +26,15 @@ def test_an_unknown_device_is_answered_with_all_and_the_nearest():
     assert error.value.allowed == list(all_devices())
 
 
-def test_every_figure_has_a_source_and_peaks_are_those_of_the_runs_mfu():
-    for entry in all_devices().values():
-        figures = {"memory", "bf16_flops", "memory_bandwidth", "node_link", "network", "node"}
-        assert figures <= entry.sources.keys()
-        assert all(entry.sources.values())
-    peaks = {name: PEAK_BF16[name] for name in all_devices() if name in PEAK_BF16}
-    assert peaks.keys() == {"H100", "H200", "H20", "B200", "MI300X", "L40S"}
-    assert all(device(name).bf16_flops == pytest.approx(peak, rel=1e-3) for name, peak in peaks.items())
+def test_every_figure_has_a_source():
+    text = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    sources = {source for figures in text["devices"].values() for _, source in figures.values()}
+    assert sources == text["sources"].keys()
 
 
 def test_devices_beyond_one_machine_speak_over_the_network():
     cluster = Cluster.parse("64xH100")
-    assert (cluster.devices, cluster.nodes) == (64, 8)
+    assert cluster.devices == 64
     assert cluster.link(8) == 450e9
     assert cluster.link(16) == 50e9
     assert Cluster.parse("H200").devices == 1

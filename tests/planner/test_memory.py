@@ -11,7 +11,7 @@ import pytest
 from verl.errors import ConfigError
 from verl.planner.hardware import device
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
-from verl.planner.memory import memory_of, pool_memory
+from verl.planner.memory import memory_of, pool_memory, sequence_cache
 from verl.planner.shapes import ModelShape
 
 QWEN_1_5B = {
@@ -58,11 +58,88 @@ def test_a_sharded_step_takes_what_is_predicted(bench, tmp_path):
         ({"fused_head": "triton"}, 64),
     ],
 )
-def test_peaks_of_an_h100_are_met_within_ten_percent(settings, gigabytes):
+def test_peaks_of_an_h100_are_met_within_three_percent(settings, gigabytes):
     """The rows of docs/appendix/gpu.md with compiled layers and rows of 4,096 tokens."""
     plan = replace(ACTOR, compiled=True, **settings)
     memory = memory_of(plan, ModelShape.from_config(QWEN_1_5B), WORK)
-    assert memory.phase("update").total / 1e9 == pytest.approx(gigabytes, rel=0.1)
+    assert memory.phase("update").total / 1e9 == pytest.approx(gigabytes, rel=0.025)
+
+
+def mixture() -> ModelShape:
+    """Qwen3-30B-A3B."""
+    return ModelShape.from_config(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "head_dim": 128,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "intermediate_size": 6144,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+"""Weights of all routed experts of `mixture`."""
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expert_copies"),
+    [
+        (Parallel(data=8, expert=8), 8),
+        (Parallel(data=4, tensor=2, expert=4), 8),  # each matrix of an expert is divided by tensor, too
+        (Parallel(data=4, tensor=2, expert=4, expert_tensor=1), 4),
+        (Parallel(data=2, pipeline=2, sequence=2, expert=2), 4),
+    ],
+)
+def test_megatron_divides_dense_weights_and_experts_by_different_sizes(parallel, expert_copies):
+    shape = mixture()
+    assert shape.expert_parameters == EXPERTS
+    plan = replace(ACTOR, engine="megatron", devices=8, parallel=parallel)
+    update = memory_of(plan, shape, WORK).phase("update")
+    dense = (shape.parameters - EXPERTS) / (parallel.tensor * parallel.pipeline)
+    assert update.weights == pytest.approx(2 * (dense + EXPERTS / expert_copies))
+    assert update.gradients == pytest.approx(4 * (dense + EXPERTS / expert_copies))
+    assert update.optimizer == pytest.approx(12 * shape.parameters / 8)  # once over all eight processes
+
+
+def test_weights_in_bfloat16_have_gradients_and_moments_in_bfloat16():
+    shape = ModelShape.from_config(QWEN_1_5B)
+    update = memory_of(replace(ACTOR, weight_bytes=2), shape, WORK).phase("update")
+    assert update.weights + update.gradients + update.optimizer == 8 * shape.parameters
+
+
+def test_gathered_weights_that_stay_take_the_bytes_of_all_layers():
+    shape = ModelShape.from_config(QWEN_1_5B)
+    plan = replace(ACTOR, engine="fsdp2", devices=8, parallel=Parallel(data=8), shards=8, fused_head="torch")
+    resharded, stays = (
+        memory_of(replace(plan, keeps_gathered=keeps), shape, WORK).phase("update").transient for keeps in (False, True)
+    )
+    # At the head: without resharding the copies of all layers in two bytes are still there.
+    assert stays - resharded == 2 * sum(block.parameters for block in shape.blocks)
+
+
+def test_a_first_pipeline_stage_holds_inputs_of_as_many_micro_batches_as_stages():
+    shape = ModelShape.from_config(QWEN_1_5B)
+    plan = replace(ACTOR, engine="megatron", devices=4, recompute=True, fused_head="torch", micro_tokens=4096)
+    deep = memory_of(replace(plan, parallel=Parallel(pipeline=4)), shape, WORK).phase("update")
+    wide = memory_of(replace(plan, parallel=Parallel(data=4)), shape, WORK).phase("update")
+    assert deep.activations == wide.activations > 28 * 4096 * 2 * 1536
+
+
+def test_a_cache_is_divided_by_no_more_than_its_heads():
+    shape = ModelShape.from_config(QWEN_1_5B)  # two heads of keys and values
+    plan = RolePlan("rollout", "vllm", devices=4)
+    one, two, four = (
+        sequence_cache(replace(plan, parallel=Parallel(tensor=tensor)), shape, 4096) for tensor in (1, 2, 4)
+    )
+    assert one == 2 * two == 2 * four == 28 * 2 * 2 * 128 * 2 * 4096
 
 
 def test_weights_and_state_take_sixteen_bytes_per_parameter_and_shard():
@@ -72,7 +149,6 @@ def test_weights_and_state_take_sixteen_bytes_per_parameter_and_shard():
     assert update.weights + update.gradients + update.optimizer == 16 * shape.parameters / 8
     offloaded = memory_of(replace(plan, param_offload=True, optimizer_offload=True), shape, WORK)
     assert offloaded.phase("idle").total == 0
-    assert offloaded.host - memory_of(plan, shape, WORK).host == 12 * shape.parameters / 8
 
 
 def test_an_adapter_trains_few_weights():
@@ -106,7 +182,7 @@ def test_roles_of_a_pool_take_turns():
 def test_the_dominating_term_is_named():
     shape = ModelShape.from_config(QWEN_1_5B)
     assert memory_of(ACTOR, shape, WORK).phase("update").dominant == "activations"
-    assert memory_of(replace(ACTOR, recompute=True, entropy=True), shape, WORK).peak.dominant == "logits"
+    assert memory_of(replace(ACTOR, recompute=True, entropy=True), shape, WORK).phase("update").dominant == "logits"
 
 
 def test_an_engine_or_optimizer_without_costs_is_refused():

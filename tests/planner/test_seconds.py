@@ -28,12 +28,13 @@ ACTOR = RolePlan("actor", "plain", trains=True, micro_tokens=16_384, compiled=Tr
 ROLLOUT = RolePlan("rollout", "vllm", memory_fraction=0.5)
 
 
-def test_a_measured_training_step_is_in_the_range():
-    """docs/appendix/gpu.md: 65,536 tokens at 455 TFLOP/s on an H100, which is what the range must hold."""
-    measured = 3 * SHAPE.flops_per_token(4096) * 65_536 / 455e12
-    update = seconds_of(ACTOR, SHAPE, WORK, Cluster.parse("H100")).phase("update")
+@pytest.mark.parametrize("teraflops", [305, 364])
+def test_measured_steps_with_recomputation_are_in_the_range(teraflops):
+    """Rows of docs/appendix/gpu.md to which the share was not fitted: it is that of the rows without recomputation."""
+    measured = 3 * SHAPE.flops_per_token(4096) * 65_536 / (teraflops * 1e12)
+    update = seconds_of(replace(ACTOR, recompute=True), SHAPE, WORK, Cluster.parse("H100")).phase("update")
     assert update.low < measured < update.high
-    assert update.likely == pytest.approx(measured, rel=0.2)
+    assert update.likely == pytest.approx(measured, rel=0.25)
 
 
 def test_recomputation_costs_a_third_more_and_devices_divide():
@@ -43,6 +44,96 @@ def test_recomputation_costs_a_third_more_and_devices_divide():
     assert again.likely / once.likely == pytest.approx(4 / 3)
     spread = replace(ACTOR, devices=8, parallel=Parallel(data=8))
     assert once.likely / seconds_of(spread, SHAPE, WORK, cluster).phase("update").likely == pytest.approx(8)
+
+
+def update_of(**sizes: object) -> float:
+    """Likely seconds of an update on 8 devices, whose share of the peak is as for `ACTOR`."""
+    settings = {"engine": "megatron", "devices": 8, "micro_tokens": 4096} | sizes
+    return seconds_of(replace(ACTOR, **settings), SHAPE, BATCH, Cluster.parse("8xH100")).phase("update").likely
+
+
+BATCH = Workload(64, 1, Lengths(512, 512), Lengths(3584, 3584))
+COMPUTED = 3 * SHAPE.flops_per_token(4096) * 64 * 4096 / (8 * 989e12 * EFFICIENCY["train"].likely)
+"""Seconds of the operations of an update of `BATCH` on 8 H100."""
+LINK = 450e9 * EFFICIENCY["link"].likely
+
+
+def test_a_pipeline_drains_before_every_optimizer_step():
+    # 32 micro-batches of one row on each of two pipelines; three pass before the last of four stages works.
+    for steps in (1, 4):
+        seconds = update_of(parallel=Parallel(data=2, pipeline=4), mini_batches=steps)
+        assert seconds == pytest.approx(COMPUTED * (1 + 3 * steps / 32))
+
+
+def test_tensor_parallelism_waits_for_its_all_reduces_within_the_machine():
+    plan = {"parallel": Parallel(data=2, tensor=4), "devices": 8}
+    # Two all-reduces per layer and direction of each rank's 32 rows, in a ring of four.
+    moved = 4 * 28 * (32 * 4096) * (2 * 3 / 4 * 1536 * 2)
+    assert update_of(**plan) == pytest.approx(COMPUTED + moved / LINK)
+    half = update_of(**plan | {"parallel": Parallel(data=1, tensor=4, sequence=2)})
+    # Each of two ranks has half of the tokens of twice the rows, and passes keys and values of 256 each to the other.
+    keys = 3 * 28 * (32 * 4096) * 2 * 512 / 4
+    assert half == pytest.approx(COMPUTED + (moved + keys) / LINK)
+
+
+def test_tensor_parallelism_keeps_to_its_machine_where_the_role_has_several():
+    plan = replace(ACTOR, engine="megatron", devices=16, parallel=Parallel(data=2, tensor=8))
+    reduced = replace(plan, parallel=Parallel(data=16))
+    two, one = (seconds_of(p, SHAPE, BATCH, Cluster.parse("16xH100")).phase("infer").likely for p in (plan, reduced))
+    moved = 2 * 28 * (32 * 4096) * (2 * 7 / 8 * 1536 * 2)
+    assert two - one == pytest.approx(moved / LINK)
+
+
+def test_sequences_of_several_ranks_exchange_their_heads():
+    wide = {"engine": "fsdp2", "shards": 8, "micro_tokens": 16_384}
+    alone = update_of(**wide, parallel=Parallel(data=8))
+    shared = update_of(**wide, parallel=Parallel(data=2, sequence=4))
+    assert alone == pytest.approx(COMPUTED)
+    # Queries, keys, values and outputs of an eighth of the tokens, three quarters to others, forwards and backwards.
+    moved = 2 * 28 * (8 * 4096) * 2 * (1536 + 256 + 256 + 1536) * 3 / 4
+    assert shared == pytest.approx(COMPUTED + moved / LINK)
+
+
+def test_an_adapter_saves_the_gradients_of_frozen_matrices_and_their_reduction():
+    matrices = 2 * SHAPE.active_parameters * 64 * 4096 / (8 * 989e12 * EFFICIENCY["train"].likely)
+    assert update_of(parallel=Parallel(data=8), lora_rank=8) == pytest.approx(COMPUTED - matrices)
+    plan = replace(
+        ACTOR, engine="fsdp2", devices=16, parallel=Parallel(data=16), shards=16, lora_rank=8, micro_tokens=1
+    )
+    work = Workload(1, 1, Lengths(8, 8), Lengths(8, 8))  # one token each: links bound it
+    update = seconds_of(plan, SHAPE, work, Cluster.parse("16xH100")).phase("update")
+    moved = (4 * SHAPE.parameters + 4 * SHAPE.adapter_parameters(8)) * 15 / 16
+    assert update.likely == pytest.approx(moved / 50e9 / EFFICIENCY["link"].likely)
+
+
+def test_at_worst_links_and_operations_take_turns():
+    plan = replace(ACTOR, engine="fsdp2", devices=8, parallel=Parallel(data=8), shards=8)
+    update = seconds_of(plan, SHAPE, BATCH, Cluster.parse("8xH100")).phase("update")
+    alone = seconds_of(replace(plan, shards=1), SHAPE, BATCH, Cluster.parse("8xH100")).phase("update")
+    passes = 64 * 4096 / (8 * 16_384)
+    moved = passes * 8 * SHAPE.parameters * 7 / 8  # gathered twice in two bytes, reduced in four
+    assert update.high == pytest.approx(
+        3 * SHAPE.flops_per_token(4096) * 64 * 4096 / (8 * 989e12 * EFFICIENCY["train"].low)
+        + moved / (450e9 * EFFICIENCY["link"].low)
+    )
+    assert update.likely == alone.likely
+
+
+def test_decoding_over_tensor_parallel_ranks_waits_for_them():
+    work = Workload(1, 1, Lengths(1, 1), Lengths(1000, 1000))
+    plan = replace(ROLLOUT, devices=4, parallel=Parallel(tensor=4))
+    generate = seconds_of(plan, SHAPE, work, Cluster.parse("4xH100")).phase("generate")
+    assert generate.likely > 1000 * (2 * 28 * 20e-6 + 2 * SHAPE.parameters / 4 / 3350e9 / EFFICIENCY["decode"].likely)
+    alone = seconds_of(ROLLOUT, SHAPE, work, Cluster.parse("H100")).phase("generate")
+    assert generate.likely > alone.likely / 2  # four times the bandwidth, and not a quarter of the time
+
+
+def test_a_step_overlaps_generation_with_the_rest_where_its_schedule_does():
+    plans = [RolePlan("actor", "plain"), RolePlan("rollout", "vllm", pool="samplers")]
+    seconds = [Seconds("actor", {"infer": Range(1, 2, 3), "update": Range(1, 2, 3)}),
+               Seconds("rollout", {"generate": Range(3, 6, 9), "sync": Range(1, 1, 1)})]  # fmt: skip
+    assert step_seconds(plans, seconds).likely == 11
+    assert step_seconds(plans, seconds, overlaps=True).likely == 7
 
 
 def test_decoding_one_row_reads_all_weights_for_every_token():

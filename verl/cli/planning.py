@@ -1,87 +1,97 @@
-"""``python -m verl.planner COMMAND CONFIG...``: the words of a run, checked and costed without allocating anything."""
+"""``python -m verl.planner COMMAND CONFIG...``: a run checked, costed and placed without allocating anything."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import combinations
 from typing import cast
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl.cli.proposing import FLAGS, plan_command
 from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
-from verl.errors import ConfigError, VerlError, suggest
+from verl.errors import ConfigError, VerlError
 from verl.planner.estimate import Estimate
 from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster, device
+from verl.planner.proposal import Proposal, overrides, proposal
 from verl.planner.seconds import Range
-from verl.trainer.command import report_error, run_program
-
-USAGE = f"""python -m verl.planner estimate|check|plan [--devices 8xH100] [--json] CONFIG...
-
-  estimate   bytes per device of every role and phase, seconds, tokens per second, price
-  check      faults of a run that show before it starts; exit status 1 where there are any
-{FLAGS}
-
-CONFIG... are the words of python -m verl.trainer.main_ppo. Without --devices: this machine's CPU."""
-
+from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan, PlacementRules
+from verl.trainer.command import run_program
 
 WIDTH = 110
 """Columns of a table where no terminal says how wide it is."""
-
-
-@dataclass
-class PlannerWords:
-    """A command line: the planner's own flags, and the words of the run."""
-
-    cluster: Cluster | None = None
-    as_json: bool = False
-    run: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, argv: Sequence[str]) -> PlannerWords:
-        """Read them.
-
-        Raises:
-            ConfigError: a flag without its value, or devices that are unknown.
-        """
-        words, left = cls(), list(argv)
-        while left:
-            name, equals, value = left.pop(0).partition("=")
-            if name == "--devices":
-                if not equals and not left:
-                    raise ConfigError("the flag needs a value", key=name, allowed="8xH100")
-                words.cluster = Cluster.parse(value if equals else left.pop(0))
-            elif name == "--json":
-                words.as_json = True
-            else:
-                words.run.append(name + equals + value)
-        return words
+STAGES = ("generation", "preparation", "training")
+GIB = 1 << 30
 
 
 def main(argv: Sequence[str]) -> int:
     """Command line; the exit status: 0, 1 where `check` finds something, 2 after a message to the user."""
-    if not argv or argv[0] in ("--help", "-h"):
-        print(USAGE)
-        return 0 if argv else 2
-    command, *rest = argv
-    commands: dict[str, Callable[[PlannerWords], int]] = {"estimate": _estimate, "check": _check, "plan": _plan}
-    if command not in commands:
-        return report_error(ConfigError("unknown command", key="verl.planner", got=command, allowed=list(commands),
-                                        fix=suggest(command, commands)))  # fmt: skip
+    settings, config = _parser().parse_known_args(argv)
     status = 0
 
     def work() -> None:
         nonlocal status
-        status = commands[command](PlannerWords.of(rest))
+        status = settings.work(settings, config)
 
     return run_program(work) or status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m verl.planner", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    helps: dict[str, tuple[Callable[[argparse.Namespace, list[str]], int], str]] = {
+        "estimate": (_estimate, "bytes per device of every role and phase, seconds, tokens per second"),
+        "check": (_check, "faults of a run that show before it starts; exit status 1 where there are any"),
+        "plan": (_plan, "the fastest placement, parallel sizes, budgets and offloading; a bound; the overrides"),
+    }
+    for name, (work, text) in helps.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False,
+                                      epilog="All other arguments are those of verl.trainer.main_ppo.")  # fmt: skip
+        command.set_defaults(work=work)
+        command.add_argument("--devices", help="8xH100; default: this machine's CPU, of plan none")
+        command.add_argument("--json", action="store_true", help="print objects")
+    rules = command.add_argument_group("what a plan keeps to")
+    rules.add_argument("--gap", type=_share, default=0.0, help="share by which it may be slower than the optimum")
+    rules.add_argument("--schedule", choices=(SYNC, ASYNC), help="default: the faster of both")
+    for name, text in (("--together", "one pool"), ("--separate", "different pools")):
+        rules.add_argument(name, type=_roles, action="append", default=[], metavar="actor,ref", help=text)
+    rules.add_argument("--pool", type=_pool, action="append", default=[], metavar="critic:8", help="a pool's devices")
+    return parser
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise ArgumentTypeError(f"got {text}, allowed: a number from 0 to below 1")
+    return number
+
+
+def _roles(text: str) -> frozenset[str]:
+    roles = frozenset(text.split(","))
+    if len(roles) < 2:
+        raise ArgumentTypeError(f"got {text}, allowed: two roles or more, for example actor,ref")
+    return roles
+
+
+def _pool(text: str) -> tuple[str, int]:
+    role, _, number = text.partition(":")
+    if not number.isdigit():
+        raise ArgumentTypeError(f"got {text}, allowed: a role and its devices, for example critic:8")
+    return role, int(number)
+
+
+def _cluster(settings: argparse.Namespace) -> Cluster | None:
+    return None if settings.devices is None else Cluster.parse(settings.devices)
 
 
 def cluster_of(config: PPOTrainerConfig) -> Cluster:
@@ -98,26 +108,98 @@ def cluster_of(config: PPOTrainerConfig) -> Cluster:
     return Cluster(replace(device("CPU"), memory=free_host_memory() / each), config.trainer.nnodes * each)
 
 
-def _plan(words: PlannerWords) -> int:
-    return plan_command(words.run, words.cluster)
+def _plan(settings: argparse.Namespace, words: list[str]) -> int:
+    cluster = _cluster(settings)
+    if cluster is None:
+        raise ConfigError("say what the devices are", key="--devices", allowed="64xH100")
+    config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
+    validate.check_printed(config)
+    from verl.models.shape import model_shape  # loads transformers
+
+    run = run_plan(config, cluster.device.name == "CPU", model_shape)
+    pairs = (frozenset(pair) for roles in settings.separate for pair in combinations(sorted(roles), 2))
+    schedules = (settings.schedule,) if settings.schedule else (SYNC, ASYNC)
+    rules = PlacementRules(tuple(settings.together), tuple(pairs), dict(settings.pool), schedules)
+    answer = proposal(run, cluster, rules, ASYNC if run.overlaps else SYNC, settings.gap)
+    if settings.json:
+        print(json.dumps(answer.to_json()))
+        return 0
+    _print_tables(_placement(answer), _others(answer))
+    print(step_text(answer), " \\\n    ".join(map(shlex.quote, overrides(answer.plan, cluster))), sep="\n\n")
+    return 0
 
 
-def _estimate(words: PlannerWords) -> int:
-    if words.cluster is None:
-        config = cast(PPOTrainerConfig, load_config("ppo_trainer", words.run))
+def _placement(answer: Proposal) -> Table:
+    plan = answer.plan
+    heads = ["role", "engine", "t p d s e", "tokens", "offload", "recompute", "GiB", *STAGES]
+    table = _table("Parallel sizes, tokens of a micro-batch, GiB per device, seconds", heads, 2)
+    for pool in plan.pools:
+        for role, choice in pool.choices.items():
+            cost, sizes = pool.costs[role], choice.parallel
+            offload = {(False, False): "-", (True, False): "optimizer", (False, True): "weights", (True, True): "both"}
+            numbers = sizes.tensor, sizes.pipeline, sizes.data, sizes.sequence, sizes.expert
+            seconds = cost.sampling(ACTOR in pool.choices), cost.preparation, cost.training
+            table.add_row(role, choice.engine, " ".join(map(str, numbers)),
+                          str(choice.micro_tokens or choice.infer_tokens or "-"),
+                          offload[choice.optimizer_offload, choice.param_offload], "yes" if choice.recompute else "-",
+                          f"{(cost.resident + cost.working) / GIB:.1f}",
+                          *(f"{value:.3g}" for value in seconds))  # fmt: skip
+    return table
+
+
+def _others(answer: Proposal) -> Table:
+    """The plan against others, each with the stage that makes the difference."""
+    table = _table("Other placements", ["", "step, s", "slower by", "most of it in", "fits"], 1)
+    plan = answer.plan
+    placements: list[tuple[str, PlacementPlan]] = [(str(plan), plan), *answer.others]
+    for title, other in placements:
+        differences = [theirs - ours for theirs, ours in zip(other.stages, plan.stages, strict=True)]
+        stage = STAGES[differences.index(max(differences))] if other.seconds > plan.seconds else "-"
+        fits = all(pool.bytes <= answer.memory for pool in other.pools)
+        table.add_row(title, f"{other.seconds:.3g}", f"{other.seconds / plan.seconds - 1:.0%}", stage,
+                      "yes" if fits else "no")  # fmt: skip
+    return table
+
+
+def step_text(answer: Proposal) -> str:
+    """Seconds of a step with their bound, GiB per device of each pool, and free devices."""
+    plan, cluster = answer.plan, answer.cluster
+    stages = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in zip(STAGES, plan.stages, strict=True))
+    lines = [f"A step takes {plan.seconds:.3g} s ({plan.schedule}): {stages}. No placement takes less than "
+             f"{plan.bound:.3g} s under this model."]  # fmt: skip
+    for pool in plan.pools:
+        lines.append(f"{' and '.join(pool.choices)} on {pool.devices} devices: {pool.bytes / GIB:.1f} GiB each, "
+                     f"at most {answer.memory / GIB:.1f}")  # fmt: skip
+    free = cluster.devices - plan.devices
+    if free:
+        proved = "" if plan.bound < plan.seconds else ": under these rules no placement on more devices is faster"
+        lines.append(f"{free} of {cluster.devices} devices stay free{proved}")
+    return "\n".join(lines)
+
+
+def _estimate(settings: argparse.Namespace, words: list[str]) -> int:
+    cluster = _cluster(settings)
+    if cluster is None:
+        config = cast(PPOTrainerConfig, load_config("ppo_trainer", words))
+        cluster = cluster_of(config)
     else:  # the machine of the run is another one
-        config = cast(PPOTrainerConfig, read_config("ppo_trainer", words.run))
+        config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
         validate.check_printed(config)
-    cluster = words.cluster or cluster_of(config)
-    estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU"), cluster)
-    if words.as_json:
+    from verl.models.shape import model_shape  # loads transformers
+
+    estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU", model_shape), cluster)
+    if settings.json:
         print(json.dumps(estimate.to_json()))
         return 0
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for table in (_memory(estimate), _pools(estimate), _seconds(estimate)):
-        console.print(table)
-    console.print(_summary(estimate), highlight=False)
+    _print_tables(_memory(estimate), _pools(estimate), _seconds(estimate))
+    print(_summary(estimate))
     return 0
+
+
+def _print_tables(*tables: Table) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for table in tables:
+        console.print(table)
 
 
 def _table(title: str, heads: Sequence[str], names: int) -> Table:
@@ -159,8 +241,6 @@ def _summary(estimate: Estimate) -> str:
         f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {hours:.2g} device hours for "
         f"{estimate.run.work.steps} step(s), {estimate.checkpoint_bytes / 1e9:.2f} GB per checkpoint"
     ]
-    if estimate.price is not None:
-        lines.append(f"${estimate.price.likely:,.2f} (${estimate.price.low:,.2f} to ${estimate.price.high:,.2f})")
     return "\n".join([*lines, *(f"does not fit: {problem}" for problem in estimate.problems())])
 
 
@@ -172,13 +252,13 @@ def _gb(amount: float) -> str:
     return f"{amount / 1e9:.2f}" if amount else "-"
 
 
-def _check(words: PlannerWords) -> int:
+def _check(settings: argparse.Namespace, words: list[str]) -> int:
     from verl.trainer.planning.check import findings  # loads torch
 
-    problems: list[VerlError] = findings(words.run, words.cluster, cluster_of)
-    if words.as_json:
-        named = ("key", "message", "got", "allowed", "fix")
-        print(json.dumps([{name: getattr(problem, name) for name in named} for problem in problems], default=str))
+    problems: list[VerlError] = findings(words, _cluster(settings), cluster_of)
+    if settings.json:
+        fields = ("key", "message", "got", "allowed", "fix")
+        print(json.dumps([{name: getattr(problem, name) for name in fields} for problem in problems], default=str))
     else:
         for problem in problems:
             print(f"{problem.key or 'run'}: {problem.message}\n  got: {problem.got}\n  allowed: {problem.allowed}\n"

@@ -285,8 +285,7 @@ class TorchEngine(Engine):
         mask, count = batch.tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.num_peers
         norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count)
         if norm.num_tokens == 0:
-            lr = float(self.optimizer.param_groups[0]["lr"])
-            return StepReport(0.0, lr, skipped_empty=True).metrics(0.0)
+            return StepReport(0.0, float(self.optimizer.param_groups[0]["lr"]), skipped_empty=True).metrics(0.0)
         mean = mean_weight(loss_fn, lambda: self._log_probs(work, tensors, temperature), self.ranks.sum)
         norm = replace(norm, mean_weight=mean)
         with self.routers.watching(), self._reference_at_hand(loss_fn.outputs), self._replaying():

@@ -14,29 +14,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl.planner.hardware import all_devices
 from verl.planner.shapes import FAMILIES, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-PEAK_BF16 = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
+PEAK_BF16 = {name: entry.bf16_flops for name, entry in all_devices().items() if name != "CPU"} | {
     "H800": 989e12,
-    "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
-    "MI300X": 1307e12,
     "MI250": 362e12,
-    "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
     "V100": 125e12,
 }
-"""Dense bf16 (V100: fp16) operations per second, from the vendors' data sheets."""
+"""Dense bf16 (V100: fp16) operations per second: those of `hardware.yaml`, and others from their data sheets."""
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,13 @@ class TrainerCosts:
 
     Args:
         shards: it spreads weights, gradients and optimizer over all shards, and gathers layers (FSDP).
-        optimizer_over_data: it spreads the optimizer alone over the data-parallel ranks (Megatron's distributed one).
+        optimizer_over_data: it spreads the optimizer alone, over all processes (Megatron's distributed one).
         norm: bytes that autograd keeps per value of a norm, below float32: its input, its normalised input, its output.
         casts: whether each matrix keeps a copy of its input in the compute dtype (autocast).
         caches: whether copies of all matrices in the compute dtype live through a pass (autocast).
         main_weights: bytes of a second copy of each trained weight, which the optimizer updates.
+        passes_keys: processes that share sequences pass keys and values on (context parallelism); others exchange heads
+            (Ulysses).
     """
 
     shards: bool = False
@@ -53,13 +55,14 @@ class TrainerCosts:
     casts: bool = False
     caches: bool = False
     main_weights: int = 0
+    passes_keys: bool = False
 
 
 TRAINERS = {
     "plain": TrainerCosts(norm=(4, 4, 0), casts=True, caches=True),
     "fsdp2": TrainerCosts(shards=True),
-    "torchtitan": TrainerCosts(shards=True),
-    "megatron": TrainerCosts(optimizer_over_data=True, norm=(2, 0, 2), main_weights=4),
+    "torchtitan": TrainerCosts(shards=True, passes_keys=True),
+    "megatron": TrainerCosts(optimizer_over_data=True, norm=(2, 0, 2), main_weights=4, passes_keys=True),
 }
 """Engine -> its costs. Those of Megatron-Core and TorchTitan are read from their code, not measured."""
 
@@ -118,16 +121,18 @@ def sampler_costs(name: str) -> SamplerCosts:
     return SAMPLERS[name]
 
 
-def state_bytes(optimizer: str) -> float:
-    """Bytes of optimizer state per trained weight.
+def state_bytes(plan: RolePlan) -> float:
+    """Bytes of optimizer state per trained weight; moments have the dtype of the weights.
 
     Raises:
         ConfigError: an optimizer that is not in `OPTIMIZERS`.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError("the planner does not know how much state this optimizer has", key="optim.optimizer",
-                          got=optimizer, allowed=list(OPTIMIZERS), fix=suggest(optimizer, OPTIMIZERS))  # fmt: skip
-    return OPTIMIZERS[optimizer]
+    if plan.optimizer not in OPTIMIZERS:
+        key = ("critic" if plan.role == "critic" else "actor_rollout_ref.actor") + ".optim.optimizer"
+        raise ConfigError("the planner does not know how much state this optimizer has", key=key, got=plan.optimizer,
+                          allowed=list(OPTIMIZERS), fix=suggest(plan.optimizer, OPTIMIZERS))  # fmt: skip
+    state = OPTIMIZERS[plan.optimizer]
+    return state * plan.weight_bytes / 4 if state >= 4 else state
 
 
 def automatic_tokens(logits_per_token: int, device: str, longest: int, num_parameters: int = 0) -> int:

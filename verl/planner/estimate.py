@@ -1,4 +1,4 @@
-"""What a run takes on a cluster: bytes, seconds and price, and what to change where it does not fit."""
+"""What a run takes on a cluster: bytes and seconds, and what to change where it does not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.planner.engines import sampler_costs, trainer_costs
 from verl.planner.from_config import RunPlan
 from verl.planner.hardware import Cluster
 from verl.planner.layout import RolePlan, Workload
-from verl.planner.memory import Memory, memory_of, pool_memory
+from verl.planner.memory import Memory, memory_of, pool_memory, sequence_cache
 from verl.planner.seconds import Range, Seconds, seconds_of, step_seconds
 
 USABLE = 0.94
@@ -66,29 +66,22 @@ class Estimate:
         """Of each pool."""
         peaks: dict[str, PoolPeak] = {}
         for plan, memory in zip(self.run.roles, self.memory, strict=True):
-            fellows = [m for p, m in zip(self.run.roles, self.memory, strict=True) if p.pool == plan.pool]
+            pool = [m for p, m in zip(self.run.roles, self.memory, strict=True) if p.pool == plan.pool]
             for phase in memory.phases:
-                total = pool_memory(fellows, phase.phase, plan.role)
+                total = pool_memory(pool, phase.phase, plan.role)
                 if plan.pool not in peaks or total > peaks[plan.pool].total:
                     peaks[plan.pool] = PoolPeak(plan.pool, plan.role, phase.phase, total)
         return list(peaks.values())
 
     @property
     def step(self) -> Range:
-        """Seconds of a synchronous step."""
-        return step_seconds(self.run.roles, self.seconds)
+        """Seconds of a step; asynchronous schedules overlap generation with the rest of it."""
+        return step_seconds(self.run.roles, self.seconds, self.run.overlaps)
 
     @property
     def tokens_per_second(self) -> float:
         """Prompts and responses of a step over its likely seconds, all devices together."""
         return self.run.work.tokens / self.step.likely
-
-    @property
-    def price(self) -> Range | None:
-        """US dollars of all steps; None where the device has no list price."""
-        if self.cluster.device.price is None:
-            return None
-        return self.step * (self.run.work.steps * self.run.devices / HOUR * self.cluster.device.price)
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -97,12 +90,12 @@ class Estimate:
 
     def problems(self) -> list[ConfigError]:
         """What does not fit: devices, memory of each pool, the KV cache of one sequence."""
-        there, needed = self.cluster.devices, self.run.devices
+        available, needed = self.cluster.devices, self.run.devices
         problems = []
-        if needed > there:
+        if needed > available:
             fix = "Make a pool smaller, or take more devices."
             message, key = "the run has more processes than there are devices", "trainer.n_gpus_per_node"
-            problems.append(ConfigError(message, key=key, got=needed, allowed=f"at most {there}", fix=fix))
+            problems.append(ConfigError(message, key=key, got=needed, allowed=f"at most {available}", fix=fix))
         room = USABLE * self.cluster.device.memory
         problems += [self._too_large(peak, room) for peak in self.peaks() if peak.total > room]
         return problems + list(self._caches())
@@ -112,11 +105,13 @@ class Estimate:
         for plan, memory in zip(self.run.roles, self.memory, strict=True):
             if not plan.samples or not sampler_costs(plan.engine).reserves:
                 continue
-            longest = self.run.shapes[plan.role].cache_bytes(self.run.work.longest, plan.cache_bytes)
-            room = memory.phase("generate").kv_cache * plan.parallel.model
+            longest = sequence_cache(plan, self.run.shapes[plan.role], self.run.work.longest)
+            room = memory.phase("generate").kv_cache
             if room < longest:
                 fix = "Raise it, or actor_rollout_ref.rollout.tensor_model_parallel_size; or take another device."
-                message = f"the KV cache of one sequence of {self.run.work.longest} tokens takes {_gb(longest)}"
+                message = (
+                    f"the KV cache of one sequence of {self.run.work.longest} tokens takes {_gb(longest)} per device"
+                )
                 key = "actor_rollout_ref.rollout.gpu_memory_utilization"
                 yield ConfigError(f"{message}, and {_gb(room)} are left", key=key, got=plan.memory_fraction, fix=fix)
 
@@ -137,7 +132,8 @@ class Estimate:
             if roles == self.run.roles:
                 continue
             changed = Estimate.of(replace(self.run, roles=roles), self.cluster)
-            if all(other.total <= room for other in changed.peaks() if other.pool == peak.pool):
+            fits = all(new.total <= room for new in changed.peaks() if new.pool == peak.pool)
+            if fits and not list(changed._caches()):
                 return f"The cheapest change that makes it fit: {settings}."
         return ""
 
@@ -152,7 +148,6 @@ class Estimate:
             "step": asdict(self.step),
             "tokens_per_second": self.tokens_per_second,
             "device_hours": self.run.devices * self.run.work.steps * self.step.likely / HOUR,
-            "price": None if self.price is None else asdict(self.price),
             "checkpoint_bytes": self.checkpoint_bytes,
             "problems": [str(problem) for problem in self.problems()],
         }
@@ -179,13 +174,23 @@ def _fewer_tokens(plan: RolePlan, work: Workload) -> RolePlan:
     """A quarter of the budgets, but the longest row."""
     if plan.samples:
         return plan
-    least = -(-work.longest // (plan.parallel.sequence * plan.parallel.context))
+    least = -(-work.longest // plan.parallel.sequence)
     update, infer = (max(least, tokens // 4) for tokens in (plan.micro_tokens, plan.infer_tokens))
     return replace(plan, micro_tokens=update, infer_tokens=infer)
 
 
+def _recomputing(plan: RolePlan, is_megatron: bool) -> RolePlan:
+    """Megatron reads another setting than the other engines."""
+    applies = plan.trains and trainer_costs(plan.engine).optimizer_over_data == is_megatron
+    return replace(plan, recompute=True) if applies else plan
+
+
 CHANGES: tuple[tuple[str, Callable[[RolePlan, Workload], RolePlan]], ...] = (
-    ("enable_gradient_checkpointing=true in the model's section", lambda plan, _: replace(plan, recompute=plan.trains)),
+    ("enable_gradient_checkpointing=true in the model's section", lambda plan, _: _recomputing(plan, False)),
+    (
+        "recompute_granularity=full in the role's override_transformer_config",
+        lambda plan, _: _recomputing(plan, True),
+    ),
     ("use_fused_kernels=true in the model's section", lambda plan, _: replace(plan, fused_head="torch")),
     (
         "a quarter of the tokens per micro-batch, or one row (ppo_max_token_len_per_gpu with use_dynamic_bsz)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from verl.config.machine.pools import starts_no_engine, trained_roles
@@ -17,6 +17,8 @@ from verl.planner.shapes import ModelShape
 
 COMPILED_FROM = 500_000_000
 """Parameters from which the plain engine compiles layers on a GPU (`verl.models.compiled`)."""
+OVERLAPPING_MODES = ("one_step_off", "separate_async", "fully_async")
+"""Schedules that generate while they train."""
 MEAN_SHARE = 0.5
 """Mean length of prompts and responses as a share of the longest that the settings admit: an assumption."""
 FLOAT32 = ("fp32", "float32", "float")
@@ -27,6 +29,9 @@ _PASSES = {
     "rm": ("use_dynamic_bsz", "forward_max_token_len_per_gpu", "micro_batch_size"),
 }
 """Role -> its settings of a pass without gradients: a switch, tokens, rows (``..._per_gpu``)."""
+MODELS = {"actor": "actor_rollout_ref.model", "ref": "actor_rollout_ref.model", "critic": "critic.model",
+          "rm": "reward.reward_model"}  # fmt: skip
+"""Role -> the section of its model."""
 _UPDATES = ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size")
 
 
@@ -38,11 +43,13 @@ class RunPlan:
         roles: in the order of its topology.
         shapes: role -> its model.
         work: of one step.
+        overlaps: samplers of a pool of their own generate while the trainers compute.
     """
 
     roles: tuple[RolePlan, ...]
     shapes: Mapping[str, ModelShape]
     work: Workload
+    overlaps: bool = False
 
     @property
     def devices(self) -> int:
@@ -50,11 +57,12 @@ class RunPlan:
         return sum({role.pool: role.devices for role in self.roles if role.devices}.values())
 
 
-def run_plan(config: PPOTrainerConfig, on_cpu: bool) -> RunPlan:
+def run_plan(config: PPOTrainerConfig, on_cpu: bool, shape_of: Callable[[str, str], ModelShape]) -> RunPlan:
     """The plan of a checked configuration.
 
     Args:
         on_cpu: what ``auto`` means in dtypes and unset switches.
+        shape_of: (path of a model, the setting that names it) -> its sizes: `verl.models.shape.model_shape`.
 
     Raises:
         NotBuiltError: a schedule adds a model that has no costs here.
@@ -69,7 +77,8 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool) -> RunPlan:
     shapes: dict[str, ModelShape] = {}
     for name, _, section, fsdp in trained_roles(config):
         part, model = topology.part(name), _model(config, name)
-        shape = ModelShape.from_config(str(model["path" if "path" in model else "model_path"]))
+        field = "path" if "path" in model else "model_path"
+        shape = shape_of(str(model[field]), f"{MODELS[name]}.{field}")
         sizes = part.sizes
         plan = RolePlan(
             role=name,
@@ -88,7 +97,9 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool) -> RunPlan:
     if not starts_no_engine(config.actor_rollout_ref.rollout):
         plans.insert(1, _sampler(config, topology, on_cpu))
         shapes["rollout"] = shapes["actor"]
-    return RunPlan(tuple(plans), shapes, work)
+    pools = {plan.role: plan.pool for plan in plans}
+    overlaps = config.trainer.v1.trainer_mode in OVERLAPPING_MODES and pools.get("rollout") != pools["actor"]
+    return RunPlan(tuple(plans), shapes, work, overlaps)
 
 
 def _work(config: PPOTrainerConfig) -> Workload:
@@ -100,7 +111,6 @@ def _work(config: PPOTrainerConfig) -> Workload:
         prompt=Lengths(MEAN_SHARE * prompt, prompt),
         response=Lengths(MEAN_SHARE * response, response),
         steps=trainer.total_training_steps or 1,
-        epochs=config.actor_rollout_ref.actor.ppo_epochs,
     )
 
 
@@ -117,10 +127,10 @@ def _bytes(dtype: str, on_cpu: bool) -> int:
 def _with_model(plan: RolePlan, model: ConfigNode, on_cpu: bool) -> RolePlan:
     if not isinstance(model, HFModelConfig):
         return plan
-    again = model.enable_gradient_checkpointing
+    recompute = model.enable_gradient_checkpointing
     return replace(
         plan,
-        recompute=plan.trains and (not on_cpu if again is None else again),
+        recompute=plan.trains and (not on_cpu if recompute is None else recompute),
         activation_offload=plan.trains and model.enable_activation_offload and not on_cpu,
         fused_head=model.fused_kernel_options.impl_backend if model.use_fused_kernels else "",
         lora_rank=model.lora_rank if plan.trains else 0,
@@ -135,11 +145,13 @@ def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelSha
         param_offload=engine.param_offload and not on_cpu,
         optimizer_offload=engine.optimizer_offload and not on_cpu,
         compute_bytes=_bytes(engine.dtype, on_cpu) if "dtype" in engine else 2,
+        keeps_gathered="reshard_after_forward" in engine and engine.reshard_after_forward in (False, "never"),
         optimizer=section["optim"].optimizer if plan.trains else "AdamW",
     )
     if "override_transformer_config" in engine:
         granularity = engine.override_transformer_config.recompute_granularity
-        return replace(plan, recompute=plan.trains and granularity == "full")
+        parallel = replace(plan.parallel, expert_tensor=engine.expert_tensor_parallel_size or 0)
+        return replace(plan, parallel=parallel, recompute=plan.trains and granularity == "full")
     if "fsdp_size" not in engine:
         return replace(plan, shards=plan.devices)
     size = engine.fsdp_size if 0 < engine.fsdp_size < plan.devices else plan.devices
@@ -167,10 +179,10 @@ def _with_batches(
         switch, budget, rows = names
         if switch in node and node[switch] and budget in node:
             return int(node[budget])
-        each = node[f"{rows}_per_gpu"]
-        if each is None and rows in node and node[rows] is not None:  # the older setting counts over all processes
-            each = max(1, node[rows] // plan.devices)
-        return automatic if each is None else each * work.longest // plan.parallel.sequence
+        per_process = node[f"{rows}_per_gpu"]
+        if per_process is None and rows in node and node[rows] is not None:  # the older setting counts over all
+            per_process = max(1, node[rows] // plan.devices)
+        return automatic if per_process is None else per_process * work.longest // plan.parallel.sequence
 
     passes = config.actor_rollout_ref.rollout if plan.role == "actor" else section
     plan = replace(plan, infer_tokens=tokens(passes, _PASSES[plan.role]), infer_entropy=plan.role == "actor")
@@ -181,6 +193,7 @@ def _with_batches(
         plan,
         micro_tokens=tokens(section, _UPDATES),
         mini_batches=max(1, work.prompts // section["ppo_mini_batch_size"]),
+        epochs=section["ppo_epochs"],
         entropy=plan.role == "actor" and (actor.entropy_coeff != 0 or actor.calculate_entropy),
         freeze_vision=plan.role == "actor" and actor.freeze_vision_tower,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import yaml
 
@@ -29,8 +28,6 @@ class Device:
         node_link: bytes per second to the other devices of its machine, in one direction.
         network: bytes per second to other machines, per device and in one direction.
         node: devices of one machine.
-        price: US dollars per device and hour; None where there is no list price.
-        sources: per figure, where it is from.
     """
 
     name: str
@@ -40,18 +37,11 @@ class Device:
     node_link: float
     network: float
     node: int
-    price: float | None
-    sources: Mapping[str, str] = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Several devices of one kind, in machines of `Device.node` each.
-
-    Example:
-        >>> Cluster.parse("64xH100").nodes
-        8
-    """
+    """Several devices of one kind, in machines of `Device.node` each."""
 
     device: Device
     devices: int
@@ -68,19 +58,18 @@ class Cluster:
             raise ConfigError("this names no devices", key="--devices", got=text, allowed="64xH100, or H100 for one")
         return cls(device(match[2]), int(match[1] or 1))
 
-    @property
-    def nodes(self) -> int:
-        """Machines, the last of which may have free devices."""
-        return -(-self.devices // self.device.node)
-
     def link(self, devices: int) -> float:
         """Bytes per second and device of a collective over neighbours: the network once a machine is full."""
         return self.device.node_link if devices <= self.device.node else self.device.network
 
 
+@functools.cache
 def all_devices() -> Mapping[str, Device]:
     """All of `hardware.yaml` by name."""
-    return _read(FILE)
+    entries = yaml.safe_load(FILE.read_text(encoding="utf-8"))["devices"]
+    return MappingProxyType(
+        {name: Device(name, **{key: value for key, (value, _) in figures.items()}) for name, figures in entries.items()}
+    )
 
 
 def device(name: str) -> Device:
@@ -99,14 +88,3 @@ def device(name: str) -> Device:
 
 def _form(name: str) -> str:
     return re.sub(r"[\s_-]|GB$", "", name.upper())
-
-
-@functools.cache
-def _read(file: Path) -> Mapping[str, Device]:
-    text = yaml.safe_load(file.read_text(encoding="utf-8"))
-    entries = {}
-    for name, figures in text["devices"].items():
-        values: dict[str, Any] = {key: None if figure is None else figure[0] for key, figure in figures.items()}
-        sources = {key: text["sources"][figure[1]] for key, figure in figures.items() if figure is not None}
-        entries[name] = Device(name=name, **values, sources=MappingProxyType(sources))
-    return MappingProxyType(entries)

@@ -12,16 +12,16 @@ ROLLOUT = "rollout"
 class Parallel:
     """Parallel sizes of a role, or of its sampling replicas.
 
-    The processes of a role are ``tensor * pipeline * sequence * context * data``; experts are spread over some of
-    these (``expert`` divides ``tensor * sequence * context * data``).
+    The processes of a role are ``tensor * pipeline * sequence * data``; experts are spread over those of a pipeline
+    stage.
 
     Args:
         tensor: processes that share each matrix (t).
         pipeline: processes that share the depth (p).
         data: shares of a batch (d); of a sampler, its replicas.
         expert: processes that share the experts of a mixture (e).
-        sequence: processes that share the sequences by Ulysses (s).
-        context: processes that share the sequences by context parallelism.
+        sequence: processes that share the sequences, by Ulysses or context parallelism (s).
+        expert_tensor: processes that share each matrix of an expert (Megatron); 0: as many as ``tensor``.
     """
 
     tensor: int = 1
@@ -29,12 +29,22 @@ class Parallel:
     data: int = 1
     expert: int = 1
     sequence: int = 1
-    context: int = 1
+    expert_tensor: int = 0
 
     @property
     def devices(self) -> int:
         """Processes of the role."""
-        return self.tensor * self.pipeline * self.sequence * self.context * self.data
+        return self.pipeline * self.stage
+
+    @property
+    def stage(self) -> int:
+        """Processes of a pipeline stage."""
+        return self.tensor * self.sequence * self.data
+
+    @property
+    def expert_shards(self) -> int:
+        """Processes that share one copy of a stage's experts; Megatron needs a divisor of `stage`."""
+        return self.expert * (self.expert_tensor or self.tensor)
 
     @property
     def model(self) -> int:
@@ -56,6 +66,7 @@ class RolePlan:
         weight_bytes: per weight that the optimizer updates or a frozen role holds (4: float32).
         compute_bytes: per value in matrix products and activations (2: bf16).
         shards: devices over which fsdp2 spreads one copy of the weights.
+        keeps_gathered: gathered weights stay until the backward pass (``reshard_after_forward=false``).
         optimizer: its name, a row of `engines.OPTIMIZERS`.
         optimizer_offload: its state is on the host between updates.
         param_offload: weights are on the host between updates, too.
@@ -67,7 +78,8 @@ class RolePlan:
         activation_offload: what recomputation keeps of a layer is on the host until the backward pass.
         micro_tokens: tokens of a micro-batch of an update, per device.
         infer_tokens: tokens of a micro-batch of a pass without gradients, per device.
-        mini_batches: optimizer steps per step of the run.
+        mini_batches: optimizer steps per pass over the batch.
+        epochs: passes of an update over the batch.
         fused_head: log-probs come without logits of all tokens: ``""``, ``torch`` or ``triton``.
         entropy: the loss reads the entropy.
         infer_entropy: a pass without gradients computes it.
@@ -90,6 +102,7 @@ class RolePlan:
     weight_bytes: int = 4
     compute_bytes: int = 2
     shards: int = 1
+    keeps_gathered: bool = False
     optimizer: str = "AdamW"
     optimizer_offload: bool = False
     param_offload: bool = False
@@ -102,6 +115,7 @@ class RolePlan:
     micro_tokens: int = 0
     infer_tokens: int = 0
     mini_batches: int = 1
+    epochs: int = 1
     fused_head: str = ""
     entropy: bool = False
     infer_entropy: bool = False
@@ -142,7 +156,6 @@ class Workload:
         samples: per prompt.
         prompt, response: lengths in tokens.
         steps: of the run.
-        epochs: passes of an update over the batch.
     """
 
     prompts: int
@@ -150,7 +163,6 @@ class Workload:
     prompt: Lengths
     response: Lengths
     steps: int = 1
-    epochs: int = 1
 
     @property
     def sequences(self) -> int:

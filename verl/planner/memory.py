@@ -17,9 +17,6 @@ from verl.planner.hardware import Device
 from verl.planner.layout import RolePlan, Workload
 from verl.planner.shapes import ModelShape
 
-PROCESS = 1.5e9
-"""Bytes of host memory of a worker with torch and its libraries, before it holds any tensor: an assumption."""
-
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -65,28 +62,16 @@ class Memory:
     Args:
         role: its name.
         phases: per device; ``idle`` first.
-        host: bytes of host memory per process.
         checkpoint: bytes of one checkpoint of the role, all processes together.
     """
 
     role: str
     phases: tuple[PhaseMemory, ...]
-    host: float = 0.0
     checkpoint: float = 0.0
 
     def phase(self, name: str) -> PhaseMemory:
         """A phase by its name; ``idle`` where the role has no such phase."""
         return next((phase for phase in self.phases if phase.phase == name), self.phases[0])
-
-    @property
-    def peak(self) -> PhaseMemory:
-        """The largest phase."""
-        return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def total(self) -> float:
-        """Bytes per device in the largest phase."""
-        return self.peak.total
 
 
 def memory_of(plan: RolePlan, shape: ModelShape, work: Workload, device: Device | None = None) -> Memory:
@@ -115,26 +100,40 @@ def trained_parameters(plan: RolePlan, shape: ModelShape) -> int:
     return shape.parameters - (shape.vision if plan.freeze_vision else 0)
 
 
-def share_of_weights(plan: RolePlan, shape: ModelShape) -> float:
-    """Part of all weights that one device holds."""
+def local_parameters(plan: RolePlan, dense: float, experts: float) -> float:
+    """How many of a trainer's dense weights and of its experts' one device holds."""
     if trainer_costs(plan.engine).shards:
-        return 1 / plan.shards
-    dense = shape.parameters - shape.expert_parameters
-    experts = shape.expert_parameters / plan.parallel.expert / max(1, plan.parallel.pipeline)
-    return (dense / plan.parallel.model + experts) / shape.parameters
+        return (dense + experts) / plan.shards
+    return dense / plan.parallel.model + experts / (plan.parallel.pipeline * plan.parallel.expert_shards)
+
+
+def local_trained(plan: RolePlan, shape: ModelShape) -> float:
+    """How many weights with a gradient one device holds."""
+    trained, experts = trained_parameters(plan, shape), 0 if plan.lora_rank else shape.expert_parameters
+    return local_parameters(plan, trained - experts, experts) if plan.trains else 0.0
+
+
+def sequence_cache(plan: RolePlan, shape: ModelShape, length: float) -> float:
+    """Bytes that the KV cache of one sequence takes on each device of a sampler's replica.
+
+    Tensor parallelism divides heads of keys and values; where it has more ranks than heads, they are replicated.
+    """
+    divided = plan.parallel.pipeline * min(plan.parallel.tensor, shape.kv_heads)
+    return shape.cache_bytes(length, plan.cache_bytes) / divided
 
 
 def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
-    costs, share = trainer_costs(plan.engine), share_of_weights(plan, shape)
-    trained = trained_parameters(plan, shape)
+    costs, trained, experts = trainer_costs(plan.engine), trained_parameters(plan, shape), shape.expert_parameters
     weights = shape.parameters + (trained if plan.lora_rank else 0)
-    state = state_bytes(plan.optimizer) if plan.trains else 0.0
+    held = local_parameters(plan, weights - experts, experts)
+    state = state_bytes(plan) if plan.trains else 0.0
     if costs.main_weights:
-        held, state = plan.compute_bytes * weights * share, state + costs.main_weights * plan.trains
+        held, state = plan.compute_bytes * held, state + costs.main_weights * plan.trains
     else:
-        held = plan.weight_bytes * weights * share
-    gradients = 4 * trained * (1 if plan.full_gradients and costs.shards else share)
-    optimizer = state * trained * share / (plan.parallel.data if costs.optimizer_over_data else 1)
+        held *= plan.weight_bytes
+    local = local_trained(plan, shape)
+    gradients = plan.weight_bytes * (trained if plan.full_gradients and costs.shards else local)
+    optimizer = state * (trained / plan.parallel.devices if costs.optimizer_over_data else local)
     working = PhaseMemory("update")
     if not plan.offload_policy:
         working = PhaseMemory("update", weights=held, gradients=gradients, optimizer=optimizer)
@@ -146,18 +145,23 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
     phases = [idle, _inference(plan, shape, work, replace(idle, weights=working.weights))]
     if plan.trains:
         phases.append(_update(plan, shape, work, working))
-    offloaded = held * (plan.param_offload or plan.offload_policy)
-    offloaded += optimizer * (plan.optimizer_offload or plan.offload_policy) + gradients * plan.offload_policy
     stored = trained if plan.lora_rank else weights  # of a model with an adapter, the adapter alone
     checkpoint = stored * plan.weight_bytes + trained * state if plan.trains else 0.0
-    return Memory(plan.role, tuple(phases), host=offloaded + PROCESS, checkpoint=checkpoint)
+    return Memory(plan.role, tuple(phases), checkpoint)
+
+
+def _gathers(plan: RolePlan) -> bool:
+    """Whether a pass gathers each layer's weights first."""
+    return trainer_costs(plan.engine).shards and (plan.shards > 1 or plan.offload_policy)
 
 
 def _gathered(plan: RolePlan, shape: ModelShape) -> tuple[float, float]:
-    """Bytes of weights in the compute dtype: what is there through a pass, and one layer."""
+    """Bytes of weights in the compute dtype: what stays through a pass, and one layer that does not."""
     costs, c = trainer_costs(plan.engine), plan.compute_bytes
     root = shape.embedding + shape.head + shape.hidden
-    if costs.shards and (plan.shards > 1 or plan.offload_policy):
+    if _gathers(plan):
+        if plan.keeps_gathered:
+            return c * shape.parameters, 0.0
         return c * root, c * shape.layer_parameters
     if costs.shards:
         return 0.0, 0.0
@@ -189,33 +193,34 @@ def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMem
     """The larger of two moments: the head with all activations, or a layer of the backward pass."""
     c, tokens = plan.compute_bytes, _tokens(plan, work, plan.micro_tokens)
     residual = (plan.weight_bytes if trainer_costs(plan.engine).casts else c) * shape.hidden
-    stages = plan.parallel.pipeline
     saved = [saved_per_token(plan, shape, block) for block in shape.blocks]
     worked = max(worked_per_token(plan, shape, block) for block in shape.blocks)
     if plan.recompute:
         inputs = 0 if plan.activation_offload else residual
-        layers, worked = tokens * inputs * shape.layers / stages, worked + max(saved) - inputs
+        layers, worked = tokens * inputs * shape.layers, worked + max(saved) - inputs
     elif plan.activation_offload:
         layers, worked = 0.0, worked + max(saved)
     else:
-        layers = tokens * sum(saved)  # of a pipeline's first stage: its share of the layers, of as many micro-batches
+        layers = tokens * sum(saved)
+    # A pipeline's first stage has its share of the layers, and of as many micro-batches: `layers` is not divided.
     through, layer = _gathered(plan, shape)
     # The last norm, and the input of the head.
     edge = tokens * (2 * residual + c * shape.hidden * work.predicted)
     head = edge + head_bytes(plan, shape, tokens * work.predicted, trains=True)
-    # Gradients that are complete and wait for their end: of tied or gathered embeddings, and of the gathered layer.
-    waits = 0.0 if plan.lora_rank else shape.embedding * (c if layer else 4) * bool(layer or shape.tied)
-    in_layer = (1 + plan.recompute) * layer + (0 if plan.lora_rank else layer / c * 4)
-    if head > tokens * worked + in_layer + waits:
+    # Complete gradients: of tied or gathered embeddings until the end of the pass, and of the gathered layer.
+    gathers = _gathers(plan)
+    embedding = 0.0 if plan.lora_rank else shape.embedding * (c if gathers else 4) * (gathers or shape.tied)
+    in_layer = (1 + plan.recompute) * layer + 4 * shape.layer_parameters * (gathers and not plan.lora_rank)
+    if head > tokens * worked + in_layer + embedding:
         return replace(resting, activations=layers + edge, logits=head - edge, transient=through)
-    return replace(resting, activations=layers + tokens * worked, transient=through + in_layer + waits)
+    return replace(resting, activations=layers + tokens * worked, transient=through + in_layer + embedding)
 
 
 def _tokens(plan: RolePlan, work: Workload, limit: int) -> float:
     """Tokens of a micro-batch on one device: no more than there are."""
     share = plan.parallel.data * max(1, plan.mini_batches)
-    there = max(work.longest, work.sequences * work.longest / share) / (plan.parallel.sequence * plan.parallel.context)
-    return min(limit or there, there)
+    most = max(work.longest, work.sequences * work.longest / share) / plan.parallel.sequence
+    return min(limit or most, most)
 
 
 def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device | None) -> Memory:
@@ -224,9 +229,8 @@ def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device |
     dense = (shape.parameters - shape.expert_parameters) / split
     weights = 0.0 if costs.shares_weights and plan.on_cpu else plan.compute_bytes * (dense + experts)
     rows = min(plan.batch_rows, work.sequences / plan.parallel.data)
-    needed = rows * shape.cache_bytes(work.mean_length, plan.cache_bytes) / split
     if not costs.reserves or device is None:
-        cache = needed * costs.cache_growth
+        cache = rows * sequence_cache(plan, shape, work.longest) * costs.cache_growth
     else:
         cache = max(0.0, plan.memory_fraction * device.memory - weights - costs.overhead)
     bucket = max(plan.bucket_bytes, plan.compute_bytes * shape.embedding)
@@ -234,4 +238,4 @@ def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device |
     generate = PhaseMemory("generate", weights=weights, kv_cache=cache, transient=costs.overhead)
     sent = min(bucket, plan.compute_bytes * shape.parameters)
     sync = PhaseMemory("sync", weights=weights, transient=2.0 * sent)  # at the sender and at the receiver
-    return Memory(plan.role, (idle, generate, sync), host=PROCESS)
+    return Memory(plan.role, (idle, generate, sync))

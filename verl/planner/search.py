@@ -15,8 +15,8 @@ of a device. Only the sampler has seconds of generation.
 The search
 ----------
 HybridFlow enumerates set partitions of the roles, and for each of them every division of the devices (2409.19256,
-Algorithm 1; `verl.planner.paper`). Here the problem is separated. With limits P and T on the seconds of preparation and
-training,
+Algorithm 1; `benchmarks/placement_crossovers.py` has it). Here the problem is separated. With limits P and T on the
+seconds of preparation and training,
 
 - a pool without the sampler needs a number of devices that no other pool changes, need(pool, P, T);
 - a set of roles needs D(set) = min over the pools of its first role of need(pool) + D(set - pool);
@@ -31,10 +31,9 @@ and the plan is optimal; else `PlacementPlan.bound` says how far from it it may 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -61,10 +60,6 @@ Options: TypeAlias = Mapping[str, Mapping[int, Sequence[tuple[C, RoleCost]]]]
 
 _BOXES = 256
 """Boxes that are cut at once."""
-_COARSE = 0.05
-"""Gap of a first plan."""
-_ROUNDING = 1 + 1e-9
-"""Seconds of one plan, summed in another order, differ by less."""
 _FAR = 1 << 40
 """Devices of a pool that no number of them makes fast enough."""
 
@@ -106,27 +101,22 @@ def _undominated(values: Floats) -> Integers:
 class PlacementSearch(Generic[C]):
     """A space with what was computed of it.
 
-    Args:
-        options: what choices cost, where that was computed before.
-
     Raises:
         ConfigError: the rules contradict each other, or name roles or devices that there are none of.
         NoPlacement: no number of devices is one that a role's grid can use.
     """
 
-    def __init__(self, space: SearchSpace[C], options: Options[C] | None = None):
+    def __init__(self, space: SearchSpace[C]):
         self.space = space
         names = [SAMPLER] * (SAMPLER in space.roles) + [role for role in space.roles if role != SAMPLER]
         self._names = tuple(names)
         self.all_roles = (1 << len(names)) - 1
         self._sampler = int(SAMPLER in space.roles)  # its bit is the lowest
         check_rules(space)
-        self.options: Options[C] = options or {role: self._options_of(role) for role in names}
-        self._of_roles: dict[tuple[str, int, bool, bool], _Front] = {}
-        self._fronts: dict[tuple[int, int], _Front] = {}
+        self.options: Options[C] = {role: self._options_of(role) for role in names}
+        self._fronts: dict[tuple[int, int, Hashable], _Front] = {}
         self._tables: dict[int, _Table] = {}
         self._masks = [mask for mask in range(1, self.all_roles + 1) if self._is_allowed(mask)]
-        self._limit = 0.0
 
     # ---- what a role and a pool cost ------------------------------------------------------------------------------
 
@@ -139,12 +129,12 @@ class PlacementSearch(Generic[C]):
             if costs:
                 options[devices] = costs
         if not options:
-            raise NoPlacement(
-                "no parallel size of this role divides any number of devices that a pool may have",
-                key=role,
-                got=f"{space.devices} devices",
-                fix="Take a number that the parallel sizes and the batch divide, for example a power of two.",
-            )
+            message = "no parallel size of this role divides any number of devices that a pool may have"
+            if role == SAMPLER:
+                message += ", or none leaves room for the weights and the KV cache of one sequence"
+            raise NoPlacement(message, key=role, got=f"{space.devices} devices",
+                              fix="Take a number that the parallel sizes and the batch divide, or larger devices."
+                              )  # fmt: skip
         return options
 
     def _is_allowed(self, mask: int) -> bool:
@@ -157,76 +147,52 @@ class PlacementSearch(Generic[C]):
         """The roles of a bit mask, the sampler first."""
         return [role for number, role in enumerate(self._names) if mask >> number & 1]
 
-    def _role_front(self, role: str, devices: int, inside: bool, is_fastest: bool = False) -> _Front:
-        """Of one role; ``is_fastest``: those that none is as fast as, whatever their bytes."""
-        key = role, devices, inside, is_fastest
-        if key not in self._of_roles:
-            front = self._role_front_of(role, devices, inside)
-            best = _undominated(front.values[:, :3]) if is_fastest else slice(None)
-            self._of_roles[key] = _Front(front.values[best], front.picks[best])
-        return self._of_roles[key]
-
-    def _role_front_of(self, role: str, devices: int, inside: bool) -> _Front:
-        rows = []
-        for _, cost in self.options[role].get(devices, []):
-            rows.append([cost.sampling(inside), cost.preparation, cost.training, cost.resident, cost.working])
+    def _role_front(self, role: str, devices: int, inside: bool, group: Hashable) -> _Front:
+        rows, numbers = [], []
+        for number, (choice, cost) in enumerate(self.options[role].get(devices, [])):
+            if self.space.group(choice) in (None, group):
+                rows.append([cost.sampling(inside), cost.preparation, cost.training, cost.resident, cost.working])
+                numbers.append(number)
         values = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
         best = self._useful(values)
         picks = np.full((len(best), len(self._names)), -1)
-        picks[:, self._names.index(role)] = best
+        picks[:, self._names.index(role)] = np.array(numbers, dtype=np.int64)[best]
         return _Front(values[best], picks)
 
     def _front(self, mask: int, devices: int, inside: bool) -> _Front:
-        """Of a pool; the sampler is joined last, as its update depends on whether the actor is ``inside``."""
-        key = (mask << 1) | (inside and mask & self._sampler), devices
+        """Of a pool, over all groups of choices that its roles may have together."""
+        choices = [choice for role in self.roles_of(mask) for choice, _ in self.options[role].get(devices, [])]
+        groups = dict.fromkeys(map(self.space.group, choices))
+        if len(groups) > 1:
+            groups.pop(None, None)
+        fronts = [self._group_front(mask, devices, inside, group) for group in groups or [None]]
+        if len(fronts) == 1:
+            return fronts[0]
+        values, picks = (np.concatenate(part) for part in zip(*((f.values, f.picks) for f in fronts), strict=True))
+        best = _undominated(values)
+        return _Front(values[best], picks[best])
+
+    def _group_front(self, mask: int, devices: int, inside: bool, group: Hashable) -> _Front:
+        """Of one group; the sampler is joined last, as its update depends on whether the actor is ``inside``."""
+        key = (mask << 1) | (inside and mask & self._sampler), devices, group
         if key not in self._fronts:
             lowest = mask & -mask
-            last = self._role_front(self._names[lowest.bit_length() - 1], devices, inside)
+            last = self._role_front(self._names[lowest.bit_length() - 1], devices, inside, group)
             rest = mask ^ lowest
-            self._fronts[key] = self._joined(self._front(rest, devices, inside), last) if rest else last
+            self._fronts[key] = self._joined(self._group_front(rest, devices, inside, group), last) if rest else last
         return self._fronts[key]
 
-    def _pool_front(self, mask: int, devices: int) -> _Front:
-        """Of a pool in seconds: where the fastest choices fit all at once, no slower ones can be of use."""
-        roles = self.roles_of(mask)
-        fastest = [self._role_front(role, devices, ACTOR in roles, is_fastest=True) for role in roles]
-        if all(len(front.values) for front in fastest):
-            resident = sum(front.values[:, 3].max() for front in fastest)
-            if resident + max(front.values[:, 4].max() for front in fastest) <= self.space.memory:
-                return functools.reduce(self._joined, fastest)
-        return self._front(mask, devices, ACTOR in roles)
-
-    def _joined(self, one: _Front, other: _Front) -> _Front:
-        first, second = (axis.ravel() for axis in np.indices((len(one.values), len(other.values))))
-        values = one.values[first] + other.values[second]
-        values[:, 4] = np.maximum(one.values[first, 4], other.values[second, 4])
+    def _joined(self, left: _Front, right: _Front) -> _Front:
+        rows, columns = (axis.ravel() for axis in np.indices((len(left.values), len(right.values))))
+        values = left.values[rows] + right.values[columns]
+        values[:, 4] = np.maximum(left.values[rows, 4], right.values[columns, 4])
         best = self._useful(values)
-        return _Front(values[best], np.maximum(one.picks[first[best]], other.picks[second[best]]))
+        return _Front(values[best], np.maximum(left.picks[rows[best]], right.picks[columns[best]]))
 
     def _useful(self, values: Floats) -> Integers:
-        """Rows that fit, are fast enough for a plan better than the limit, and no other row makes superfluous."""
-        fits = (values[:, 3] + values[:, 4] <= self.space.memory) & (values[:, :3].sum(1) <= self._limit)
-        rows = np.flatnonzero(fits)
+        """Rows that fit, and that no other row makes superfluous."""
+        rows = np.flatnonzero(values[:, 3] + values[:, 4] <= self.space.memory)
         return rows[_undominated(values[rows])]
-
-    def _raise_limit(self, seconds: float) -> None:
-        """From here on, pools that take these seconds alone are looked at, too."""
-        if seconds > self._limit:
-            self._limit = seconds
-            self._of_roles.clear()
-            self._fronts.clear()
-            self._tables.clear()
-
-    @functools.cached_property
-    def _coarse(self) -> PlacementSearch[C] | None:
-        """The same search with pools of a power of two, whose best plan limits what is worth a look."""
-        sizes_by_rule = self.space.rules.devices.values()
-        sizes = tuple(size for size in self.space.sizes if size & (size - 1) == 0 or size in sizes_by_rule)
-        if len(sizes) == len(self.space.sizes):
-            return None
-        options = {role: {devices: some[devices] for devices in sizes if devices in some}
-                   for role, some in self.options.items()}  # fmt: skip
-        return PlacementSearch(replace(self.space, sizes=sizes), options)
 
     def _table(self, mask: int) -> _Table:
         if mask not in self._tables:
@@ -236,7 +202,7 @@ class PlacementSearch(Generic[C]):
             parts = []
             for devices in usable:
                 if sizes_by_rule <= {devices}:
-                    values = self._pool_front(mask, devices).values[:, :3]
+                    values = self._front(mask, devices, ACTOR in roles).values[:, :3]
                     parts += [(devices, *row, number) for number, row in enumerate(values.tolist())]
             rows = np.array(parts, dtype=np.float64).reshape(len(parts), 5)
             rows = rows[_undominated(rows[:, :4])]
@@ -245,11 +211,6 @@ class PlacementSearch(Generic[C]):
         return self._tables[mask]
 
     # ---- the search ------------------------------------------------------------------------------------------------
-
-    @property
-    def pools(self) -> list[frozenset[str]]:
-        """Sets of roles that the rules let share a pool."""
-        return [frozenset(self.roles_of(mask)) for mask in self._masks]
 
     def best(self, gap: float = 0.0, schedules: Sequence[str] | None = None,
              admits: Callable[[frozenset[str]], bool] = lambda _: True) -> PlacementPlan[C] | None:  # fmt: skip
@@ -261,11 +222,8 @@ class PlacementSearch(Generic[C]):
             admits: whether roles may form a pool, besides the rules.
 
         Returns:
-            None where nothing fits; `explanation` says why.
+            None where nothing fits; `explanation` lists what the roles need.
         """
-        coarse = self._coarse
-        first_plan = coarse and coarse.best(_COARSE, schedules, admits)
-        self._raise_limit(first_plan.seconds * _ROUNDING if first_plan else math.inf)
         point = _Point(self, [mask for mask in self._masks if admits(frozenset(self.roles_of(mask)))],
                        self.space.rules.schedules if schedules is None else schedules)  # fmt: skip
         empty = np.zeros((0, 3))
@@ -303,7 +261,7 @@ class PlacementSearch(Generic[C]):
         """The pool behind a row of its table."""
         table, roles = self._table(mask), self.roles_of(mask)
         devices = int(table.devices[number])
-        picks = self._pool_front(mask, devices).picks[table.rows[number]]
+        picks = self._front(mask, devices, ACTOR in roles).picks[table.rows[number]]
         selection = {role: self.options[role][devices][picks[self._names.index(role)]] for role in roles}
         return PoolPlan(devices, {role: choice for role, (choice, _) in selection.items()},
                         {role: cost for role, (_, cost) in selection.items()})  # fmt: skip
@@ -321,51 +279,18 @@ class PlacementSearch(Generic[C]):
                 kinds.setdefault(other.kind, other)
         return sorted(list(kinds.values())[1:], key=lambda other: other.seconds)
 
-    # ---- what is wrong where nothing fits ----------------------------------------------------------------------------
 
-    def least_bytes(self, role: str) -> tuple[float, int]:
-        """The least bytes per device that a role needs on any number of devices here, and that number."""
-        each = [(cost.resident + cost.working, devices)
-                for devices, costs in self.options[role].items() for _, cost in costs]  # fmt: skip
-        return min(each)
-
-
-def explanation(space: SearchSpace[C], changes: Iterable[tuple[str, SearchSpace[C]]] = ()) -> NoPlacement:
-    """Why a space has no plan: by how much it misses, and the first of the changes that helps.
-
-    Args:
-        changes: a sentence and the space that it leads to, the cheapest first.
-    """
-    search, gib = PlacementSearch(space), 1 << 30
-    large = []
+def explanation(search: PlacementSearch[C]) -> NoPlacement:
+    """What each role needs, where a search has no plan."""
+    space, gib, needs = search.space, 1 << 30, []
     for role in space.roles:
-        need, devices = search.least_bytes(role)
-        if need > space.memory:
-            large.append(f"{role} alone needs {need / gib:.1f} GiB per device at least (on {devices} of them), "
-                         f"{(need - space.memory) / gib:.1f} GiB more than one has")  # fmt: skip
-    if not large:
-        low, high = 1.0, 2.0
-        while high < 64 and not _fits(replace(space, memory=space.memory * high)):
-            low, high = high, high * 2
-        while high < 64 and high / low > 1.005:
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if _fits(replace(space, memory=space.memory * middle)) else (middle, high)
-        if high < 64:
-            large = [f"each role fits for itself, and all of them need {space.memory * (high - 1) / gib:.1f} GiB more "
-                     "per device than one has"]  # fmt: skip
-        else:
-            large = ["whatever the memory of a device, the rules admit no division of the devices"]
-    helps = next((sentence for sentence, changed in changes if _fits(changed)), None)
-    return NoPlacement("; ".join(large), key="plan", got=f"{space.devices} devices of {space.memory / gib:.1f} GiB",
-                       fix=f"The cheapest change that helps: {helps}." if helps else
-                       "None of the changes that were tried helps.")  # fmt: skip
-
-
-def _fits(space: SearchSpace[C]) -> bool:
-    try:
-        return PlacementSearch(space).best(gap=0.5) is not None
-    except NoPlacement:
-        return False
+        need, devices = min((cost.resident + cost.working, devices)
+                            for devices, options in search.options[role].items() for _, cost in options)  # fmt: skip
+        needs.append(f"{role} {need / gib:.1f} GiB on each of {devices}")
+    message = f"no placement under the rules fits; the least that each role needs: {', '.join(needs)}"
+    return NoPlacement(message, key="plan", got=f"{space.devices} devices of {space.memory / gib:.1f} GiB",
+                       fix="Take more or larger devices, a smaller data.max_response_length, or fewer rules."
+                       )  # fmt: skip
 
 
 class _Point(Generic[C]):

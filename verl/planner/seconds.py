@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.planner.engines import sampler_costs, trainer_costs
 from verl.planner.hardware import Cluster
 from verl.planner.layout import RolePlan, Workload
-from verl.planner.memory import memory_of
+from verl.planner.memory import local_trained, memory_of, sequence_cache, trained_parameters
 from verl.planner.shapes import ModelShape
 
 
@@ -39,6 +40,10 @@ class Range:
         longer = self if self.likely >= other.likely else other
         return Range(max(self.low, other.low), longer.likely, max(self.high, other.high), longer.because)
 
+    def overlapping(self, other: Range) -> Range:
+        """Two that run at once at best, and in turn at worst."""
+        return replace(self.at_least(other), high=self.high + other.high)
+
 
 @dataclass(frozen=True)
 class Reached:
@@ -61,7 +66,7 @@ class Reached:
 
 
 EFFICIENCY = {
-    "train": Reached(0.28, 0.40, 0.50, "share of the peak in training (docs/appendix/gpu.md: 31 to 48 %)"),
+    "train": Reached(0.28, 0.40, 0.50, "share of the peak in training (docs/appendix/gpu.md: 36 to 48 %)"),
     "infer": Reached(0.28, 0.42, 0.55, "share of the peak in passes without gradients (assumed as in training)"),
     "prefill": Reached(0.28, 0.42, 0.55, "share of the peak in prefill (assumed as in training)"),
     "decode": Reached(0.40, 0.60, 0.80, "share of the memory bandwidth in decoding (assumed)"),
@@ -71,6 +76,8 @@ EFFICIENCY = {
     "link": Reached(0.40, 0.65, 0.85, "share of the links' bandwidth (assumed)"),
 }
 """Phase -> what it reaches. Those that are assumed are corrected by a calibration."""
+LATENCY = 20e-6
+"""Seconds of an all-reduce of few bytes within a machine: an assumption, the same as in `placement_crossovers.py`."""
 LENGTHS = (0.5, 2.0)
 """How far the mean response may be from the assumed one, as factors; a response never is longer than its limit."""
 
@@ -103,56 +110,91 @@ def seconds_of(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
     else:
         phases = {"infer": _pass(plan, shape, work, cluster, trains=False)}
         if plan.trains:
-            phases["update"] = _pass(plan, shape, work, cluster, trains=True) * work.epochs
+            phases["update"] = _pass(plan, shape, work, cluster, trains=True) * plan.epochs
     return Seconds(plan.role, phases)
 
 
-def step_seconds(plans: Sequence[RolePlan], seconds: Sequence[Seconds]) -> Range:
-    """Of a synchronous step: stages in turn, and in each the pools at once, the roles of a pool in turn."""
-    total = Range(0, 0, 0)
-    for stage in ("generate", "infer", "update", "sync"):
+def step_seconds(plans: Sequence[RolePlan], seconds: Sequence[Seconds], overlaps: bool = False) -> Range:
+    """Of a step: in each stage the pools at once, the roles of a pool in turn; then the stages in turn.
+
+    Args:
+        overlaps: generation and weight sync run at once with the other stages.
+    """
+    stages = {}
+    for name in ("generate", "infer", "update", "sync"):
         pools: dict[str, Range] = {}
         for plan, role in zip(plans, seconds, strict=True):
-            pools[plan.pool] = pools.get(plan.pool, Range(0, 0, 0)) + role.phase(stage)
-        longest = Range(0, 0, 0)
-        for pool in pools.values():
-            longest = longest.at_least(pool)
-        total = total + longest
-    return total
+            pools[plan.pool] = pools.get(plan.pool, Range(0, 0, 0)) + role.phase(name)
+        stages[name] = functools.reduce(Range.at_least, pools.values(), Range(0, 0, 0))
+    generation, training = stages["generate"] + stages["sync"], stages["infer"] + stages["update"]
+    return generation.at_least(training) if overlaps else generation + training
 
 
 def _pass(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster, trains: bool) -> Range:
-    """All tokens of a step through a model, forwards, or forwards and backwards."""
-    factor = (4 if plan.recompute else 3) if trains else 1
-    flops = factor * shape.flops_per_token(work.mean_length) * work.tokens
-    reached = EFFICIENCY["train" if trains else "infer"]
+    """All tokens of a step through a model, forwards, or forwards and backwards.
+
+    Weights and gradients cross the links while the device computes, at best; activations do while it waits.
+    """
+    parallel, link, reached = plan.parallel, EFFICIENCY["link"], EFFICIENCY["train" if trains else "infer"]
+    flops = (3 + plan.recompute if trains else 1) * shape.flops_per_token(work.mean_length) * work.tokens
+    if trains and plan.lora_rank:
+        flops -= 2 * shape.active_parameters * work.tokens  # frozen matrices get no gradient
     computed = reached.seconds(flops, plan.devices * cluster.device.bf16_flops)
-    budget = (plan.micro_tokens if trains else plan.infer_tokens) or work.longest
-    passes = max(1.0, work.tokens / (plan.parallel.data * budget))
-    computed = computed * (1 + (plan.parallel.pipeline - 1) / passes)  # a pipeline's bubble
-    moved = _moved(plan, shape, work, passes, trains)
-    return computed.at_least(EFFICIENCY["link"].seconds(moved, cluster.link(plan.devices)))
+    steps = plan.mini_batches if trains else 1
+    budget = (plan.micro_tokens if trains else plan.infer_tokens) * parallel.sequence or work.longest
+    passes = max(float(steps), work.tokens / (parallel.data * budget))
+    computed = computed * (1 + (parallel.pipeline - 1) * steps / passes)  # a pipeline drains before an optimizer step
+    tensor, sequence = _activations_moved(plan, shape, work, trains)
+    computed += link.seconds(tensor, cluster.link(parallel.tensor))
+    computed += link.seconds(sequence, cluster.link(parallel.tensor * parallel.sequence))
+    moved = _weights_moved(plan, shape, steps, passes, trains)
+    return computed.overlapping(link.seconds(moved, cluster.link(plan.devices)))
 
 
-def _moved(plan: RolePlan, shape: ModelShape, work: Workload, passes: float, trains: bool) -> float:
-    """Bytes that one device sends in all passes of a step: gathered weights, reduced gradients, tensor parallelism."""
-    weights, moved = plan.compute_bytes * shape.parameters, 0.0
-    if trainer_costs(plan.engine).shards and plan.shards > 1:
-        moved = passes * (2 * weights + 4 * shape.parameters if trains else weights) * (plan.shards - 1) / plan.shards
-    elif trains and plan.parallel.data > 1:
-        moved = 2 * 4 * shape.parameters / plan.parallel.model
-    tensor = plan.parallel.tensor
-    if tensor > 1:  # ring all-reduces, two per layer forwards and two backwards
-        tokens = work.tokens / plan.parallel.data
-        width = 2 * shape.hidden * plan.compute_bytes * (tensor - 1) / tensor
-        moved += (4 if trains else 2) * shape.layers / plan.parallel.pipeline * tokens * width
-    return moved
+def _weights_moved(plan: RolePlan, shape: ModelShape, steps: int, passes: float, trains: bool) -> float:
+    """Bytes that one device sends in all passes: gathered weights and reduced gradients (float32).
+
+    Args:
+        steps: of the optimizer.
+    """
+    costs = trainer_costs(plan.engine)
+    if costs.shards and plan.shards > 1:
+        gathers = passes * (2 if trains and not plan.keeps_gathered else 1)
+        reductions = steps if plan.full_gradients else passes
+        moved = gathers * plan.compute_bytes * shape.parameters + reductions * 4 * trained_parameters(plan, shape)
+        return moved * (plan.shards - 1) / plan.shards
+    if not trains or plan.parallel.data == 1:
+        return 0.0
+    # A ring sends gradients twice, or once, and then the weights that each rank's part of the optimizer made.
+    sent = 4 + (plan.compute_bytes if costs.optimizer_over_data else 4)
+    return steps * sent * local_trained(plan, shape)
+
+
+def _activations_moved(plan: RolePlan, shape: ModelShape, work: Workload, trains: bool) -> tuple[float, float]:
+    """Bytes that one device sends in all passes of a step for tensor and for sequence parallelism."""
+    parallel, costs = plan.parallel, trainer_costs(plan.engine)
+    tokens = work.tokens / (parallel.data * parallel.sequence)
+    turns = 2 + plan.recompute if trains else 1
+    reduced = 2 * turns * shape.layers * tokens * _reduced_bytes(plan, shape)  # two all-reduces per layer
+    others = parallel.sequence - 1
+    if costs.passes_keys:  # and their gradients
+        width, turns = sum(block.stored for block in shape.blocks) * others, turns + trains
+    else:
+        width = sum(block.scores + block.stored + block.mixed for block in shape.blocks) * others // parallel.sequence
+    exchanged = turns * tokens * plan.compute_bytes * width / parallel.tensor
+    return reduced / parallel.pipeline, exchanged / parallel.pipeline
+
+
+def _reduced_bytes(plan: RolePlan, shape: ModelShape) -> float:
+    """Bytes per token that one device sends in a ring all-reduce over the tensor-parallel ranks."""
+    return 2 * shape.hidden * plan.compute_bytes * (plan.parallel.tensor - 1) / plan.parallel.tensor
 
 
 def generation(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster) -> Range:
     """Prefill of all prompts, then decoding: as many rows at once as the cache holds, and at least the longest row.
 
-    A decoding step reads all weights and the cache of its rows, or is bound by operations.
+    A decoding step reads all weights and the cache of its rows, or is bound by operations; tensor-parallel ranks then
+    exchange two all-reduces per layer.
     """
     device, split = cluster.device, plan.parallel.model
     rows = max(1.0, work.sequences / plan.parallel.data)
@@ -161,32 +203,39 @@ def generation(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
         prompts * shape.flops_per_token(work.prompt.mean), split * device.bf16_flops
     )
     context = work.prompt.mean + work.response.mean / 2
-    cache = shape.cache_bytes(context, plan.cache_bytes)
+    cache = sequence_cache(plan, shape, context)
     at_once = max(1.0, min(rows, plan.batch_rows))
     if sampler_costs(plan.engine).reserves:
-        room = memory_of(plan, shape, work, device).phase("generate").kv_cache * split
-        at_once = max(1.0, min(at_once, room / max(1.0, shape.cache_bytes(work.mean_length, plan.cache_bytes))))
+        room = memory_of(plan, shape, work, device).phase("generate").kv_cache
+        at_once = max(1.0, min(at_once, room / max(1.0, sequence_cache(plan, shape, work.mean_length))))
     reached = EFFICIENCY[sampler_costs(plan.engine).decoding]
+
+    def reduced(tokens: float, steps: float) -> Range:
+        if plan.parallel.tensor == 1:
+            return Range(0, 0, 0)
+        latency, sent = 2 * shape.layers * steps * LATENCY, 2 * shape.layers * tokens * _reduced_bytes(plan, shape)
+        return EFFICIENCY["link"].seconds(sent, cluster.link(plan.parallel.tensor)) + Range(latency, latency, latency)
 
     def decoded(mean: float) -> Range:
         steps = max(rows * mean / at_once, float(min(work.response.longest, 2 * mean)))
         in_work = rows * mean / steps  # in the mean: fewer at the end of the longest rows
-        read = steps * (plan.compute_bytes * _weights_read(shape, in_work) + in_work * cache)
-        by_bytes = reached.seconds(read, split * device.memory_bandwidth)
+        read = steps * (plan.compute_bytes * _weights_read(shape, in_work) / split + in_work * cache)
+        by_bytes = reached.seconds(read, device.memory_bandwidth)
         flops = rows * mean * shape.flops_per_token(context)
-        return by_bytes.at_least(EFFICIENCY["prefill"].seconds(flops, split * device.bf16_flops))
+        computed = by_bytes.at_least(EFFICIENCY["prefill"].seconds(flops, split * device.bf16_flops))
+        return computed + reduced(rows * mean, steps)
 
     short, usual, long = (
         decoded(min(factor * work.response.mean, work.response.longest)) for factor in (LENGTHS[0], 1.0, LENGTHS[1])
     )
     by_length, by_device = long.likely - short.likely, usual.high - usual.low
     because = "the mean length of responses" if by_length > by_device else usual.because
-    return prefill + Range(short.low, usual.likely, long.high, because)
+    return prefill + reduced(prompts, 1) + Range(short.low, usual.likely, long.high, because)
 
 
 def _weights_read(shape: ModelShape, rows: float) -> float:
-    """Weights that a decoding step reads: of a mixture the experts that some row meets."""
-    read = float(shape.parameters - shape.vision - shape.expert_parameters)
+    """Weights that a decoding step reads: of a mixture the experts that some row meets, of embeddings the head."""
+    read = float(shape.parameters - shape.head - shape.vision - shape.expert_parameters)
     for block in shape.blocks:
         if block.experts:
             read += block.expert_parameters * (1 - (1 - block.active / block.experts) ** max(1.0, rows))

@@ -1,4 +1,4 @@
-"""Sizes of a model from its config.json: parameters, KV cache and operations, without loading it.
+"""Sizes of a model from its complete configuration: parameters, KV cache and operations, without loading it.
 
 Counts are those of transformers' classes of `FAMILIES`; `tests/planner/test_shapes.py` builds them and compares.
 Operations follow `verl.models.flops`: a multiply-add counts two, embeddings are free, causality is not credited.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from verl.config.machine.config_json import config_json
 from verl.errors import ModelError, suggest
 from verl.json_text import JsonObject
-from verl.planner import towers
 
 Linear = tuple[int, int]
 """Inputs and outputs of a matrix."""
@@ -32,8 +29,6 @@ class _Family:
         mixture: layout of its experts: ``mixtral``, ``qwen``, ``deepseek``, ``gpt_oss``; empty without.
         latent: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
         fused: queries, keys and values are one matrix, gate and up another.
-        head_dim: where the configuration leaves it out; 0: hidden size by heads.
-        tied: where the configuration leaves it out.
     """
 
     qkv_bias: str = ""
@@ -45,16 +40,14 @@ class _Family:
     mixture: str = ""
     latent: bool = False
     fused: bool = False
-    head_dim: int = 0
-    tied: bool = False
 
 
 _LLAMA = _Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
 _QWEN2 = _Family(qkv_bias="always")
-_QWEN3 = _Family("attention_bias", "attention_bias", head_norm="head", head_dim=128)
+_QWEN3 = _Family("attention_bias", "attention_bias", head_norm="head")
 _QWEN3_MOE = _Family("attention_bias", "attention_bias", head_norm="head", mixture="qwen")
 _OLMO2 = _Family("attention_bias", "attention_bias", head_norm="width")
-_GEMMA3 = _Family("attention_bias", "attention_bias", norms=4, head_norm="head", head_dim=256, tied=True)
+_GEMMA3 = _Family("attention_bias", "attention_bias", norms=4, head_norm="head")
 _LATENT = _Family("attention_bias", "attention_bias", mixture="deepseek", latent=True)
 FAMILIES = {
     "llama": _LLAMA,
@@ -70,8 +63,8 @@ FAMILIES = {
     "qwen3": _QWEN3,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_text": _QWEN3,
-    "gemma": _Family("attention_bias", "attention_bias", head_dim=256, tied=True),
-    "gemma2": _Family("attention_bias", "attention_bias", norms=4, head_dim=256, tied=True),
+    "gemma": _Family("attention_bias", "attention_bias"),
+    "gemma2": _Family("attention_bias", "attention_bias", norms=4),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "phi3": _Family(fused=True),
@@ -84,11 +77,9 @@ FAMILIES = {
     "glm4_moe": _Family("attention_bias", head_norm="head", head_norm_field="use_qk_norm", mixture="deepseek"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "gpt_oss": _Family("attention_bias", "attention_bias", mixture="gpt_oss", head_dim=64),
+    "gpt_oss": _Family("attention_bias", "attention_bias", mixture="gpt_oss"),
 }
 """``model_type`` of a config.json -> its layout."""
-_ON = frozenset(("qkv_bias",))
-"""Switches that are on where the configuration leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -160,38 +151,33 @@ class ModelShape:
     Args:
         family: ``model_type``.
         hidden: width of the residual stream.
-        heads, kv_heads, head_dim: of attention; of latent attention ``head_dim`` is the width of a query.
+        heads, kv_heads: of attention; the cache of latent attention is one head.
         vocabulary: rows of the embedding.
         tied: the head is the embedding.
         blocks: the layers.
         vision: parameters of the vision tower with its projector; 0 without.
-
-    Example:
-        >>> ModelShape.from_config("Qwen/Qwen2.5-7B-Instruct").parameters
-        7615616512
     """
 
     family: str
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
     vocabulary: int
     tied: bool
     blocks: tuple[LayerShape, ...]
     vision: int = 0
 
     @classmethod
-    def from_config(cls, config: JsonObject | str | Path) -> ModelShape:
-        """From a config.json.
+    def from_config(cls, config: JsonObject, vision: int = 0) -> ModelShape:
+        """From the fields of a transformers configuration, its defaults included (``to_dict``).
 
         Args:
-            config: its object, its folder, or a hub name whose files are on this machine.
+            vision: parameters of the vision tower with its projector.
 
         Raises:
-            ModelError: there is none, the family is not in `FAMILIES`, or a field is missing; its name is in the text.
+            ModelError: the family is not in `FAMILIES`, or a field is missing; its name is in the text.
         """
-        facts = _Facts(_object(config), "")
+        facts = _Facts(config, "")
         family = str(facts.get("model_type", ""))
         text = facts.section("text_config") if "text_config" in facts.values else facts
         layout = FAMILIES.get(str(text.get("model_type", family)), FAMILIES.get(family))
@@ -200,18 +186,15 @@ class ModelShape:
             raise ModelError("the planner has no layout of this family", key="model_type", got=family,
                              allowed=sorted(FAMILIES), fix=fix.strip())  # fmt: skip
         hidden, heads = text.number("hidden_size"), text.number("num_attention_heads")
-        vision = facts.section("vision_config") if "vision_config" in facts.values else None
-        tied = facts.get("tie_word_embeddings", text.get("tie_word_embeddings", layout.tied))
         return cls(
             family=family,
             hidden=hidden,
             heads=heads,
-            kv_heads=text.number("num_key_value_heads", heads),
-            head_dim=_head_dim(text, layout),
+            kv_heads=1 if layout.latent else text.number("num_key_value_heads", heads),
             vocabulary=text.number("vocab_size"),
-            tied=bool(tied),
+            tied=bool(facts.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
             blocks=tuple(_block(text, layout, layer) for layer in range(text.number("num_hidden_layers"))),
-            vision=towers.parameters(family, vision.values, hidden) if vision else 0,
+            vision=vision,
         )
 
     @functools.cached_property
@@ -257,10 +240,6 @@ class ModelShape:
         """Bytes of the KV cache of one sequence of this length; a layer with a window holds no more than the window."""
         return value_bytes * sum(block.cache * block.context(length) for block in self.blocks)
 
-    def cache_bytes_per_token(self, value_bytes: float = 2) -> float:
-        """Bytes that one more token adds in front of any window."""
-        return self.cache_bytes(1, value_bytes)
-
     def flops_per_token(self, length: float) -> float:
         """Operations of a forward pass per token of a sequence of this length; training takes three times those."""
         attention = sum(2.0 * (block.scores + block.mixed) * block.context(length) for block in self.blocks)
@@ -285,29 +264,15 @@ class _Facts:
             raise ModelError(problem, key=self._section + name, got=value, fix=fix)
         return value
 
-    def first(self, *names: str) -> int:
-        """The one of several names that is there."""
-        return self.number(next((name for name in names if self.get(name) is not None), names[0]))
-
     def on(self, name: str) -> bool:
         """Whether a switch is on."""
-        return name == "always" or (bool(name) and bool(self.get(name, name in _ON)))
+        return name == "always" or (bool(name) and bool(self.get(name)))
 
     def section(self, name: str) -> _Facts:
         value = self.values[name]
         if not isinstance(value, Mapping):
             raise ModelError("this is no section", key=name, got=value)
         return _Facts(value, f"{name}.")
-
-
-def _object(config: JsonObject | str | Path) -> JsonObject:
-    if isinstance(config, Mapping):
-        return config
-    facts = config_json(str(config))
-    if not facts:
-        fix = "Name a folder with a config.json, or fetch the model: hf download " + str(config)
-        raise ModelError("there is no config.json on this machine", key="model.path", got=str(config), fix=fix)
-    return facts
 
 
 def _weights(linears: tuple[Linear, ...]) -> int:
@@ -317,7 +282,7 @@ def _weights(linears: tuple[Linear, ...]) -> int:
 def _head_dim(text: _Facts, layout: _Family) -> int:
     if layout.latent:
         return text.number("qk_nope_head_dim") + text.number("qk_rope_head_dim")
-    return text.number("head_dim", layout.head_dim or text.number("hidden_size") // text.number("num_attention_heads"))
+    return text.number("head_dim", text.number("hidden_size") // text.number("num_attention_heads"))
 
 
 def _block(text: _Facts, layout: _Family, layer: int) -> LayerShape:
@@ -399,7 +364,8 @@ def _is_sparse(text: _Facts, layout: _Family, layer: int) -> bool:
 def _mixture(text: _Facts, layout: _Family, block: LayerShape) -> LayerShape:
     """The layer with its router, its shared and its routed experts."""
     hidden = text.number("hidden_size")
-    experts = text.first("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = text.number(next((name for name in names if text.get(name)), names[0]))
     narrow = layout.mixture in ("qwen", "deepseek")
     width = text.number("moe_intermediate_size" if narrow else "intermediate_size")
     shared = text.number("shared_expert_intermediate_size", 0) if layout.mixture == "qwen" else 0

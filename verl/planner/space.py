@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Generic, TypeVar
@@ -72,6 +72,7 @@ class SearchSpace(Generic[C]):
         choices: the parallel sizes, budgets and offloading of a role on a number of devices; none where no grid fits.
         cost: of a role on a number of devices with a choice.
         rules: of the user's.
+        group: choices of one pool have the same; None: a choice that is at one with every other.
     """
 
     roles: tuple[str, ...]
@@ -81,6 +82,7 @@ class SearchSpace(Generic[C]):
     choices: Callable[[str, int], Iterable[C]]
     cost: Callable[[str, int, C], RoleCost]
     rules: PlacementRules = PlacementRules()
+    group: Callable[[C], Hashable] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,13 @@ class NoPlacement(ConfigError):
 
 
 def pool_sizes(devices: int, node: int) -> tuple[int, ...]:
-    """Devices that a pool may have: any number inside a machine, and all devices of several machines."""
-    return (*range(1, min(node, devices + 1)), *range(node, devices + 1, node))
+    """Devices that a pool may have: all of several machines, or a power of two that divides one.
+
+    Such pools leave no machine with a remainder: any of them fit as long as their sum is at most ``devices``.
+    """
+    parts = (1 << power for power in range(node.bit_length()))
+    return (*(size for size in parts if size < node and node % size == 0 and size <= devices),
+            *range(node, devices + 1, node))  # fmt: skip
 
 
 def check_rules(space: SearchSpace[C]) -> None:
@@ -178,9 +185,12 @@ def check_rules(space: SearchSpace[C]) -> None:
         raise ConfigError("the run has no such role", key="rules", got=name, allowed=space.roles,
                           fix=suggest(name, names))  # fmt: skip
     groups = [set(group) for group in rules.together]
-    for one, other in combinations(range(len(groups)), 2):
-        if groups[one] & groups[other]:
-            groups[other] |= groups[one]
+    for first, second in combinations(range(len(groups)), 2):
+        if groups[first] & groups[second]:
+            groups[second] |= groups[first]
+    if rules.schedules == (ASYNC,) and (SAMPLER not in names or any({SAMPLER} < group for group in groups)):
+        raise ConfigError("an asynchronous step needs a pool with the sampler alone", key="rules", got=ASYNC,
+                          fix="Admit the schedule sync, or put no other role into the sampler's pool.")  # fmt: skip
     for pair in rules.separate:
         if any(pair <= group for group in groups):
             raise ConfigError("the rules put these roles into one pool and into different ones", key="rules",

@@ -13,6 +13,8 @@ from verl.config.rules import validate
 from verl.data import RLHFDataset, hf_tokenizer, processor_of, tokenizer_of
 from verl.data.look import look_at_prompts
 from verl.errors import ConfigError, RewardError, VerlError
+from verl.metrics import notice
+from verl.models.shape import model_shape
 from verl.planner.estimate import Estimate
 from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster
@@ -31,10 +33,15 @@ def findings(
 ) -> list[VerlError]:
     """What is wrong with a command line of `verl.trainer.main_ppo`: the key, what it got, what is allowed and the fix.
 
+    A sound run that the planner has no costs of gets a notice, and no finding.
+
     Args:
         words: the command line without the program.
         cluster: the devices of the run; None: this machine's, which the run's own checks then look at.
         this_machine: its devices, by the configuration.
+
+    Raises:
+        ConfigError: ``cluster`` is None, and this machine's devices are unknown.
     """
     try:
         config = cast(PPOTrainerConfig, read_config("ppo_trainer", [*words]))
@@ -44,7 +51,8 @@ def findings(
     problems = [*_of(look_at_prompts, config), *_of(rules, config)]
     if problems:
         return problems
-    return [*_of(_rows, config), *_costs(config, cluster or this_machine(config))]
+    devices = cluster or this_machine(config)
+    return [*_of(_rows, config), *_costs(config, devices)]
 
 
 def _each(error: VerlError) -> list[VerlError]:
@@ -111,18 +119,26 @@ def _scores(config: PPOTrainerConfig, prompts: RLHFDataset) -> None:
 def _costs(config: PPOTrainerConfig, cluster: Cluster) -> Iterator[VerlError]:
     """Memory, and room for checkpoints on this machine's disk."""
     try:
-        estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU"), cluster)
-    except VerlError as error:
-        yield error
+        estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU", model_shape), cluster)
+    except VerlError as error:  # a teacher, another family, a model that is not on this machine
+        notice("planner", f"memory and disk are not checked: {error}")
         return
     yield from estimate.problems()
-    if config.trainer.save_freq == -1:
+    trainer = config.trainer
+    if trainer.save_freq <= 0:
         return
-    folder = Path(config.trainer.default_local_dir).expanduser().absolute()
+    folder = Path(trainer.default_local_dir).expanduser().absolute()
     disk = next(place for place in (folder, *folder.parents) if place.exists())
-    number = (config.trainer.max_actor_ckpt_to_keep or 1) + 1  # a new one is complete before an old one is deleted
-    needed, free = number * estimate.checkpoint_bytes, shutil.disk_usage(disk).free
+    steps = estimate.run.work.steps
+    saves = -(-steps // trainer.save_freq)  # the last step is saved, too
+    needed = 0.0
+    for memory in estimate.memory:
+        limit = trainer.max_critic_ckpt_to_keep if memory.role == "critic" else trainer.max_actor_ckpt_to_keep
+        # A new one is complete before an old one is deleted.
+        needed += memory.checkpoint * (saves if limit is None else min(saves, limit + 1))
+    free = shutil.disk_usage(disk).free
     if needed > free:
-        fix = "Name a folder on a larger disk, or keep fewer (trainer.max_actor_ckpt_to_keep)."
-        message = f"{number} checkpoints take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        fix = ("Name a folder on a larger disk, or keep fewer (trainer.max_actor_ckpt_to_keep, "
+               "trainer.max_critic_ckpt_to_keep).")  # fmt: skip
+        message = f"the checkpoints of {steps} step(s) take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         yield ConfigError(message, key="trainer.default_local_dir", got=str(folder), fix=fix)
