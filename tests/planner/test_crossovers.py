@@ -55,7 +55,7 @@ def test_algorithm_1_does_not_trade_memory_for_seconds(monkeypatch):
 
 
 def test_algorithm_1_is_optimal_where_memory_is_no_matter(monkeypatch):
-    """The critic alone beside the actor: max(40, 30) = 40 of training on 1 + 1, against 35 in one pool of 2."""
+    """Two pools take max(40, 30) = 40 of training on 1 + 1 devices, one pool of 2 takes 35."""
     seconds = {("actor", 1): 40, ("critic", 1): 30, ("actor", 2): 20, ("critic", 2): 15}
     space = SearchSpace(("actor", "critic"), 2, 80, (1, 2), lambda role, n: [1],
                         lambda role, n, c: RoleCost(training=seconds[role, n]),

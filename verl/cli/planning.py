@@ -261,7 +261,9 @@ def _check(settings: argparse.Namespace, words: list[str]) -> int:
         print(json.dumps([{name: getattr(problem, name) for name in fields} for problem in problems], default=str))
     else:
         for problem in problems:
-            print(f"{problem.key or 'run'}: {problem.message}\n  got: {problem.got}\n  allowed: {problem.allowed}\n"
-                  f"  change: {problem.fix}")  # fmt: skip
+            print(f"{problem.key or 'run'}: {problem.message}")
+            for name in ("got", "allowed", "fix"):
+                if getattr(problem, name) not in (None, ""):
+                    print(f"  {name}: {getattr(problem, name)}")
         print(f"{len(problems)} finding(s)" if problems else "no findings: the run can start")
     return int(bool(problems))

@@ -145,6 +145,7 @@ class HarborTask:
         self._session.close()
 
     def _check(self) -> tuple[float, str]:
+        # Threads of rows that play this task take it in any order: the first one checks, the others read the cache.
         with _LOCKS.setdefault(self._task.path, threading.Lock()):
             return check_task(self._task.path)
 
