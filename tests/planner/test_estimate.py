@@ -59,6 +59,23 @@ def test_megatron_is_told_the_setting_that_it_reads():
     assert "recompute_granularity=full" in problem.fix and "enable_gradient_checkpointing" not in problem.fix
 
 
+@pytest.mark.parametrize(("engine", "fused", "offloads"), [
+    ("plain", "torch", False), ("fsdp2", "torch", True), ("torchtitan", "", False), ("megatron", "", False),
+])  # fmt: skip
+def test_no_engine_is_advised_a_setting_that_it_lacks(engine, fused, offloads):
+    role, changes = replace(ACTOR, engine=engine), dict(CHANGES)
+    assert changes["use_fused_kernels=true in the model's section"](role, WORK).fused_head == fused
+    assert changes["offload_policy=true of each role on fsdp2"](role, WORK).offload_policy is offloads
+
+
+def test_megatron_has_no_fused_head_whatever_the_model_says():
+    words = ["actor_rollout_ref.model.use_fused_kernels=true",
+             "actor_rollout_ref.model.enable_activation_offload=true"]  # fmt: skip
+    for base, fused in (("ppo_trainer", "torch"), ("ppo_megatron_trainer", "")):
+        actor = run_plan(read_config(base, words), False, lambda path, key: SHAPE).roles[0]
+        assert (actor.fused_head, actor.activation_offload) == (fused, bool(fused))
+
+
 def test_advice_leaves_a_cache_for_one_sequence():
     """200,000 tokens take 5.7 GB; 40 % of 24 GB less the weights and buffers are 4.5."""
     work = Workload(1, 1, Lengths(512, 1024), Lengths(100_000, 200_000))

@@ -82,13 +82,13 @@ def _on_engine(base: RolePlan, shape: ModelShape, devices: int) -> RolePlan:
     if grid == DATA_ONLY:
         return replace(base, shards=devices)
     engine, is_large = backend_of("auto", devices), shape.parameters >= COMPILED_FROM
-    shards = trainer_costs(engine).shards
+    costs = trainer_costs(engine)
     return replace(
         base,
         engine=engine,
         shards=devices,
-        offload_policy=base.offload_policy and shards,
-        compiled=base.compiled if engine == base.engine else is_large and not (shards or base.on_cpu),
+        offload_policy=base.offload_policy and costs.offloads,
+        compiled=base.compiled if engine == base.engine else is_large and not (costs.shards or base.on_cpu),
     )
 
 

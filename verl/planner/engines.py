@@ -47,6 +47,8 @@ class TrainerCosts:
         main_weights: bytes of a second copy of each trained weight, which the optimizer updates.
         passes_keys: processes that share sequences pass keys and values on (context parallelism); others exchange heads
             (Ulysses).
+        fuses_head: it has the model's fused head and offloads activations.
+        offloads: it has ``offload_policy``: shards stay on the host during training.
     """
 
     shards: bool = False
@@ -56,11 +58,13 @@ class TrainerCosts:
     caches: bool = False
     main_weights: int = 0
     passes_keys: bool = False
+    fuses_head: bool = False
+    offloads: bool = False
 
 
 TRAINERS = {
-    "plain": TrainerCosts(norm=(4, 4, 0), casts=True, caches=True),
-    "fsdp2": TrainerCosts(shards=True),
+    "plain": TrainerCosts(norm=(4, 4, 0), casts=True, caches=True, fuses_head=True),
+    "fsdp2": TrainerCosts(shards=True, fuses_head=True, offloads=True),
     "torchtitan": TrainerCosts(shards=True, passes_keys=True),
     "megatron": TrainerCosts(optimizer_over_data=True, norm=(2, 0, 2), main_weights=4, passes_keys=True),
 }

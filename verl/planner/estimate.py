@@ -167,7 +167,12 @@ def _offloaded(plan: RolePlan, work: Workload) -> RolePlan:
 
 
 def _on_host(plan: RolePlan, work: Workload) -> RolePlan:
-    return plan if plan.samples else replace(plan, offload_policy=trainer_costs(plan.engine).shards)
+    return plan if plan.samples else replace(plan, offload_policy=trainer_costs(plan.engine).offloads)
+
+
+def _fused(plan: RolePlan, work: Workload) -> RolePlan:
+    fuses_head = not plan.samples and trainer_costs(plan.engine).fuses_head
+    return replace(plan, fused_head="torch") if fuses_head and not plan.fused_head else plan
 
 
 def _fewer_tokens(plan: RolePlan, work: Workload) -> RolePlan:
@@ -191,7 +196,7 @@ CHANGES: tuple[tuple[str, Callable[[RolePlan, Workload], RolePlan]], ...] = (
         "recompute_granularity=full in the role's override_transformer_config",
         lambda plan, _: _recomputing(plan, True),
     ),
-    ("use_fused_kernels=true in the model's section", lambda plan, _: replace(plan, fused_head="torch")),
+    ("use_fused_kernels=true in the model's section", _fused),
     (
         "a quarter of the tokens per micro-batch, or one row (ppo_max_token_len_per_gpu with use_dynamic_bsz)",
         _fewer_tokens,

@@ -127,12 +127,12 @@ def _bytes(dtype: str, on_cpu: bool) -> int:
 def _with_model(plan: RolePlan, model: ConfigNode, on_cpu: bool) -> RolePlan:
     if not isinstance(model, HFModelConfig):
         return plan
-    recompute = model.enable_gradient_checkpointing
+    recompute, fuses_head = model.enable_gradient_checkpointing, trainer_costs(plan.engine).fuses_head
     return replace(
         plan,
         recompute=plan.trains and (not on_cpu if recompute is None else recompute),
-        activation_offload=plan.trains and model.enable_activation_offload and not on_cpu,
-        fused_head=model.fused_kernel_options.impl_backend if model.use_fused_kernels else "",
+        activation_offload=fuses_head and plan.trains and model.enable_activation_offload and not on_cpu,
+        fused_head=model.fused_kernel_options.impl_backend if fuses_head and model.use_fused_kernels else "",
         lora_rank=model.lora_rank if plan.trains else 0,
     )
 
@@ -161,7 +161,7 @@ def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelSha
         plan,
         shards=1 if plan.engine == "plain" else size,
         weight_bytes=_bytes(engine.model_dtype, on_cpu=True),
-        offload_policy=engine.offload_policy and trainer_costs(plan.engine).shards and not on_cpu,
+        offload_policy=engine.offload_policy and trainer_costs(plan.engine).offloads and not on_cpu,
         full_gradients=engine.use_no_sync_for_gradient_accumulation,
         compiled=large if compiles is None else compiles,
     )
