@@ -102,6 +102,15 @@ def test_settings_of_a_role_reach_its_plan():
     assert not run.overlaps
 
 
+def test_rows_over_all_ranks_are_divided_by_the_data_ranks():
+    """Four devices in pairs that share sequences are two data ranks: 4 of 8 rows each, cut in two."""
+    words = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ppo_micro_batch_size=8",
+             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+             "data.max_prompt_length=512", "data.max_response_length=1024"]  # fmt: skip
+    actor = run_plan(read_config("ppo_trainer", words), False, lambda path, key: SHAPE).roles[0]
+    assert (actor.parallel.data, actor.parallel.sequence, actor.micro_tokens) == (2, 2, 4 * 1536 // 2)
+
+
 def test_an_asynchronous_run_takes_the_longer_of_sampling_and_training():
     words = ["trainer.v1.trainer_mode=one_step_off", "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
              "actor_rollout_ref.rollout.name=vllm",

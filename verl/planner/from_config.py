@@ -180,8 +180,8 @@ def _with_batches(
         if switch in node and node[switch] and budget in node:
             return int(node[budget])
         per_process = node[f"{rows}_per_gpu"]
-        if per_process is None and rows in node and node[rows] is not None:  # the older setting counts over all
-            per_process = max(1, node[rows] // plan.devices)
+        if per_process is None and rows in node and node[rows] is not None:  # the older setting counts over all data ranks
+            per_process = max(1, node[rows] // plan.parallel.data)
         return automatic if per_process is None else per_process * work.longest // plan.parallel.sequence
 
     passes = config.actor_rollout_ref.rollout if plan.role == "actor" else section
