@@ -8,7 +8,7 @@ import pytest
 
 from verl.planner.hardware import Cluster
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
-from verl.planner.seconds import EFFICIENCY, Range, Seconds, seconds_of, step_seconds
+from verl.planner.seconds import EFFICIENCY, HOST_LINK, Range, Seconds, seconds_of, step_seconds
 from verl.planner.shapes import ModelShape
 
 SHAPE = ModelShape.from_config(
@@ -44,6 +44,16 @@ def test_recomputation_costs_a_third_more_and_devices_divide():
     assert again.likely / once.likely == pytest.approx(4 / 3)
     spread = replace(ACTOR, devices=8, parallel=Parallel(data=8))
     assert once.likely / seconds_of(spread, SHAPE, WORK, cluster).phase("update").likely == pytest.approx(8)
+
+
+def test_what_is_offloaded_crosses_the_link_to_the_host():
+    """Weights of 4 bytes come before a pass; with two moments they come and leave around an update."""
+    cluster, plan = Cluster.parse("H100"), replace(ACTOR, param_offload=True, optimizer_offload=True)
+    resident, offloaded = (seconds_of(role, SHAPE, WORK, cluster) for role in (ACTOR, plan))
+    weights = 4 * SHAPE.parameters / HOST_LINK
+    for phase, seconds in (("infer", weights), ("update", 2 * 3 * weights)):
+        more = offloaded.phase(phase).likely - resident.phase(phase).likely
+        assert more == pytest.approx(seconds)
 
 
 def update_of(**sizes: object) -> float:

@@ -17,8 +17,6 @@ from verl.planner.seconds import seconds_of, weight_sync
 from verl.planner.shapes import ModelShape
 from verl.planner.space import PlacementPlan, PlacementRules, PoolPlan, RoleCost, SearchSpace, pool_sizes
 
-HOST_LINK = 25e9
-"""Bytes per second between a device and its host, in one direction: PCIe 4.0 x16 at 80 % (an assumption)."""
 MICRO = (1, 2, 4)
 """Budgets of tokens of a micro-batch, in sequences of the longest length."""
 SEQUENCE, TENSOR, DATA_ONLY = "sequence", "tensor and pipeline", "data"
@@ -140,10 +138,7 @@ def _powers(most: int) -> list[int]:
 
 
 def role_cost(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster) -> RoleCost:
-    """Seconds of a role's stages and its bytes, from `seconds_of` and `memory_of`.
-
-    What is offloaded crosses `HOST_LINK` before and after an update, weights of a frozen model before each pass.
-    """
+    """Seconds of a role's stages and its bytes, from `seconds_of` and `memory_of`."""
     memory, seconds = memory_of(plan, shape, work, cluster.device), seconds_of(plan, shape, work, cluster)
     resident = memory.phase("idle").total
     working = max(phase.total for phase in memory.phases) - resident
@@ -151,12 +146,9 @@ def role_cost(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluste
         inside = weight_sync(plan, shape, Cluster(cluster.device, min(plan.devices, cluster.device.node)))
         return RoleCost(seconds.phase("generate").likely, resident=resident, working=working, update=inside.likely,
                         update_across=seconds.phase("sync").likely)  # fmt: skip
-    idle, infer, update = (memory.phase(name) for name in ("idle", "infer", "update"))
-    fetch = max(0.0, infer.weights - idle.weights) / HOST_LINK
-    offload = max(0.0, update.weights + update.optimizer - idle.weights - idle.optimizer) / HOST_LINK
     return RoleCost(
-        preparation=seconds.phase("infer").likely + fetch,
-        training=(seconds.phase("update").likely + 2 * offload) if plan.trains else 0.0,
+        preparation=seconds.phase("infer").likely,
+        training=seconds.phase("update").likely,
         resident=resident,
         working=working,
     )

@@ -78,6 +78,8 @@ EFFICIENCY = {
 """Phase -> what it reaches. Those that are assumed are corrected by a calibration."""
 LATENCY = 20e-6
 """Seconds of an all-reduce of few bytes within a machine: an assumption, the same as in `placement_crossovers.py`."""
+HOST_LINK = 25e9
+"""Bytes per second between a device and its host, in one direction: PCIe 4.0 x16 at 80 % (an assumption)."""
 LENGTHS = (0.5, 2.0)
 """How far the mean response may be from the assumed one, as factors; a response never is longer than its limit."""
 
@@ -111,7 +113,21 @@ def seconds_of(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
         phases = {"infer": _pass(plan, shape, work, cluster, trains=False)}
         if plan.trains:
             phases["update"] = _pass(plan, shape, work, cluster, trains=True) * plan.epochs
+        if plan.param_offload or plan.optimizer_offload:
+            for name, seconds in _transfers(plan, shape, work).items():
+                phases[name] += Range(seconds, seconds, seconds)
     return Seconds(plan.role, phases)
+
+
+def _transfers(plan: RolePlan, shape: ModelShape, work: Workload) -> dict[str, float]:
+    """Seconds of offloading per phase: weights come before a pass; before and after an update, the optimizer, too."""
+    memory = memory_of(plan, shape, work)
+    idle, infer = memory.phase("idle"), memory.phase("infer")
+    seconds = {"infer": (infer.weights - idle.weights) / HOST_LINK}
+    if plan.trains:
+        update = memory.phase("update")
+        seconds["update"] = 2 * (update.weights + update.optimizer - idle.weights - idle.optimizer) / HOST_LINK
+    return seconds
 
 
 def step_seconds(plans: Sequence[RolePlan], seconds: Sequence[Seconds], overlaps: bool = False) -> Range:
