@@ -17,6 +17,7 @@ from verl.config import PPOTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.planner.hardware import Cluster
+from verl.rewards import RewardFunction, Scorer, ScoringLimits
 
 SOUND = [
     "actor_rollout_ref.model.path=model",
@@ -144,6 +145,40 @@ def test_a_full_disk_is_found_before_the_first_checkpoint(here, capsys, monkeypa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert main(["check", *SOUND, "trainer.save_freq=1"]) == 1
     assert "trainer.default_local_dir" in capsys.readouterr().out
+
+
+def test_the_disk_of_another_machine_is_not_measured(here, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: pytest.fail("a disk was measured"))
+    assert main(["check", "--devices=H100", *changed(SOUND, *ON_GPU), "trainer.save_freq=1"]) == 0
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_run_of_unknown_length_needs_room_for_one_checkpoint(here, capsys, monkeypatch, missing):
+    reset_notices()
+    words = [*changed(SOUND, "trainer.total_training_steps=null"), "trainer.save_freq=1"]
+    assert main(["estimate", "--json", *words]) == 0
+    numbers, usage = json.loads(capsys.readouterr().out), shutil.disk_usage(".")
+    assert numbers["device_hours"] is None
+    assert numbers["device_hours_per_step"] == pytest.approx(numbers["step"]["likely"] / 3600)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=numbers["checkpoint_bytes"] - missing))
+    assert main(["check", *words]) == missing
+    assert "number of steps is unknown" in notices()["trainer.save_freq"]
+    assert main(["estimate", *words]) == 0
+    assert "device hours per step" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_reward_function_has_the_limits_of_the_run(here, monkeypatch):
+    from verl.trainer.planning import check
+
+    limits: list[ScoringLimits] = []
+
+    def record(function: RewardFunction, rules: ScoringLimits) -> Scorer:
+        limits.append(rules)
+        return Scorer(function, rules)
+
+    monkeypatch.setattr(check, "Scorer", record)
+    assert main(["check", *SOUND, "reward.timeout=20", "+reward.reward_kwargs.isolation=none"]) == 0
+    assert [(each.timeout, each.isolation, each.num_workers) for each in limits] == [(20, "none", 1)]
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -236,10 +236,12 @@ def _seconds(estimate: Estimate) -> Table:
 
 
 def _summary(estimate: Estimate) -> str:
-    hours = estimate.run.devices * estimate.run.work.steps * estimate.step.likely / 3600
+    steps, hours = estimate.run.work.steps, estimate.device_hours
+    work = (f"{estimate.device_hours_per_step:.2g} device hours per step" if hours is None
+            else f"{hours:.2g} device hours for {steps} step(s)")  # fmt: skip
     lines = [
-        f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {hours:.2g} device hours for "
-        f"{estimate.run.work.steps} step(s), {estimate.checkpoint_bytes / 1e9:.2f} GB per checkpoint"
+        f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {work}, "
+        f"{estimate.checkpoint_bytes / 1e9:.2f} GB per checkpoint"
     ]
     return "\n".join([*lines, *(f"does not fit: {problem}" for problem in estimate.problems())])
 

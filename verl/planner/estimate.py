@@ -84,6 +84,17 @@ class Estimate:
         return self.run.work.tokens / self.step.likely
 
     @property
+    def device_hours_per_step(self) -> float:
+        """Of all devices in one likely step."""
+        return self.run.devices * self.step.likely / HOUR
+
+    @property
+    def device_hours(self) -> float | None:
+        """Of all devices in the run; None where the configuration does not say how many steps it has."""
+        steps = self.run.work.steps
+        return None if steps is None else steps * self.device_hours_per_step
+
+    @property
     def checkpoint_bytes(self) -> float:
         """Of one checkpoint."""
         return sum(memory.checkpoint for memory in self.memory)
@@ -147,7 +158,8 @@ class Estimate:
             "seconds": [asdict(seconds) for seconds in self.seconds],
             "step": asdict(self.step),
             "tokens_per_second": self.tokens_per_second,
-            "device_hours": self.run.devices * self.run.work.steps * self.step.likely / HOUR,
+            "device_hours": self.device_hours,
+            "device_hours_per_step": self.device_hours_per_step,
             "checkpoint_bytes": self.checkpoint_bytes,
             "problems": [str(problem) for problem in self.problems()],
         }

@@ -110,7 +110,7 @@ def _work(config: PPOTrainerConfig) -> Workload:
         samples=config.actor_rollout_ref.rollout.n,
         prompt=Lengths(MEAN_SHARE * prompt, prompt),
         response=Lengths(MEAN_SHARE * response, response),
-        steps=trainer.total_training_steps or 1,
+        steps=trainer.total_training_steps,
     )
 
 
@@ -180,7 +180,7 @@ def _with_batches(
         if switch in node and node[switch] and budget in node:
             return int(node[budget])
         per_process = node[f"{rows}_per_gpu"]
-        if per_process is None and rows in node and node[rows] is not None:  # the older setting counts over all data ranks
+        if per_process is None and rows in node and node[rows] is not None:  # the older one counts over data ranks
             per_process = max(1, node[rows] // plan.parallel.data)
         return automatic if per_process is None else per_process * work.longest // plan.parallel.sequence
 

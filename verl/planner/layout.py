@@ -155,14 +155,14 @@ class Workload:
         prompts: per step.
         samples: per prompt.
         prompt, response: lengths in tokens.
-        steps: of the run.
+        steps: of the run; None: unknown.
     """
 
     prompts: int
     samples: int
     prompt: Lengths
     response: Lengths
-    steps: int = 1
+    steps: int | None = None
 
     @property
     def sequences(self) -> int:

@@ -20,12 +20,11 @@ from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster
 from verl.rewards import RewardFunction, Scorer, ScoringLimits, default_compute_score, get_custom_reward_fn
 from verl.rewards.check import candidates, make_samples, try_one
+from verl.rewards.loading import LIMIT_NAMES
 from verl.trainer.build import check_rewards, dataset
 
 ROWS = 4
 """Rows that go through the tokenizer and the reward function."""
-SECONDS = 10.0
-"""Most for one call of a reward function."""
 
 
 def findings(
@@ -52,7 +51,13 @@ def findings(
     if problems:
         return problems
     devices = cluster or this_machine(config)
-    return [*_of(_rows, config), *_costs(config, devices)]
+    estimate = _estimate(config, devices)
+    problems = _of(_rows, config)
+    if estimate is not None:
+        problems += estimate.problems()
+        if cluster is None:  # the run's disk is another one otherwise
+            problems += _disk(config, estimate)
+    return problems
 
 
 def _each(error: VerlError) -> list[VerlError]:
@@ -102,7 +107,7 @@ def _scores(config: PPOTrainerConfig, prompts: RLHFDataset) -> None:
     function = get_custom_reward_fn(config) or RewardFunction.of(default_compute_score)
     rows = [prompts.dataframe[row] for row in range(min(ROWS, len(prompts)))]
     samples = make_samples(rows, config.data.reward_fn_key, function)
-    scorer, key = Scorer(function, ScoringLimits(timeout=SECONDS, num_workers=1)), "reward.custom_reward_function.path"
+    scorer, key = Scorer(function, _limits(config)), "reward.custom_reward_function.path"
     try:
         trials = [try_one(scorer, sample, text) for sample in samples for text in candidates(sample.ground_truth)]
     finally:
@@ -116,21 +121,34 @@ def _scores(config: PPOTrainerConfig, prompts: RLHFDataset) -> None:
         raise RewardError(message, key=key, got=failed.sample.solution_str, fix=fix)
 
 
-def _costs(config: PPOTrainerConfig, cluster: Cluster) -> Iterator[VerlError]:
-    """Memory, and room for checkpoints on this machine's disk."""
+def _limits(config: PPOTrainerConfig) -> ScoringLimits:
+    """Those of the run, in one process, where a failure is a result: the manager's own arguments win."""
+    limits = {name: config.reward[name] for name in LIMIT_NAMES if name in config.reward}
+    limits |= {name: value for name, value in config.reward.reward_kwargs.items() if name in LIMIT_NAMES}
+    limits |= {"num_workers": 1, "on_error": "mask"}
+    return ScoringLimits(**{name: value for name, value in limits.items() if value is not None})
+
+
+def _estimate(config: PPOTrainerConfig, cluster: Cluster) -> Estimate | None:
+    """What the run takes; None, after a notice, where the planner has no costs of it."""
     try:
-        estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU", model_shape), cluster)
+        return Estimate.of(run_plan(config, cluster.device.name == "CPU", model_shape), cluster)
     except VerlError as error:  # a teacher, another family, a model that is not on this machine
         notice("planner", f"memory and disk are not checked: {error}")
-        return
-    yield from estimate.problems()
-    trainer = config.trainer
+        return None
+
+
+def _disk(config: PPOTrainerConfig, estimate: Estimate) -> Iterator[VerlError]:
+    """Room for checkpoints on this machine; of a run of unknown length, for its last one."""
+    trainer, steps = config.trainer, estimate.run.work.steps
     if trainer.save_freq <= 0:
         return
+    if steps is None:
+        why = "the number of steps is unknown without trainer.total_training_steps: room for one checkpoint is checked"
+        notice("trainer.save_freq", why)
     folder = Path(trainer.default_local_dir).expanduser().absolute()
     disk = next(place for place in (folder, *folder.parents) if place.exists())
-    steps = estimate.run.work.steps
-    saves = -(-steps // trainer.save_freq)  # the last step is saved, too
+    saves = 1 if steps is None else -(-steps // trainer.save_freq)  # the last step is saved, too
     needed = 0.0
     for memory in estimate.memory:
         limit = trainer.max_critic_ckpt_to_keep if memory.role == "critic" else trainer.max_actor_ckpt_to_keep
@@ -140,5 +158,6 @@ def _costs(config: PPOTrainerConfig, cluster: Cluster) -> Iterator[VerlError]:
     if needed > free:
         fix = ("Name a folder on a larger disk, or keep fewer (trainer.max_actor_ckpt_to_keep, "
                "trainer.max_critic_ckpt_to_keep).")  # fmt: skip
-        message = f"the checkpoints of {steps} step(s) take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        work = "one step" if steps is None else f"{steps} step(s)"
+        message = f"the checkpoints of {work} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         yield ConfigError(message, key="trainer.default_local_dir", got=str(folder), fix=fix)
