@@ -52,6 +52,14 @@ CASES = {
         SMALL, GRPO, "1xH200", None, [f"{section}.strategy=fsdp2" for section in BOTH],
     ),
     "fsdp2 by name, then two devices": (SMALL, GRPO, "2xH200", None, ["actor_rollout_ref.actor.strategy=plain"]),
+    "a batch ahead, then in turn": (
+        QWEN, GRPO, "8xH100", PlacementRules(schedules=("sync",)),
+        ["trainer.v1.trainer_mode=one_step_off", "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+         "+trainer.resource_pools.samplers={roles: [rollout], processes: [1]}"],
+    ),
+    "pools of other names": (
+        QWEN, PPO, "16xH100", SPLIT, ["+trainer.resource_pools.values={roles: [critic], processes: [2]}"],
+    ),
     "torchtitan": (QWEN3, GRPO, "8xH100", None, ["actor_rollout_ref.actor.strategy=torchtitan"]),
 }  # fmt: skip
 
@@ -115,13 +123,16 @@ def test_overrides_of_a_plan_give_the_roles_that_were_costed(case, tmp_path):
     _, _, devices, rules, _ = CASES[case]
     words, base = planned(tmp_path, case)
     cluster = Cluster.parse(devices)
-    plan = proposal(run_plan(read_config(base, words), False, model_shape), cluster, rules, gap=0.01).plan
-    config = read_config(base, [*words, *overrides(plan, cluster)])
+    answer = proposal(run_plan(read_config(base, words), False, model_shape), cluster, rules, gap=0.01)
+    plan = answer.plan
+    config = read_config(base, [*words, *overrides(plan, cluster, answer.replaces_pools)])
     validate.check_printed(config)  # as --cfg job does
     run = run_plan(config, False, model_shape)
     choices = {role: choice for pool in plan.pools for role, choice in pool.choices.items()}
     roles = {role.role: replace(role, pool=choices[role.role].pool) for role in run.roles}
     assert roles == choices
+    assert config.trainer.v1.trainer_mode == {"sync": "sync", "async": "one_step_off"}[plan.schedule]
+    assert len(config.trainer.resource_pools) == len(plan.pools) - 1
     assert Estimate.of(run, cluster).problems() == []
     assert all(pool.bytes <= USABLE * cluster.device.memory for pool in plan.pools)
 
@@ -165,6 +176,13 @@ def test_the_command_prints_a_placement_others_and_overrides(words, capsys):
     assert "the configuration itself" in printed and "trainer.n_gpus_per_node=8" in printed
     assert main([*words, "--pool=actor:5"]) == 2
     assert "a pool of actor cannot have this number of devices" in capsys.readouterr().err
+
+
+def test_a_plan_of_another_schedule_is_refused_by_its_name(words, capsys):
+    modes = ["trainer.v1.trainer_mode=colocate_async"]
+    assert main([*words, *modes]) == 2
+    message = capsys.readouterr().err
+    assert "trainer.v1.trainer_mode" in message and "colocate_async" in message and "one_step_off" in message
 
 
 def test_a_plan_is_an_object_in_json(words, capsys):

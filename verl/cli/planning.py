@@ -23,7 +23,7 @@ from verl.errors import ConfigError, VerlError
 from verl.planner.estimate import Estimate
 from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster, device
-from verl.planner.proposal import Proposal, overrides, proposal
+from verl.planner.proposal import MODES, Proposal, overrides, proposal
 from verl.planner.seconds import Range
 from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan, PlacementRules
 from verl.trainer.command import run_program
@@ -114,6 +114,10 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
         raise ConfigError("say what the devices are", key="--devices", allowed="64xH100")
     config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
     validate.check_printed(config)
+    mode, modes = config.trainer.v1.trainer_mode, tuple(MODES.values())
+    if mode not in modes:
+        raise ConfigError("plan has no costs of this schedule", key="trainer.v1.trainer_mode", got=mode, allowed=modes,
+                          fix="Plan with one of these, or use estimate.")  # fmt: skip
     from verl.models.shape import model_shape  # loads transformers
 
     run = run_plan(config, cluster.device.name == "CPU", model_shape)
@@ -125,7 +129,8 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
         print(json.dumps(answer.to_json()))
         return 0
     _print_tables(_placement(answer), _others(answer))
-    print(step_text(answer), " \\\n    ".join(map(shlex.quote, overrides(answer.plan, cluster))), sep="\n\n")
+    arguments = overrides(answer.plan, cluster, answer.replaces_pools)
+    print(step_text(answer), " \\\n    ".join(map(shlex.quote, arguments)), sep="\n\n")
     return 0
 
 

@@ -44,12 +44,14 @@ class RunPlan:
         shapes: role -> its model.
         work: of one step.
         overlaps: samplers of a pool of their own generate while the trainers compute.
+        has_pools: the configuration names pools.
     """
 
     roles: tuple[RolePlan, ...]
     shapes: Mapping[str, ModelShape]
     work: Workload
     overlaps: bool = False
+    has_pools: bool = False
 
     @property
     def devices(self) -> int:
@@ -99,7 +101,7 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool, shape_of: Callable[[str, st
         shapes["rollout"] = shapes["actor"]
     pools = {plan.role: plan.pool for plan in plans}
     overlaps = config.trainer.v1.trainer_mode in OVERLAPPING_MODES and pools.get("rollout") != pools["actor"]
-    return RunPlan(tuple(plans), shapes, work, overlaps)
+    return RunPlan(tuple(plans), shapes, work, overlaps, bool(config.trainer.resource_pools))
 
 
 def _work(config: PPOTrainerConfig) -> Workload:

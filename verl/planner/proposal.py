@@ -16,6 +16,8 @@ from verl.planner.search import PlacementSearch, explanation
 from verl.planner.space import ACTOR, ASYNC, SAMPLER, SYNC, PlacementPlan, PlacementRules, PoolPlan
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+MODES = {SYNC: "sync", ASYNC: "one_step_off"}
+"""Schedule of a plan -> its ``trainer.v1.trainer_mode``."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,13 @@ class Proposal:
         cluster: the devices.
         plan: the fastest placement.
         others: a title and a placement each: the best of other kinds, and the configuration's.
+        replaces_pools: the configuration names pools, which the overrides delete.
     """
 
     cluster: Cluster
     plan: PlacementPlan[RolePlan]
     others: tuple[tuple[str, PlacementPlan[RolePlan]], ...]
+    replaces_pools: bool = False
 
     @property
     def memory(self) -> float:
@@ -57,7 +61,7 @@ class Proposal:
                 for pool in self.plan.pools
             ],
             "others": {title: other.seconds for title, other in self.others},
-            "overrides": [*overrides(self.plan, self.cluster)],
+            "overrides": overrides(self.plan, self.cluster, self.replaces_pools),
         }
 
 
@@ -80,12 +84,18 @@ def proposal(run: RunPlan, cluster: Cluster, rules: PlacementRules | None = None
         raise explanation(search)
     present = present_placement(run.roles, run.shapes, run.work, cluster, schedule)
     others = [*((str(other), other) for other in search.runners_up(plan, gap)), ("the configuration itself", present)]
-    return Proposal(cluster, plan, tuple(others))
+    return Proposal(cluster, plan, tuple(others), run.has_pools)
 
 
-def overrides(plan: PlacementPlan[RolePlan], cluster: Cluster) -> list[str]:
-    """Arguments of a run that has this placement; shell quoting is the caller's."""
-    words = []
+def overrides(plan: PlacementPlan[RolePlan], cluster: Cluster, replaces_pools: bool) -> list[str]:
+    """Arguments of a run that has this placement; shell quoting is the caller's.
+
+    Args:
+        replaces_pools: the configuration names pools; they are deleted, since ``={}`` would leave them.
+    """
+    words = [f"trainer.v1.trainer_mode={MODES[plan.schedule]}"]
+    if replaces_pools:
+        words.append("~trainer.resource_pools")
     for pool in plan.pools:
         nodes, per_node = _processes(pool.devices, cluster.device.node)
         if ACTOR in pool.choices:
@@ -97,8 +107,6 @@ def overrides(plan: PlacementPlan[RolePlan], cluster: Cluster) -> list[str]:
                          f"processes: [{processes}]}}")  # fmt: skip
         for role, choice in pool.choices.items():
             words += _of_sampler(choice, pool) if role == SAMPLER else _of_trainer(role, choice)
-    if plan.schedule == ASYNC:
-        words.append("trainer.v1.trainer_mode=one_step_off")
     return list(dict.fromkeys(words))
 
 
