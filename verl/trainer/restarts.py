@@ -127,10 +127,11 @@ class AttemptProcess:
     def _reap(self) -> int | None:
         """The attempt's status if it has ended; orphans that ended go too, since others may wait for their end."""
         result = None
-        for process in set(lifeline.children()) - {*self._earlier}:
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if ended == self.pid:
-                result = os.waitstatus_to_exitcode(status)
+        for process in {self.pid, *lifeline.children()} - {*self._earlier}:
+            with suppress(ChildProcessError):  # the attempt was reaped before
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended == self.pid:
+                    result = os.waitstatus_to_exitcode(status)
         return result
 
 
@@ -170,8 +171,9 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         ConfigError: a notebook, whose kernel cannot be forked, or no Linux.
         SystemExit: in the process that waits, with the status of the last attempt.
     """
-    if in_notebook() or sys.platform != "linux":
-        where = "a notebook" if in_notebook() else sys.platform
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    if in_notebook() or not children.exists():
+        where = "a notebook" if in_notebook() else f"{sys.platform} without {children}"
         raise ConfigError("a run restarts as a program on Linux", key=KEY, got=where, fix=f"Set {KEY}=0.")
     lifeline.adopt_orphans()  # what a killed attempt leaves behind ends before the next one begins
     earlier = frozenset(lifeline.children())

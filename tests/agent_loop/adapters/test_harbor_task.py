@@ -18,7 +18,7 @@ from tests.harness.sandboxes import OFFERED
 from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.adapters import harbor_task
 from verl.agent_loop.adapters.harbor_files import read_task
-from verl.agent_loop.adapters.harbor_task import HarborTask, check_task
+from verl.agent_loop.adapters.harbor_task import HarborTask, TaskCheck, check_task
 from verl.errors import ConfigError, NotBuiltError
 
 needs_sandbox = pytest.mark.skipif("whole" not in OFFERED, reason="this machine does not offer the whole sandbox")
@@ -108,6 +108,26 @@ def test_a_policy_that_writes_the_reward_itself_gets_nothing(task, attack, tests
 
 
 @needs_sandbox
+def test_a_program_under_test_that_writes_another_reward_file_gets_nothing(task):
+    (task / "tests/test.sh").write_text(f"bash /app/sum.sh\n{TEST}")
+    (task / "solution/solve.sh").write_text("echo 'echo 42 > /app/sum.txt' > /app/sum.sh")
+    forging = "echo 'mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json' > sum.sh"
+    _, steps = play(task, forging, "submit")
+    assert steps[1] == ("", 0.0, True, False, {})
+    _, steps = play(task, "echo 'echo 42 > /app/sum.txt' > sum.sh", "submit")
+    assert steps[1][1] == 1.0
+
+
+@needs_sandbox
+def test_settings_of_pytest_that_a_policy_leaves_above_the_tests_have_no_effect(task):
+    (task / "tests/test.sh").write_text(PYTHON_TEST.replace("cd /app", "cd /tests").replace("unittest", "pytest"))
+    (task / "tests/test_sum.py").write_text(TEST_SUM)
+    (task / "tests/test.sh").write_text((task / "tests/test.sh").read_text().replace("test_sum;", "test_sum.py;"))
+    _, steps = play(task, "printf '[pytest]\naddopts = --collect-only\n' > /tmp/pytest.ini", "submit")
+    assert steps[1] == ("", 0.0, True, False, {})
+
+
+@needs_sandbox
 def test_a_script_that_hangs_or_floods_is_cut_and_the_attempt_goes_on(task):
     script = ["sleep 1000", "yes | head -c 1000000", "cat numbers.txt"]
     _, steps = play(task, *script, command_seconds=1, most_shown=10)
@@ -160,7 +180,7 @@ def test_the_check_of_one_task_does_not_wait_for_another(task, tmp_path, monkeyp
 
     def meet(path):
         meeting.wait()
-        return 0.0, ""
+        return TaskCheck()
 
     monkeypatch.setattr(harbor_task, "check_task", meet)
     with ThreadPoolExecutor(2) as threads:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -47,19 +48,24 @@ unpack({files!r})
 COMMAND = "print(json.dumps(script(['-c', {text!r}], {seconds!r}, {most!r})))"
 SOLUTION = "unpack({files!r})\nscript(['/solution/solve.sh'], {seconds!r}, 1)"
 TESTS = """
-with contextlib.suppress(ProcessLookupError):
-    os.kill(-1, signal.SIGKILL)
-subprocess.run(["rm", "-rf", "/tmp/tests", "/tmp/logs"], env=NAMES, check=True)
+def end_others():
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+end_others()
+folders = {{name[1:] for name in {folders!r}}} - {{"tests", "logs"}}
+others = ["/tmp/" + name for name in os.listdir("/tmp") if name not in folders]
+subprocess.run(["rm", "-rf", *others], env=NAMES, check=True)
 os.makedirs("/tmp/logs/verifier")
 unpack({files!r})
 NAMES.update(HOME=tempfile.mkdtemp(), PYTHONNOUSERSITE="1", PYTHONSAFEPATH="1",
              PYTHONPATH="/tests:" + NAMES["PYTHONPATH"])
 script(["/tests/test.sh"], {seconds!r}, 1)
+end_others()
 names = [name for name in ("reward.json", "reward.txt") if os.path.exists("/logs/verifier/" + name)]
-print(open("/logs/verifier/" + names[0]).read(10000))
+print(json.dumps([names, open("/logs/verifier/" + names[0]).read(10000)]))
 """
-"""What still runs is ended first, and what the policy put in the place of the tests or the reward is removed. Python
-then imports nothing from the policy's folders."""
+"""What still runs is ended first, and what the policy put in the place of the tests or the reward, or above them, where
+pytest looks for its settings, is removed. Python then imports nothing from the policy's folders."""
 _LOCKS: dict[str, threading.Lock] = {}  # by task; threads of episodes: the first one with a task checks it
 
 
@@ -88,6 +94,8 @@ class HarborTask:
         seconds = max(command_seconds, task.seconds) + SPARE_SECONDS
         limits = Limits(seconds, task.memory_mb, 64, open_files=512, disk_mb=task.disk_mb, output_kb=output_kb)
         self._session, self._has_files, self._count, self._least = Session(_pool(), limits), False, 0, 0.0
+        self._reward_files: frozenset[tuple[str, ...]] = frozenset()
+        self.written: tuple[str, ...] = ()
 
     def before_reset(self, step_timeout: float) -> None:
         """Check the task, which a process does once; no time limit of the loop holds here.
@@ -108,10 +116,10 @@ class HarborTask:
         Raises:
             RuntimeError: the tests write no reward, or give the solution no more than an untouched folder.
         """
-        untouched, fault = self._check()
-        if fault:
-            raise RuntimeError(fault)
-        self._least = min(0.0, untouched)
+        check = self._check()
+        if check.fault:
+            raise RuntimeError(check.fault)
+        self._least, self._reward_files = min(0.0, check.untouched), check.reward_files
         return f"{self._task.instruction}\n\n{HOW.format(self._task.workdir, self._most)}", {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, object]]:
@@ -130,10 +138,15 @@ class HarborTask:
         self._cell(SOLUTION.format(files=self._task.solution, seconds=self._task.seconds))
 
     def test(self) -> float | None:
-        """The reward that the tests write; None where they write none."""
-        outcome = self._cell(TESTS.format(files=self._task.tests, seconds=self._task.seconds))
+        """The reward that the tests write; None where they write none, or a file that they do not write elsewhere."""
+        code = TESTS.format(folders=FOLDERS, files=self._task.tests, seconds=self._task.seconds)
+        outcome = self._cell(code)
         try:
-            value = read_json(outcome.stdout) if outcome.ok else None
+            names, text = read_json(outcome.stdout) if outcome.ok else ((), "null")
+            self.written = tuple(names)
+            if self._reward_files and self.written not in self._reward_files:  # reward.json of the policy's program
+                return None
+            value = read_json(text)
             value = value.get("reward") if isinstance(value, Mapping) else value
             reward = float(value) if isinstance(value, int | float) else math.nan
         except (ValueError, OverflowError):  # no JSON, or an integer that no float holds
@@ -144,7 +157,7 @@ class HarborTask:
         """End what runs."""
         self._session.close()
 
-    def _check(self) -> tuple[float, str]:
+    def _check(self) -> TaskCheck:
         # Threads of rows that play this task take it in any order: the first one checks, the others read the cache.
         with _LOCKS.setdefault(self._task.path, threading.Lock()):
             return check_task(self._task.path)
@@ -171,10 +184,26 @@ class HarborTask:
         return outcome
 
 
+@dataclass(frozen=True)
+class TaskCheck:
+    """What is known of a task before an attempt.
+
+    Args:
+        untouched: the reward of an untouched folder.
+        fault: why it cannot be played here; empty where it can.
+        reward_files: the names that the tests write, for each of the two folders.
+    """
+
+    untouched: float = 0.0
+    fault: str = ""
+    reward_files: frozenset[tuple[str, ...]] = frozenset()
+
+
 @cache
-def check_task(path: str) -> tuple[float, str]:
-    """The reward of an untouched folder, and why the task cannot be played here; an empty text where it can."""
+def check_task(path: str) -> TaskCheck:
+    """Run the tests of a task on an untouched folder and, where it has a solution, on a solved one."""
     rewards: list[float] = []
+    names: set[tuple[str, ...]] = set()
     for is_solved in (False, True) if read_task(path).solution else (False,):
         with closing(HarborTask(path)) as attempt:
             try:
@@ -182,14 +211,17 @@ def check_task(path: str) -> tuple[float, str]:
                     attempt.solve()
                 reward = attempt.test()
             except ConfigError as error:
-                return 0.0, str(error)
+                return TaskCheck(fault=str(error))
         if reward is None:
-            return 0.0, f"tests/test.sh of {path} writes no reward to /logs/verifier in this sandbox"
+            return TaskCheck(fault=f"tests/test.sh of {path} writes no reward to /logs/verifier in this sandbox")
         rewards.append(reward)
+        names.add(attempt.written)
     if rewards[-1] > rewards[0] or len(rewards) == 1:
-        return rewards[0], ""
+        return TaskCheck(rewards[0], "", frozenset(names))
     what = f"its solution gets {rewards[1]:g}, an untouched folder {rewards[0]:g}"
-    return rewards[0], f"{path} cannot be solved in this sandbox (no network, this machine's programs): {what}"
+    return TaskCheck(
+        rewards[0], f"{path} cannot be solved in this sandbox (no network, this machine's programs): {what}"
+    )
 
 
 def _programs() -> tuple[str, ...]:
