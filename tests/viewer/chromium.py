@@ -123,8 +123,10 @@ class Chromium:
     def follow(self, element: Any) -> None:
         """Click, and wait for the view to which this leads."""
         before = self.driver.current_url
+        # The address changes before the event by which the page marks itself as busy; this listener runs after its own.
+        self.run("window.hasMoved = false; addEventListener('hashchange', () => { hasMoved = true }, { once: true })")
         element.click()
-        wait_until(lambda: self.driver.current_url != before, lambda: f"no other view than {before}")
+        wait_until(lambda: self.run("return window.hasMoved"), lambda: f"no other view than {before}")
         self.wait()
 
     def heading(self) -> str:
