@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TRACKERS_VENV ?= .venv-trackers
 VLLM_VENV ?= .venv-vllm
+ADAPTERS_VENV ?= .venv-adapters
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 OR_SAY = || { echo "pip could not install this. Is a package index in reach (pip config list)? Then run make again." >&2; exit 1; }
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-trackers quickstart site test test-all test-trackers test-vllm lint format clean
+.PHONY: help install install-trackers quickstart site test test-all test-trackers test-vllm test-adapters lint format clean
 
 help:
 	@echo "make quickstart   set up $(VENV), then train a small model by GRPO on this machine (about 4 minutes on 2 cores)"
@@ -24,6 +25,7 @@ help:
 	@echo "make test-all     every test there is, and a table; GROUP=sandbox: one folder of tests/; ARGS=--last-failed: the rest"
 	@echo "make test-trackers  set up $(TRACKERS_VENV) (wandb, mlflow, swanlab, clearml, trackio; no torch), then run their tests"
 	@echo "make test-vllm    set up $(VLLM_VENV) (vLLM on CPU, 4 GB), then run the tests against vLLM itself"
+	@echo "make test-adapters  set up $(ADAPTERS_VENV) (verifiers, OpenEnv, LangGraph), then run the tests with these packages"
 	@echo "make site         build the documentation into build/site (no network)"
 	@echo "make install      only set up $(VENV)"
 	@echo "make lint         ruff and mypy;  make format: rewrite the code in the house format"
@@ -62,7 +64,8 @@ test: install
 
 # GROUP is a folder of tests/, or trackers, or vllm. ARGS=--last-failed leaves out what passed before, also after a kill.
 test-all: install install-trackers
-	@$(BIN)/python scripts/run_tests.py --all --group='$(GROUP)' --trackers=$(TRACKERS_VENV) --vllm=$(VLLM_VENV) $(ARGS)
+	@$(BIN)/python scripts/run_tests.py --all --group='$(GROUP)' --trackers=$(TRACKERS_VENV) --vllm=$(VLLM_VENV) \
+	  --adapters=$(ADAPTERS_VENV) $(ARGS)
 
 # Trackers want other versions of shared packages than constraints.txt has, hence an environment of their own.
 $(TRACKERS_VENV)/.installed: constraints-trackers.txt
@@ -91,6 +94,19 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_VENV)/bin/python -m pytest tests/engines_real/vllm tests/rollout --durations=10
 
+# verifiers and OpenEnv want an older mcp than constraints.txt has: an environment over that of the library, which sees
+# its packages except where it has another version of them. Its tests are those that test-adapters names.
+$(ADAPTERS_VENV)/.installed: constraints-adapters.txt $(VENV)/.installed
+	@$(PYTHON) -m venv $(ADAPTERS_VENV)
+	@purelib() { "$$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(purelib $(VENV))')" > "$$(purelib $(ADAPTERS_VENV))/library.pth"
+	@$(ADAPTERS_VENV)/bin/python -m pip install -qq --no-warn-conflicts --constraint constraints-adapters.txt \
+	  'verifiers>=0.3,<0.4' openenv langgraph langchain-openai $(OR_SAY)
+	@touch $@
+
+test-adapters: $(ADAPTERS_VENV)/.installed
+	@$(BIN)/python scripts/run_tests.py --all --group=adapters --adapters=$(ADAPTERS_VENV) $(ARGS)
+
 lint: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -98,4 +114,4 @@ format:
 	@bash scripts/format.sh
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(ADAPTERS_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

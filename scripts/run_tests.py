@@ -7,8 +7,8 @@ There are three passes. Parallel: two workers, of which only one at a time runs 
 the same time: a third pytest runs, one after another, what mostly waits; its output is shown when it has ended. Alone:
 what a clock or another test may fail. With ``--all`` tests of several processes, those that wait included, have a pass
 to themselves: ranks that exchange messages take up to twelve times as long where other tests need the same cores. The
-environments of trackers and of vLLM then have a pass each, where they exist, and a table of all groups is printed.
-However this process ends, nothing that it started outlives it.
+environments of trackers, vLLM and adapters then have a pass each, where they exist, and a table of all groups is
+printed. However this process ends, nothing that it started outlives it.
 
 Every pass writes a line per test into .pytest_cache/outcomes as it goes (`tests/outcomes.py`); ``--last-failed`` leaves
 out what has passed by these files, also after a run that was killed. Failed tests that start processes or depend on a
@@ -47,6 +47,18 @@ SECONDS, RANKS = 5.0, 2
 """What a test may take and start without the marker `slow`; CONTRIBUTING.md states the rule."""
 SPACE = 2 << 30
 """Bytes that the suite may need for temporary files."""
+REAL = "tests/engines_real"
+ADAPTERS = "tests/agent_loop/adapters"
+ENVIRONMENTS = {
+    "trackers": (f"{REAL}/trackers", f"{REAL}/math_verify"),
+    "vllm": (f"{REAL}/vllm", "tests/rollout"),
+    "adapters": (
+        f"{ADAPTERS}/test_openenv.py", f"{ADAPTERS}/test_verifiers.py", "tests/recipe/test_langgraph_agent.py",
+        "tests/recipe/test_curves.py::test_every_run_of_a_curve_starts_and_has_a_score_of_each_step[langgraph_agent]",
+        "tests/e2e/test_libraries_of_environments.py",
+    ),
+}  # fmt: skip
+"""The environments with packages that constraints.txt does not have -> the tests that run in each."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +123,9 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--kept", type=Path, default=ROOT / ".pytest_cache", help="the folder of outcomes and flaky.txt"
     )
-    parser.add_argument("--trackers", default=".venv-trackers", help="the environment with wandb, mlflow and swanlab")
-    parser.add_argument("--vllm", default=".venv-vllm", help="the environment with vLLM")
+    parser.add_argument("--trackers", default=".venv-trackers", help="with wandb, mlflow and swanlab")
+    parser.add_argument("--vllm", default=".venv-vllm", help="with vLLM")
+    parser.add_argument("--adapters", default=".venv-adapters", help="with verifiers, OpenEnv and LangGraph")
     return parser.parse_known_args(words)
 
 
@@ -122,7 +135,7 @@ def groups() -> list[str]:
 
 def what_is_missing(options: argparse.Namespace) -> str | None:
     """Why no test can be run, as a sentence."""
-    if options.group and options.group not in (known := [*groups(), "trackers", "vllm"]):
+    if options.group and options.group not in (known := [*groups(), *ENVIRONMENTS]):
         return f"there is no group {options.group!r} of tests; there are: {', '.join(known)}"
     folder = tempfile.gettempdir()
     if (free := shutil.disk_usage(folder).free) < SPACE:
@@ -153,14 +166,10 @@ def chosen_passes(options: argparse.Namespace, further: list[str]) -> list[Pass]
         Pass(name, sys.executable, (*words, "-m", " and ".join([*tier, *expressions])), options.kept)
         for name, words, expressions in chosen
     ]
-    real = "tests/engines_real"
-    environments = {
-        "trackers": (options.trackers, (f"{real}/trackers", f"{real}/math_verify")),
-        "vllm": (options.vllm, (f"{real}/vllm", "tests/rollout")),
-    }
-    if options.group in environments:
+    if options.group in ENVIRONMENTS:
         passes = []
-    for name, (environment, real_paths) in environments.items():
+    for name, real_paths in ENVIRONMENTS.items():
+        environment = getattr(options, name)
         if options.group not in ("", name) or not options.all:
             continue
         if (ROOT / environment / ".installed").exists():
@@ -237,7 +246,7 @@ def table(lines: dict[str, list[dict[str, Any]]], flaky: list[str], minutes: flo
     seconds: Counter[str] = Counter()
     for name, found in lines.items():
         for line in found:
-            group = name if name in ("trackers", "vllm") else line["test"].removeprefix("tests/").split("/")[0]
+            group = name if name in ENVIRONMENTS else line["test"].removeprefix("tests/").split("/")[0]
             counts[group][line["outcome"]] += 1
             counts[group]["flaky"] += line["test"] in flaky
             seconds[group] += line["seconds"]

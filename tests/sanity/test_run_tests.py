@@ -135,7 +135,7 @@ def test_a_representative_that_did_not_run_is_named(monkeypatch: pytest.MonkeyPa
 def test_an_unknown_group_is_refused_with_those_that_exist(capsys: pytest.CaptureFixture[str]):
     assert run_tests.main(["--all", "--group=sandboxes"]) == 2
     said = capsys.readouterr().err
-    assert "no group 'sandboxes'" in said and "sandbox, " in said and "trackers, vllm" in said
+    assert "no group 'sandboxes'" in said and "sandbox, " in said and "trackers, vllm, adapters" in said
 
 
 def test_a_full_temporary_folder_is_said_before_anything_runs(
@@ -157,7 +157,7 @@ def test_each_pass_leaves_out_what_passed_in_that_pass_before(tmp_path: Path):
 
 @pytest.mark.parametrize("words", [[], ["--all"], ["--all", "--group=trainer"]], ids=" ".join)
 def test_every_test_is_in_exactly_one_pass_and_ranks_have_theirs(words: list[str]):
-    options, further = run_tests.arguments([*words, "--trackers=none", "--vllm=none"])
+    options, further = run_tests.arguments([*words, "--trackers=none", "--vllm=none", "--adapters=none"])
     expressions = [one.words[-1] for one in run_tests.chosen_passes(options, further)]
     for marker in ("unmarked", "waiting", "processes", "alone"):
         marks = {marker, "slow", "representative"}

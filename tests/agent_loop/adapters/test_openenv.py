@@ -20,9 +20,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.ports import free_port
 
 HAS_OPENENV = importlib.util.find_spec("openenv") is not None
-needs_openenv = pytest.mark.skipif(
-    not HAS_OPENENV, reason="openenv is not installed; in an environment of its own: pip install openenv"
-)
+needs_openenv = pytest.mark.skipif(not HAS_OPENENV, reason="openenv is not installed: make test-adapters")
 
 
 def application():

@@ -15,9 +15,7 @@ from verl.agent_loop import AgentLoopManager
 from verl.errors import ConfigError, RolloutError
 
 HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None and importlib.util.find_spec("verifiers.legacy")
-needs_verifiers = pytest.mark.skipif(
-    not HAS_VERIFIERS, reason="verifiers is not installed; in an environment of its own: pip install 'verifiers<0.4'"
-)
+needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed: make test-adapters")
 ENVIRONMENT = '''
 """Words as one might have them: a sum in two turns, and ways to go wrong."""
 import asyncio
