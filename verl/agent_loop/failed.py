@@ -1,8 +1,9 @@
 """A trajectory that went wrong alone: masked or given 0, counted and shown, unless the user wants a stop.
 
 What the policy can bring about must not pay. What it writes (a call that cannot be read, an answer that a template
-refuses, a conversation over its time) is an ordinary answer and is scored; only what a user's code, a row or the
-sampler does is masked, and ``on_error: zero`` gives it 0 where an action may be the cause.
+refuses, a conversation or an episode over its time) is an ordinary answer and is scored; only what a user's code, a
+row or the sampler does is masked, and ``on_error: zero`` gives it 0 where an action may be the cause. An agent at the
+endpoint that returns the reward itself has none when its time is over: its row counts as what its code did.
 """
 
 from __future__ import annotations

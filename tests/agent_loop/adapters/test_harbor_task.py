@@ -47,7 +47,7 @@ END_PYTHON = "printf 'import os\\nos._exit(0)'"
 def task(tmp_path) -> Path:
     """Write the first number plus one into a file."""
     files = {
-        "task.toml": 'version = "1.0"\n[metadata]\ntags = ["sum"]\n[verifier]\ntimeout_sec = 20.0\n',
+        "task.toml": 'version = "1.0"\n[metadata]\ntags = ["sum"]\n[verifier]\ntimeout_sec = 120.0\n',
         "instruction.md": "Write the first of numbers.txt plus one to sum.txt.\n",
         "environment/Dockerfile": "# small\nFROM ubuntu:24.04\nWORKDIR /app\nCOPY numbers.txt .\n",
         "environment/numbers.txt": "41\n",
@@ -64,7 +64,7 @@ def task(tmp_path) -> Path:
 def play(task, *script, **options):
     attempt = HarborTask(str(task), **options)
     try:
-        attempt.before_reset(60.0)
+        attempt.before_reset()
         shown, _ = attempt.reset()
         steps = [attempt.step(text) for text in script]
     finally:
@@ -154,12 +154,6 @@ def test_broken_tests_pay_no_more_than_an_untouched_folder(task, reward):
     assert steps[1] == ("", -0.5, True, False, {})
 
 
-def test_a_step_that_may_exceed_the_loop_s_time_limit_is_refused(task):
-    reason = "timeout_sec 20 of .*, command_seconds 30 and 5 to spare.* Got 54.*: 55 or more"
-    with pytest.raises(ConfigError, match=reason):
-        HarborTask(str(task)).before_reset(54.0)
-
-
 def test_a_broken_task_is_checked_once_and_refused_each_time(task, monkeypatch):
     checks = []
 
@@ -184,7 +178,7 @@ def test_the_check_of_one_task_does_not_wait_for_another(task, tmp_path, monkeyp
 
     monkeypatch.setattr(harbor_task, "check_task", meet)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda path: HarborTask(str(path)).before_reset(60.0), (tmp_path / "first", copy)))
+        list(threads.map(lambda path: HarborTask(str(path)).before_reset(), (tmp_path / "first", copy)))
     assert not meeting.broken
 
 

@@ -162,9 +162,17 @@ def test_a_broken_environment_costs_its_own_row(tmp_path, broken, said):
     assert made.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0]
 
 
-def test_an_episode_that_takes_too_long_as_a_whole_fails_and_raising_can_be_asked_for(tmp_path):
+def test_an_episode_over_its_time_is_scored_by_the_rewards_it_had(tmp_path):
     extra = [{"environment_kwargs": {"broken": "hang"}}]
-    with pytest.raises(RolloutError, match=r"took longer than 0\.2 s"):
+    made = play(tmp_path, "1", batch=rows(extra_info=extra), timeout=2, on_error="raise")
+    assert made.non_tensor_batch["ended"].tolist() == ["timeout"] and made.batch["rm_scores"].sum() == 0
+    assert made.non_tensor_batch["finish_reason"].tolist() == ["stop"] and made.batch["response_mask"].any()
+    assert made.meta_info["metrics"]["rollout/environment/timeout"].value == 1
+
+
+def test_an_episode_whose_time_is_over_before_an_answer_has_failed(tmp_path):
+    extra = [{"environment_kwargs": {"broken": "hang_in_reset"}}]
+    with pytest.raises(RolloutError, match=r"no answer within the timeout of 0\.2 s"):
         play(tmp_path, "1", batch=rows(extra_info=extra), timeout=0.2, on_error="raise")
 
 
@@ -198,9 +206,29 @@ def test_what_an_environment_does_before_its_reset_has_no_time_limit(monkeypatch
             return await make()
 
     class Checked(Guess):
-        def before_reset(self, step_timeout):
-            calls.append(step_timeout)
+        def before_reset(self):
+            calls.append("before_reset")
 
     monkeypatch.setattr(adapter, "runner", Recorder)
     asyncio.run(adapter.Environment(Checked, {}, 3.0).make())
-    assert limits == [3.0, None] and calls == [3.0]
+    assert limits == [3.0, None] and calls == ["before_reset"]
+
+
+@pytest.mark.parametrize(("attributes", "limit"), [({}, 3.0), ({"bounds_its_steps": True}, None)], ids=str)
+def test_steps_have_the_loop_s_limit_unless_they_bound_themselves(monkeypatch, attributes, limit):
+    limits = []
+
+    class Recorder:
+        async def run(self, work, timeout=None):
+            limits.append(timeout)
+            return await work()
+
+    async def play_a_step():
+        environment = adapter.Environment(type("Bounded", (Guess,), attributes), {}, 3.0)
+        await environment.make()
+        await environment.reset(1, None)
+        await environment.step("1")
+
+    monkeypatch.setattr(adapter, "runner", Recorder)
+    asyncio.run(play_a_step())
+    assert limits == [3.0, 3.0, limit]

@@ -91,7 +91,8 @@ class Environment:
 
     Args:
         make: makes the environment; gets ``kwargs``.
-        timeout: seconds of any call.
+        timeout: seconds of any call, but of ``step`` where the environment has the attribute ``bounds_its_steps``: its
+            steps end by limits of its own, and may wait for others before.
     """
 
     def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any], timeout: float):
@@ -99,11 +100,11 @@ class Environment:
         self._it: Any = None
 
     async def make(self) -> None:
-        """Make it, and call its ``before_reset(step_timeout)`` where it has one: for this no time limit holds."""
+        """Make it, and call its ``before_reset()`` where it has one: for this no time limit holds."""
         self._it = await self._call("making it", self._timeout, self._make, **self._kwargs)
         prepare = getattr(self._it, "before_reset", None)
         if callable(prepare):
-            await self._call("before_reset", None, prepare, self._timeout)
+            await self._call("before_reset", None, prepare)
 
     async def reset(self, seed: int, options: Mapping[str, Any] | None) -> Observation:
         """Reset it; the first observation.
@@ -123,7 +124,8 @@ class Environment:
 
     async def step(self, action: str) -> Step:
         """Do what the model wrote."""
-        answer = await self._call("step", self._timeout, self._it.step, action)
+        limit = None if getattr(self._it, "bounds_its_steps", False) else self._timeout
+        answer = await self._call("step", limit, self._it.step, action)
         if not isinstance(answer, tuple) or len(answer) not in (4, 5):
             raise EnvironmentFailure(
                 f"step returned {answer!r:.100}, not (observation, reward, terminated, truncated, info)"

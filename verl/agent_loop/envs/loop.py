@@ -45,7 +45,7 @@ class EnvironmentSettings:
         max_turns: most actions; None leaves it to the environment.
         max_tokens_per_turn: most tokens of one action; None: what is left of the response.
         step_timeout: seconds of one call of the environment.
-        timeout: seconds of a whole episode; None: no limit.
+        timeout: seconds of an episode, after which the rewards that it had count; None: no limit.
         on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
             stops the run.
         template_kwargs: arguments of the chat template.
@@ -120,16 +120,22 @@ class EnvironmentAgentLoop(AgentLoopBase):
         environment = Environment(self.shared.make, made_with, settings.step_timeout)
         episode = _Episode(AgentData(kwargs, seen=self.server_manager.seen))
         error: EnvironmentFailure | None = None
+        limit = asyncio.timeout(settings.timeout)
         try:
             await environment.make()
-            work = self._play(episode, environment, sampling_params, prune(extra.get("environment_options")))
-            await asyncio.wait_for(work, settings.timeout)
+            async with limit:
+                await self._play(episode, environment, sampling_params, prune(extra.get("environment_options")))
         except EnvironmentFailure as failure:
             error = failure
         except DataError as failure:  # an image or video that is refused, or a template without a place for one
             error = EnvironmentFailure(str(failure))
         except TimeoutError:
-            error = EnvironmentFailure(f"an episode took longer than {settings.timeout} s")
+            if not limit.expired():
+                raise
+            if episode.data.response_ids:  # a policy that dawdles would escape a low score if this were masked
+                episode.end("timeout")
+            else:
+                error = EnvironmentFailure(f"there was no answer within the timeout of {settings.timeout} s")
         try:
             await environment.close()
         except EnvironmentFailure as failure:
@@ -240,7 +246,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             data.prompt_ids = await self.prompt_ids(row)
         data.tool_seconds = episode.seconds
         data.metrics.add("rollout/environment/steps", len(episode.rewards), "mean")
-        for why in ("terminated", "truncated", "max_turns", "length", "template"):
+        for why in ("terminated", "truncated", "max_turns", "length", "template", "timeout"):
             data.metrics.add(f"rollout/environment/{why}", float(episode.ended == why), "mean")
         data.metrics.add("rollout/agent/failed", 0, "sum")
         data.finish_reason = {"length": "length", "abort": "abort"}.get(episode.ended, "stop")
