@@ -192,7 +192,8 @@ ROWS = (
          lambda cfg: cfg.skip.rollout.enable and cfg.actor_rollout_ref.rollout.keep_unfinished, "Leave one out."),
     Rule(f"{_R}.n", "the estimator {algorithm.adv_estimator!r} compares the samples of one prompt and needs several",
          lambda cfg: _compares(cfg) and cfg.actor_rollout_ref.rollout.n < 2,
-         f"Set e.g. {_R}.n=8, or algorithm.adv_estimator=gae for a critic.", "2 or more"),
+         f"Set e.g. {_R}.n=8, algorithm.adv_estimator=gae for a critic, or algorithm.singleton=raw for scores without a baseline.",
+         "2 or more"),
     Rule(f"{_R}.do_sample", "greedy samples of one prompt are all the same, so the estimator {algorithm.adv_estimator!r} has "
          "nothing to compare",
          lambda cfg: _compares(cfg) and cfg.actor_rollout_ref.rollout.n > 1 and not cfg.actor_rollout_ref.rollout.do_sample,
