@@ -14,7 +14,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed"),
 ]
 SIZES = (1, 2, 4)
-CELLS = {size: [titan_cells.parity, titan_cells.resumed, titan_cells.moved] for size in SIZES}
+COMPARED = [titan_cells.parity, titan_cells.several_tokens]
+CELLS = {size: [*COMPARED, titan_cells.resumed, titan_cells.moved] for size in SIZES}
 NEEDS = {(2, "resumed"): [(1, "resumed")], (4, "resumed"): [(2, "resumed")]}
 """A cell reads the checkpoints of fewer ranks."""
 EXACT = 1e-5
@@ -51,6 +52,12 @@ def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_leave_the_engine_under_the_names_and_with_the_bits_of_the_files(runs, size):
     assert all(result["same_names_and_bits"] for result in runs[size]["parity"][0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_several_tokens_per_position_are_those_of_the_plain_engine(runs, size):
+    for of_layouts in runs[size]["several_tokens"]:
+        assert all(error <= EXACT for errors in of_layouts for error in errors.values()), of_layouts
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from tests.dist import resume_cells as resume
 from tests.dist.engine_cells import OPTIM, ROWS, flat, loss_of, order_of, plain, sharded, share, shared_model
 from tests.harness.engines import gradients, on_policy_batch, ragged_batch, relative_error
+from tests.harness.several_tokens import distilled
 from verl.config import HFModelConfig, OptimizerConfig
 from verl.config.schema.torchtitan import TorchTitanEngineConfig
 from verl.distributed import Ranks
@@ -34,13 +36,21 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 STAGED = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
 
 
-def titan(path: Path, trains: bool = True, model: Any = None, optim: dict[str, Any] | None = None, **sizes: Any) -> Any:
+def titan(
+    path: Path,
+    trains: bool = True,
+    model: Any = None,
+    optim: dict[str, Any] | None = None,
+    passes: Any = None,
+    **sizes: Any,
+) -> Any:
     return ENGINES.get("torchtitan")(
         HFModelConfig(path=str(path), **(model or {})),
         TorchTitanEngineConfig(**sizes),
         OptimizerConfig(**{**OPTIM, **(optim or {})}) if trains else None,
         total_training_steps=10,
         seed=5,
+        passes=passes,
     )
 
 
@@ -171,6 +181,18 @@ def parity(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
         path = shared_model(ranks, folder, family, **config)
         results.append(compare(ranks, path, dict(cell.model), cell.idle, cell.constant, **cell.sizes))
     return results
+
+
+def several_tokens(ranks: Ranks, folder: Path) -> list[dict[str, float]]:
+    """Lists of tokens in layouts of as many ranks."""
+    path = shared_model(ranks, folder, "qwen3", **resume.TIED)
+    layouts = {1: [{}], 2: [SHARED, STAGES, CONTEXT], 4: [{**STAGES, **SHARED}, {**CONTEXT, **SHARED}]}
+    findings = []
+    for sizes in layouts[ranks.size]:
+        batch = ragged_batch(rows=ROWS, seed=1)
+        rows = list(range(ranks.rank, ROWS, ranks.size))
+        findings.append(distilled(partial(titan, path, **sizes), partial(plain, path), batch, rows))
+    return findings
 
 
 def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.harness.engines import make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
+from tests.harness.several_tokens import distilled
 from tests.megatron.families import MIXTURE
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.checkpoint.part import read_part
@@ -133,6 +135,19 @@ def of_a_flipped_bit(engine, ranks):
         return f"nothing: {engine.compare_copies()}"
     except EngineError as error:
         return str(error)
+
+
+def several_tokens(ranks, folder):
+    """Lists of tokens in every layout of as many ranks."""
+    path = shared_model(ranks, folder, "qwen2")
+    layouts = [{TENSOR: 2}, {PIPELINE: 2}, {CONTEXT: 2}] if ranks.size == 2 else [{TENSOR: 2, PIPELINE: 2}]
+    findings = []
+    for sizes in layouts:
+        batch = ragged_batch(ROWS)
+        make = partial(megatron, path, **sizes)
+        plain = partial(make_engine, path, optim=OPTIM)
+        findings.append(distilled(make, plain, batch, share(batch, ranks)))
+    return findings
 
 
 def state_goes_to_the_plain_engine_and_back(ranks, folder):

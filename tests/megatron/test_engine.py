@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 OTHERS = {
     2: [
         cells.state_goes_to_the_plain_engine_and_back,
+        cells.several_tokens,
         cells.folders_go_in_and_out,
         cells.layers_computed_again,
         cells.low_precision,
@@ -38,7 +39,7 @@ OTHERS = {
         family_cells.the_state_of_halves_goes_elsewhere,
         muon_cells.muon_from_a_checkpoint,
     ],
-    4: [setting_cells.the_loss_of_routers],
+    4: [cells.several_tokens, setting_cells.the_loss_of_routers],
 }
 REPLAYED = {
     2: [replay_cells.experts_and_tokens_shared, replay_cells.rows_padded_and_cut, replay_cells.a_dense_model],
@@ -119,6 +120,12 @@ def test_recorded_experts_are_chosen_as_in_the_plain_engine(answers, size, cell)
         assert 0.2 < found.pop("share") < 1, "most choices are not the routers' own"
         assert found.pop("free column") and found.pop("forced column"), "what a pass chose is what it records"
         assert all(error < LIMIT for error in found.values()), found
+
+
+@pytest.mark.parametrize("size", OTHERS)
+def test_several_tokens_per_position_are_those_of_the_plain_engine(answers, size):
+    for of_layouts in answers[size]["several_tokens"]:
+        assert all(error < LIMIT for errors in of_layouts for error in errors.values()), of_layouts
 
 
 @pytest.mark.parametrize("size, cell", [(size, cell.__name__) for size in MUON for cell in MUON[size]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from verl.algorithms.logprob import (
     sum_pi_squared_from_logits,
     top_k_from_logits,
 )
-from verl.engines.rows import AlignedRows, MicroBatch
+from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notice
@@ -33,7 +33,7 @@ from verl.protocol import CANDIDATES
 
 OUTPUTS = {"causal_lm": ("log_probs", "entropy", "sum_pi_squared"), "value": ("values",)}
 OF_SEVERAL_TOKENS = ("candidate_log_probs", "top_k_ids", "top_k_log_probs")
-"""Outputs (b, T, K) of a language model whose logits are in one place; see `Engine.infer`."""
+"""Outputs (b, T, K) of a language model; see `Engine.infer`."""
 
 
 class TokenForward:
@@ -61,6 +61,11 @@ class TokenForward:
     def logits_per_token(self) -> int:
         """Numbers that the head writes per predicted token; with the fused head none that last."""
         return 0 if self.fused is not None or self.kind == "value" else self.model.config.get_text_config().vocab_size
+
+    @property
+    def listed_per_token(self) -> int:
+        """K of ``top_k_ids`` and ``top_k_log_probs``."""
+        return min(self.passes.top_k, self.model.config.get_text_config().vocab_size)
 
     def _fused_head(self, backend: str | None) -> FusedHead | None:
         if backend is None:
@@ -146,11 +151,7 @@ class TokenForward:
 
     def _of_candidates(self, logits: Tensor, candidates: Tensor | None) -> Tensor:
         """(N, V) logits -> (N, K) log-probs of the tokens that the batch lists; (0, 1) for a filler without any."""
-        if candidates is None:
-            if len(logits):
-                raise EngineError("log-probs of listed tokens need the list", got=f"a batch without {CANDIDATES!r}")
-            return logits[:, :1]
-        return candidate_log_probs(logits, candidates)
+        return candidate_log_probs(logits, candidates) if has_candidates(logits, candidates) else logits[:, :1]
 
     def _entropy(self, logits: Tensor) -> Tensor:
         """(N, V) -> (N,), in pieces or computed again in the backward pass where memory is short."""
@@ -222,14 +223,27 @@ class TokenForward:
             raise EngineError(f"the exact KL needs the logits of two models, and this one {why}", got="full_kl")
 
 
-def zeros_of(output: str, rows: AlignedRows, forward: TokenForward) -> Tensor:
-    """(B, T) of an output, or (B, T, K) of one of several tokens per position."""
-    shape = list(rows.mask.shape)
+def has_candidates(logits: Tensor, candidates: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a micro-batch lists tokens; only a filler, without any position, may have no list."""
+    if candidates is None and len(logits):
+        raise EngineError("log-probs of listed tokens need the list", got=f"a batch without {CANDIDATES!r}")
+    return candidates is not None
+
+
+def zeros_of(
+    output: str, shape: Sequence[int], candidates: Tensor | None, listed_per_token: int, device: str = "cpu"
+) -> Tensor:
+    """(b, T) of an output, or (b, T, K) of one of several tokens per position.
+
+    Args:
+        shape: b and T.
+        candidates: (..., K) that the batch lists.
+        listed_per_token: K where the model lists its most likely tokens.
+    """
     if output in OF_SEVERAL_TOKENS:
-        listed = rows.candidates if output == "candidate_log_probs" else None
-        vocabulary = forward.model.config.get_text_config().vocab_size
-        shape.append(min(forward.passes.top_k, vocabulary) if listed is None else listed.shape[-1])
-    return torch.zeros(shape, dtype=torch.int32 if output == "top_k_ids" else torch.float32)
+        lists = output != "candidate_log_probs" or candidates is None
+        shape = (*shape, listed_per_token if lists else candidates.shape[-1])
+    return torch.zeros(*shape, dtype=torch.int32 if output == "top_k_ids" else torch.float32, device=device)
 
 
 def check_outputs(kind: str, outputs: Sequence[str], temperature: float) -> None:

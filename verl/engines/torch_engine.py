@@ -242,7 +242,8 @@ class TorchEngine(Engine):
         self.onload(optimizer=False)
         self.model.eval()
         per_token = [name for name in outputs if name != COLUMN]
-        results = {name: zeros_of(name, work.rows, self.forward) for name in per_token}
+        rows, most = work.rows, self.forward.listed_per_token
+        results = {name: zeros_of(name, rows.mask.shape, rows.candidates, most) for name in per_token}
         experts = RecordedExperts(batch)
         with torch.no_grad(), self._reference_at_hand(outputs), self._replaying():
             for index, computed in self._passes(work, outputs, temperature):

@@ -57,21 +57,6 @@ def _has_no_slope(cfg: PPOTrainerConfig) -> bool:
     return cfg.distillation.enabled and loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient
 
 
-def _no_logits(role: str) -> Rule:
-    """A role whose engine never has the logits of a row in one place."""
-    return Rule(
-        f"{_L}.loss_mode",
-        f"it reads several tokens per position, which {_A}.{role}.strategy={{{_A}.{role}.strategy}} cannot compute yet",
-        lambda cfg: (
-            _reads_top_k(cfg)
-            and cfg[_A][role].strategy in ("megatron", "torchtitan")
-            and (role == "actor" or bool(teachers_in_roles(cfg)))
-        ),
-        f"Set {_A}.{role}.strategy=fsdp2. {_SINGLE}",
-        kind=NotBuiltError,
-    )
-
-
 def _idle(name: str) -> Rule:
     """A term of the policy's objective that belongs to the loss on rewards."""
     return Rule(
@@ -91,8 +76,6 @@ ROWS = (
     Rule(f"{_L}.loss_mode", "it reads several tokens per position, and the fused LM head never has the logits",
          lambda cfg: _reads_top_k(cfg) and cfg.actor_rollout_ref.model.use_fused_kernels,
          f"Set {_A}.model.use_fused_kernels=false. {_SINGLE}"),
-    _no_logits("actor"),
-    _no_logits("ref"),
     Rule(f"{_L}.loss_mode", f"the gradient of {{got}} is 0 on average: {_L}.loss_mode=k1+ has the gradient of the KL, and "
          f"{_L}.use_policy_gradient=true takes it as a reward", _has_no_slope, kind=NOTICE),
     Rule(f"{_D}.nnodes", "has no effect: every teacher is behind servers",

@@ -129,7 +129,8 @@ class MegatronEngine(TorchEngine):
         silence_megatron()
         self.ranks = distributed.join_group(device=device)
         self.sizes = MegatronSizes.of(engine, self.ranks)
-        self.model = self._build(model, engine, engine.seed if seed is None else seed)
+        top_k = 0 if passes is None else passes.top_k
+        self.model = self._build(model, engine, engine.seed if seed is None else seed, top_k)
         self.routers, self.activations = StageRouters(self.model.chunks, self.table.settings, self.forward), None
         self.router_loss = RouterLoss(list(self.model.chunks), self.sizes, self.forward)
         self.skips_constant_rows = not self.router_loss.coefficient
@@ -148,7 +149,7 @@ class MegatronEngine(TorchEngine):
 
     # ---- building ----------------------------------------------------------------------------------------------
 
-    def _build(self, model: Any, engine: Any, seed: int) -> nn.Module:
+    def _build(self, model: Any, engine: Any, seed: int, top_k: int = 0) -> nn.Module:
         def plan() -> tuple[Any, None]:
             blueprint: Any = LOADERS[self.kind](
                 model.path,
@@ -199,6 +200,7 @@ class MegatronEngine(TorchEngine):
             packed=bool(model.use_remove_padding),
             sequence=bool(chunks[0].config.sequence_parallel),  # type: ignore[union-attr]
             softcap=soft_caps(config)[1],
+            top_k=top_k,
         )
         held = sum(b.parameter.numel() for b in self.table.bound)
         log.info("MegatronEngine: %s holds %d of %d parameters", self.ranks, held, self.num_parameters)

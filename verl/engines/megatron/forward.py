@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from verl.distributed.ulysses import summed
-from verl.distributed.vocabulary import STATISTICS, statistics_from_parts
-from verl.engines.forward import check_outputs
+from verl.distributed.vocabulary import (
+    STATISTICS,
+    candidates_from_parts,
+    statistics_from_parts,
+    top_k_from_parts,
+)
+from verl.engines.forward import OF_SEVERAL_TOKENS, check_outputs, has_candidates
 from verl.engines.megatron.parallel import (
     SECTION,
     MegatronSizes,
@@ -55,6 +60,7 @@ class StageForward:
         packed: rows without padding, else padded to the longest.
         sequence: whether tensor-parallel ranks share the tokens between layers.
         softcap: bounds the logits; None: they are as they are.
+        top_k: see `PassSettings`.
 
     Attributes:
         real: (tokens of this rank,) which are no padding, while a stage runs for the first time; else None.
@@ -76,6 +82,7 @@ class StageForward:
         packed: bool = False,
         sequence: bool = False,
         softcap: float | None = None,
+        top_k: int = 0,
     ):
         if sizes.context > 1 and not packed:
             raise ConfigError(
@@ -89,7 +96,7 @@ class StageForward:
         self.passes = PassSettings(packed=packed, multiple=sizes.context * self._shared_by if packed else 1)
         self.first = groups.tensor.rank * width
         self.here = max(0, min(width, vocabulary - self.first))
-        self.logits_per_token = width
+        self.logits_per_token, self.listed_per_token = width, min(top_k, vocabulary)
         self.real: Tensor | None = None
         self.masks = False
         self.routing: StageReplay | None = None
@@ -98,6 +105,8 @@ class StageForward:
         """Raise as a pass does, without one."""
         if self.routing is not None:
             outputs = [name for name in outputs if name != COLUMN]
+        if self.kind == "causal_lm":
+            outputs = [name for name in outputs if name not in OF_SEVERAL_TOKENS]
         check_outputs(self.kind, outputs, temperature)
 
     def part(self, micro: MicroBatch) -> Part:
@@ -178,6 +187,8 @@ class StageForward:
     def read(self, output: Tensor, part: Part, outputs: Sequence[str], temperature: float) -> dict[str, Tensor]:
         """Name -> (b, T) float32, zero where no response token is; from what `run` gave on the last stage.
 
+        Of `OF_SEVERAL_TOKENS` (b, T, K), ``top_k_ids`` as int32.
+
         Ranks that share the tokens of a row all have the values of all of them. Collective among these.
         """
         micro, values = part.micro, output[0].float()
@@ -189,12 +200,27 @@ class StageForward:
                 logits = torch.tanh(logits / self.softcap) * self.softcap
             if temperature != 1.0:
                 logits = logits / temperature
-            statistics = statistics_from_parts(logits, micro.labels, self.first, self.groups.tensor.group)
-            named = dict(zip(STATISTICS, statistics))
+            named = self._named(logits, micro, outputs)
         scattered = {name: micro.scatter(named[name]) for name in outputs}
         if self.groups.context.size == 1:
             return scattered
-        return {name: summed(values, self.groups.context) for name, values in scattered.items()}
+        # Every position is on one of the ranks, and 0 on the others.
+        sums = {name: summed(values, self.groups.context) for name, values in scattered.items() if name != "top_k_ids"}
+        ids = {name: self.groups.context.max(values) for name, values in scattered.items() if name == "top_k_ids"}
+        return sums | ids
+
+    def _named(self, logits: Tensor, micro: MicroBatch, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """(N, v) logits of this rank's tokens -> (N,) or (N, K) each. Collective among tensor-parallel ranks."""
+        part: Any = (self.first, self.groups.tensor.group)
+        named = dict(zip(STATISTICS, statistics_from_parts(logits, micro.labels, *part)))
+        if "top_k_ids" in outputs or "top_k_log_probs" in outputs:
+            log_probs, ids = top_k_from_parts(logits, self.listed_per_token, *part)
+            named |= {"top_k_ids": ids.int(), "top_k_log_probs": log_probs}
+        if "candidate_log_probs" in outputs:
+            listed = micro.candidates
+            has_list = has_candidates(logits, listed)
+            named["candidate_log_probs"] = candidates_from_parts(logits, listed, *part) if has_list else logits[:, :1]
+        return named
 
     @contextlib.contextmanager
     def _chosen(self, stage: Any, flat_index: Tensor, shape: tuple[int, ...]) -> Iterator[None]:

@@ -29,7 +29,7 @@ from verl.distributed.metrics import merge_metrics
 from verl.distributed.shards import gather, local_box
 from verl.engines import memory, sharding
 from verl.engines.base import DataRank, Engine
-from verl.engines.forward import TokenForward
+from verl.engines.forward import TokenForward, zeros_of
 from verl.engines.fsdp2 import FSDP2Engine
 from verl.engines.optimizer import entry_named
 from verl.engines.rows import MicroBatch
@@ -147,9 +147,9 @@ class TorchTitanEngine(FSDP2Engine):
     def _passes(
         self, work: RankWork, outputs: Sequence[str], temperature: float
     ) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
-        micro_batches = list(work.micro_batches(self.device))
+        micro_batches, most = list(work.micro_batches(self.device)), self.forward.listed_per_token
         results: list[dict[str, Tensor]] = [
-            {name: torch.zeros(len(m.index), m.num_responses, device=self.device) for name in outputs}
+            {name: zeros_of(name, (len(m.index), m.num_responses), m.candidates, most, self.device) for name in outputs}
             for m in micro_batches
         ]
 
