@@ -185,7 +185,7 @@ def parity(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
 
 def several_tokens(ranks: Ranks, folder: Path) -> list[dict[str, float]]:
     """Lists of tokens in layouts of as many ranks."""
-    path = shared_model(ranks, folder, "qwen3", **resume.TIED)
+    path = shared_model(ranks, folder, "llama", **LLAMA3)
     layouts = {1: [{}], 2: [SHARED, STAGES, CONTEXT], 4: [{**STAGES, **SHARED}, {**CONTEXT, **SHARED}]}
     findings = []
     for sizes in layouts[ranks.size]:
