@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from verl.config.loading.secrets import hide
+from verl.errors import MissingDependencyError
 from verl.json_text import Json
 
 KEY = "actor_rollout_ref.rollout.trace.backend"
@@ -74,6 +76,17 @@ class TraceBackend(ABC):
 
     def close(self) -> None:  # noqa: B027 - nothing to close by default
         """Send what it still keeps; the process ends."""
+
+
+@contextmanager
+def trace_package(name: str) -> Iterator[None]:
+    """Within the block the package of a backend is imported; `MissingDependencyError` where it is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        command = "In the checkout: pip install -e '.[mlflow]'" if name == "mlflow" else f"pip install {name}"
+        message, fix = f"the package {name} is not installed", f"{command}, or leave it out."
+        raise MissingDependencyError(message, key=KEY, got=name, fix=fix) from error
 
 
 def add_texts(call: TracedCall, decode: Callable[[Sequence[int]], str]) -> None:

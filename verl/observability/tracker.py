@@ -126,19 +126,26 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def absent_package(tracker: str, install: str = "") -> MissingDependencyError:
-    """The error of a tracker whose package is not installed.
+@contextmanager
+def tracker_package(tracker: str, install: str = "") -> Iterator[None]:
+    """Within the block the package of a tracker is imported.
 
     Args:
         install: the sentence that says how; empty: by the extra of this library that is named as the tracker.
+
+    Raises:
+        MissingDependencyError: it is not installed.
     """
-    command = install or f"In the checkout: pip install -e '.[{tracker}]'"
-    return MissingDependencyError(
-        f"the package of the tracker {tracker} is not installed",
-        key="trainer.logger",
-        got=tracker,
-        fix=f"{command}, or leave '{tracker}' out of trainer.logger.",
-    )
+    try:
+        yield
+    except ImportError as error:
+        command = install or f"In the checkout: pip install -e '.[{tracker}]'"
+        raise MissingDependencyError(
+            f"the package of the tracker {tracker} is not installed",
+            key="trainer.logger",
+            got=tracker,
+            fix=f"{command}, or leave '{tracker}' out of trainer.logger.",
+        ) from error
 
 
 def open_picture(picture: bytes) -> Image.Image:

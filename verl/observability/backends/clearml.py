@@ -13,10 +13,10 @@ from verl.observability.tracker import (
     COLUMNS,
     Sample,
     Tracker,
-    absent_package,
     open_picture,
     scalar_metrics,
     table_rows,
+    tracker_package,
 )
 
 UNCONNECTED = (
@@ -35,10 +35,8 @@ class ClearmlTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package("clearml", "pip install clearml"):
             import clearml
-        except ImportError as error:
-            raise absent_package("clearml", "pip install clearml") from error
         clearml.Task._report_subprocess_enabled = False  # it would fork this process, with its threads
         clearml.Task.set_random_seed(None)  # init would seed python, numpy and torch
         with _undisturbed():

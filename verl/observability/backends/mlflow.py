@@ -13,10 +13,10 @@ from verl.observability.tracker import (
     MetricNames,
     Sample,
     Tracker,
-    absent_package,
     open_picture,
     scalar_metrics,
     table_rows,
+    tracker_package,
 )
 
 PARAMS_PER_CALL, METRICS_PER_CALL = 100, 1000  # what MLflow's servers take in one request
@@ -34,11 +34,9 @@ class MlflowTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package("mlflow"):
             import mlflow
             from mlflow.entities import Metric, Param
-        except ImportError as error:
-            raise absent_package("mlflow") from error
         self._metric, self._names = Metric, MetricNames(plain_name)
         self._client = mlflow.MlflowClient()
         self.run_id = self._open()

@@ -6,8 +6,7 @@ import logging
 import threading
 from typing import Any
 
-from verl.errors import MissingDependencyError
-from verl.observability.traced_call import KEY, TraceBackend, TracedCall
+from verl.observability.traced_call import TraceBackend, TracedCall, trace_package
 
 KINDS = {"agent": "AGENT", "llm": "LLM", "tool": "TOOL"}
 
@@ -17,16 +16,9 @@ class MlflowTraces(TraceBackend):
 
     def __init__(self, project: str, experiment: str):
         super().__init__(project, experiment)
-        try:
+        with trace_package("mlflow"):
             import mlflow
             from mlflow.environment_variables import MLFLOW_ENABLE_ASYNC_TRACE_LOGGING
-        except ImportError as error:
-            raise MissingDependencyError(
-                "the package mlflow is not installed",
-                key=KEY,
-                got="mlflow",
-                fix="In the checkout: pip install -e '.[mlflow]', or leave the setting out.",
-            ) from error
         self.client = mlflow
         # Traces are written in a thread of their own already; in MLflow's own one a failure would come after `write`.
         MLFLOW_ENABLE_ASYNC_TRACE_LOGGING.set(False)

@@ -13,7 +13,7 @@ from verl import env
 from verl.errors import ConfigError
 from verl.journal.places import file_of_run
 from verl.metrics import notice
-from verl.observability.tracker import Tracker, absent_package, scalar_metrics
+from verl.observability.tracker import Tracker, scalar_metrics, tracker_package
 from verl.serving import HttpRequest, HttpResponse, Server, loopback, secret
 
 PORT = "VERL_PROMETHEUS_PORT"
@@ -35,10 +35,8 @@ class PrometheusTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package("prometheus", "pip install prometheus-client"):
             import prometheus_client
-        except ImportError as error:
-            raise absent_package("prometheus", "pip install prometheus-client") from error
         self._registry = prometheus_client.CollectorRegistry()
         self._metrics = prometheus_client.Gauge(
             "verl_metric", "Newest value of a metric of the run.", ["metric"], registry=self._registry

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl import env
 from verl.errors import ConfigError
-from verl.observability.tracker import MetricNames, Tracker, absent_package, scalar_metrics
+from verl.observability.tracker import MetricNames, Tracker, scalar_metrics, tracker_package
 
 NAME = "rl_insight"
 SERVER = "RL_INSIGHT_SERVER_URL"
@@ -23,10 +23,8 @@ class RlInsightTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package(NAME, "pip install rl-insight"):
             import rl_insight
-        except ImportError as error:
-            raise absent_package(NAME, "pip install rl-insight") from error
         ray: Any = sys.modules.get("ray")
         fix = None if env.get(SERVER) else f"Set {SERVER} to the address of its server."
         if ray is None or not ray.is_initialized():

@@ -11,10 +11,10 @@ from verl.observability.tracker import (
     COLUMNS,
     Sample,
     Tracker,
-    absent_package,
     open_picture,
     scalar_metrics,
     table_rows,
+    tracker_package,
 )
 
 MARK = "--x_x--0_0--"
@@ -29,10 +29,8 @@ class SwanlabTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package("swanlab"):
             import swanlab
-        except ImportError as error:
-            raise absent_package("swanlab") from error
         self._swanlab = swanlab
         self.run = self._open(env.get("SWANLAB_MODE"))
 

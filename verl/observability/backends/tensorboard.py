@@ -10,7 +10,7 @@ import numpy as np
 
 from verl import env
 from verl.journal.places import folder_of_run
-from verl.observability.tracker import Sample, Tracker, absent_package, open_picture, scalar_metrics
+from verl.observability.tracker import Sample, Tracker, open_picture, scalar_metrics, tracker_package
 
 
 class TensorboardTracker(Tracker):
@@ -22,10 +22,8 @@ class TensorboardTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise absent_package("tensorboard") from error
         folder = env.get("TENSORBOARD_DIR")
         self.folder = Path(env.expand(folder)) if folder else Path("tensorboard_log", project_name, experiment_name)
         self._open: Any = SummaryWriter

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.observability.tracker import COLUMNS, Sample, Tracker, absent_package, scalar_metrics, table_rows
+from verl.observability.tracker import COLUMNS, Sample, Tracker, scalar_metrics, table_rows, tracker_package
 
 
 class TrackioTracker(Tracker):
@@ -18,10 +18,8 @@ class TrackioTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object] | None = None):
         super().__init__(project_name, experiment_name, config)
-        try:
+        with tracker_package("trackio", "pip install trackio"):
             import trackio
-        except ImportError as error:
-            raise absent_package("trackio", "pip install trackio") from error
         self._trackio: Any = trackio
         self._run: Any = None
 

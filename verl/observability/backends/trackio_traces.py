@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from verl.errors import MissingDependencyError
 from verl.observability.backends.trackio import options_of
-from verl.observability.traced_call import KEY, TraceBackend, TracedCall
+from verl.observability.traced_call import TraceBackend, TracedCall, trace_package
 
 KINDS = {"llm": "generation", "tool": "tool"}
 
@@ -19,15 +18,8 @@ class TrackioTraces(TraceBackend):
 
     def __init__(self, project: str, experiment: str):
         super().__init__(project, experiment)
-        try:
+        with trace_package("trackio"):
             import trackio
-        except ImportError as error:
-            raise MissingDependencyError(
-                "the package trackio is not installed",
-                key=KEY,
-                got="trackio",
-                fix="pip install trackio, or leave it out.",
-            ) from error
         self.client = trackio
         self._run: Any = None
 

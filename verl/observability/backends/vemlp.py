@@ -11,7 +11,7 @@ from verl.config.rules.checks import ELSEWHERE
 from verl.errors import ConfigError
 from verl.metrics import notice
 from verl.observability.backends.wandb import WandbTracker
-from verl.observability.tracker import Sample, absent_package
+from verl.observability.tracker import Sample, tracker_package
 
 ACCESS = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
 
@@ -20,11 +20,9 @@ class VemlpTracker(WandbTracker):
     """One run there; its keys and the region are taken from the shell."""
 
     def _begin(self) -> tuple[Any, Any]:
-        try:
+        with tracker_package("vemlp_wandb", ELSEWHERE["volcengine_ml_platform"]):
             import volcengine_ml_platform
             from volcengine_ml_platform import wandb
-        except ImportError as error:
-            raise absent_package("vemlp_wandb", ELSEWHERE["volcengine_ml_platform"]) from error
         access = {word: env.get(name) for word, name in ACCESS.items()}
         if unset := [name for word, name in ACCESS.items() if not access[word]]:
             raise ConfigError(

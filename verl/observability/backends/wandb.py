@@ -10,10 +10,10 @@ from verl.observability.tracker import (
     COLUMNS,
     Sample,
     Tracker,
-    absent_package,
     open_picture,
     scalar_metrics,
     table_rows,
+    tracker_package,
 )
 
 
@@ -28,10 +28,8 @@ class WandbTracker(Tracker):
 
     def _begin(self) -> tuple[Any, Any]:
         """The module, and the run that takes what is logged."""
-        try:
+        with tracker_package("wandb"):
             import wandb
-        except ImportError as error:
-            raise absent_package("wandb") from error
         config = self.config or {}
         proxy = (config.get("trainer") or {}).get("wandb_proxy")
         settings = wandb.Settings(https_proxy=proxy) if proxy else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from verl.errors import MissingDependencyError
-from verl.observability.traced_call import KEY, TraceBackend, TracedCall
+from verl.observability.traced_call import TraceBackend, TracedCall, trace_package
 
 
 class WeaveTraces(TraceBackend):
@@ -14,12 +13,8 @@ class WeaveTraces(TraceBackend):
 
     def __init__(self, project: str, experiment: str):
         super().__init__(project, experiment)
-        try:
+        with trace_package("weave"):
             import weave
-        except ImportError as error:
-            raise MissingDependencyError(
-                "the package weave is not installed", key=KEY, got="weave", fix="pip install weave, or leave it out."
-            ) from error
         self._weave = weave
 
     def write(self, trace: TracedCall) -> None:
