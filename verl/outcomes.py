@@ -42,6 +42,17 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(result)
 
 
+def in_thread(work: Callable[[], T], name: str, daemon: bool = False) -> Future[T]:
+    """Do the work in a thread of its own; its result or its error.
+
+    Args:
+        daemon: a program ends without waiting for it.
+    """
+    future: Future[T] = Future()
+    threading.Thread(target=settle, args=(future, work), name=name, daemon=daemon).start()
+    return future
+
+
 def take_error(work: asyncio.Future[Any]) -> None:
     """A callback for work whose error is reported elsewhere: asyncio shall not log it as never retrieved."""
     if not work.cancelled():
@@ -54,8 +65,4 @@ def run_now(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    outcome: Future[T] = Future()
-    thread = threading.Thread(target=settle, args=(outcome, lambda: asyncio.run(work)), name="verl-run-now")
-    thread.start()
-    thread.join()
-    return outcome.result()
+    return in_thread(lambda: asyncio.run(work), "verl-run-now").result()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,7 @@ from torch import Tensor
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import DEFAULT_CONTENTS, HFWriter, write_part
 from verl.checkpoint.state import EngineState
-from verl.outcomes import settle
+from verl.outcomes import in_thread
 
 
 class PartInWork(Protocol):
@@ -41,7 +40,6 @@ class BackgroundPart:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
         self._records: Future[Mapping[str, FileRecord]] = Future()
         self._records.set_result({})
 
@@ -54,27 +52,15 @@ class BackgroundPart:
         point: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Copy ``state`` and return; what it was copied from may change from here on."""
-        self._join()
-        copy = self._snapshot(state, contents)
-        self._records = Future()
-        work = partial(write_part, folder, copy, contents, hf, point)
-        name = f"checkpoint-{folder.name}"
-        self._thread = threading.Thread(target=settle, args=(self._records, work), name=name, daemon=True)
-        self._thread.start()
+        wait([self._records])
+        work = partial(write_part, folder, self._snapshot(state, contents), contents, hf, point)
+        self._records = in_thread(work, f"checkpoint-{folder.name}", daemon=True)
 
     def poll(self) -> Mapping[str, FileRecord] | None:
-        if self._thread is not None and self._thread.is_alive():
-            return None
-        return self.wait()
+        return self.wait() if self._records.done() else None
 
     def wait(self) -> Mapping[str, FileRecord]:
-        self._join()
         return self._records.result()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     def _snapshot(self, state: EngineState, contents: Sequence[str]) -> EngineState:
         """Copies in memory that is reused: fresh memory is several times slower than the copy itself."""

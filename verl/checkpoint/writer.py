@@ -7,9 +7,8 @@ file; deletion of old ones. Before the rename the new checkpoint does not exist,
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +37,7 @@ from verl.checkpoint.retention import check_keep, clean, prune_checkpoints
 from verl.checkpoint.state import EngineState
 from verl.errors import CheckpointError, WorkerError
 from verl.metrics import notice
-from verl.outcomes import on_error, settle
+from verl.outcomes import in_thread, on_error
 
 WRITING = ".writing-"
 PartWriter = Callable[[Path], "Mapping[str, FileRecord] | PartInWork | None"]
@@ -119,8 +118,7 @@ class CheckpointWriter:
         self.published: list[Path] = []
         """Checkpoints that were put in place, the newest last; the caller takes them out."""
         self._save: _Save | None = None
-        self._finishing: threading.Thread | None = None
-        self._outcome: Future[None] = Future()
+        self._finishing: Future[None] | None = None
         self._background_parts: dict[str, BackgroundPart] = {}
         try:
             self.lock = RunLock(self.root)
@@ -225,7 +223,7 @@ class CheckpointWriter:
             CheckpointError: it failed; earlier checkpoints are intact.
         """
         save = self._save
-        if self._finishing is not None and not self._finishing.is_alive():
+        if self._finishing is not None and self._finishing.done():
             self._join()
         elif save is not None and self._finishing is None:
             for part, work in list(save.waiting.items()):
@@ -290,22 +288,20 @@ class CheckpointWriter:
 
     def _finish_or_start_it(self, save: _Save) -> None:
         if self.background:
-            self._outcome = Future()
-            work = (self._outcome, partial(self._finish, save))
-            self._finishing = threading.Thread(target=settle, args=work, name=f"checkpoint-{save.step}")
-            self._finishing.start()
+            self._finishing = in_thread(partial(self._finish, save), f"checkpoint-{save.step}")
         else:
             with self.guarded():
                 self._finish(save)
             self._save = None
 
     def _join(self) -> None:
-        if self._finishing is None:
+        finishing = self._finishing
+        if finishing is None:
             return
-        self._finishing.join()
+        wait([finishing])
         self._finishing = None
         with self.guarded():
-            self._outcome.result()
+            finishing.result()
         self._save = None
 
     def _finish(self, save: _Save) -> None:

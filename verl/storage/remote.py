@@ -9,16 +9,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from verl.errors import DataError, MissingDependencyError
-from verl.outcomes import settle
+from verl.outcomes import in_thread
 from verl.storage.fetch import first_line
 from verl.storage.paths import ANSWER_SECONDS, HDFS, expand, run_hdfs
 
@@ -209,14 +208,13 @@ class FsspecFolder(RemoteFolder):
         Raises:
             FileNotFoundError: there is no such file or folder.
         """
-        answer: Future[T] = Future()
 
         def ask() -> T:
             self._files.invalidate_cache()
             return work()
 
         # File systems hang where a disk or a network does, and nothing can end that: the thread is left behind.
-        threading.Thread(target=settle, args=(answer, ask), name="remote-folder", daemon=True).start()
+        answer = in_thread(ask, "remote-folder", daemon=True)
         limit = self.seconds if seconds is None else seconds
         if not wait([answer], limit).done:
             raise DataError(f"the remote folder gave no answer within {limit:g} s", got=self.url)

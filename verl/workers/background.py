@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
-from verl.outcomes import settle
+from verl.outcomes import in_thread
 
 
 class InBackground:
@@ -22,20 +21,17 @@ class InBackground:
 
     def __init__(self, name: str):
         self.name = name
-        self._thread: threading.Thread | None = None
-        self._outcome: Future[None] = Future()
+        self._outcome: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start; the previous work must have ended (`wait`)."""
-        assert self._thread is None, "one piece of work at a time"
-        self._outcome = Future()
-        self._thread = threading.Thread(target=settle, args=(self._outcome, work), name=self.name)
-        self._thread.start()
+        assert self._outcome is None, "one piece of work at a time"
+        self._outcome = in_thread(work, self.name)
 
     def wait(self) -> None:
         """Return once nothing runs; raises the work's error, once."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        self._outcome.result()
+        outcome = self._outcome
+        if outcome is not None:
+            wait([outcome])
+            self._outcome = None
+            outcome.result()
