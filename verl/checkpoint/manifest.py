@@ -62,18 +62,26 @@ class Manifest:
         """
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"it has no {MANIFEST}: it was never finished", got=str(folder)) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"its {MANIFEST} is damaged", got=str(folder)) from error
+        return cls.parsed(text, str(folder))
+
+    @classmethod
+    def parsed(cls, text: str, where: str) -> Manifest:
+        """The manifest of a step folder from its text; raises CheckpointError, which says ``where``."""
+        try:
             content = read_json(text)
             if content["format"] not in (FORMAT, OLD_FORMAT):
                 raise CheckpointError("a checkpoint of another format", got=content["format"], allowed=FORMAT)
             if content["format"] == FORMAT and text != _with_checksum(text[: len(_HEAD)], text[len(_HEAD + _BLANK) :]):
-                raise CheckpointError(f"the checksum of its {MANIFEST} is wrong", got=str(folder))
+                raise CheckpointError(f"the checksum of its {MANIFEST} is wrong", got=where)
             _refuse_strange(content)
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             return cls(content["step"], content["sequence"], tuple(content["parts"]), files, tuple(content["pruned"]))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"it has no {MANIFEST}: it was never finished", got=str(folder)) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"its {MANIFEST} is damaged", got=str(folder)) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"its {MANIFEST} is damaged", got=where) from error
 
     def write(self, folder: Path) -> None:
         """Write it in one step."""

@@ -8,7 +8,6 @@ one is no checkpoint. A copy that was interrupted starts from scratch.
 from __future__ import annotations
 
 import re
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,7 +126,7 @@ class RemoteCheckpoints:
                 notice(f"checkpoint {self.place.url}/{name}", "its copy was never finished; it is not used")
                 continue
             try:
-                yield manifest_of(text, f"{self.place.url}/{name}")
+                yield Manifest.parsed(text, f"{self.place.url}/{name}")
             except CheckpointError as error:
                 notice(f"checkpoint {self.place.url}/{name}", f"{error.message}; it is not used")
 
@@ -145,7 +144,7 @@ class RemoteCheckpoints:
         text = self.place.read(f"{name}/{MANIFEST}")
         if text is None:
             raise CheckpointError("there is no complete checkpoint", key=self.key, got=f"{self.place.url}/{name}")
-        manifest, local = manifest_of(text, f"{self.place.url}/{name}"), _sound(step_folder(root, step))
+        manifest, local = Manifest.parsed(text, f"{self.place.url}/{name}"), _sound(step_folder(root, step))
         if local == manifest:
             return step_folder(root, step)
         if local is not None and not replaces:
@@ -176,20 +175,6 @@ class RemoteCheckpoints:
     def _failure(self, what: str, error: VerlError) -> CheckpointError:
         fix = error.fix or "Check the URL, the access rights of this process and the network, or leave the setting out."
         return CheckpointError(f"the remote folder {what}: {error.message}", key=self.key, got=error.got, fix=fix)
-
-
-def manifest_of(text: str, where: str) -> Manifest:
-    """The manifest with this text, of a checkpoint at ``where``.
-
-    Raises:
-        CheckpointError: as `Manifest.read`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / MANIFEST).write_text(text, encoding="utf-8")
-        try:
-            return Manifest.read(Path(folder))
-        except CheckpointError as error:
-            raise CheckpointError(error.message, got=where, allowed=error.allowed) from error
 
 
 def _sound(folder: Path) -> Manifest | None:
