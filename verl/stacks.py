@@ -131,16 +131,6 @@ def name_of(pid: int) -> str:
     return ""
 
 
-def below(pid: int) -> list[int]:
-    """A process and all its descendants, parents first."""
-    listed = [pid]
-    for process in listed:
-        for place in Path(f"/proc/{process}/task").glob("*/children"):
-            with suppress(OSError):
-                listed += [int(number) for number in place.read_text().split()]
-    return listed
-
-
 def _answers_at(pid: int) -> Path | None:
     """The file in which a process answers; None for one whom the signal would end."""
     status = Path(f"/proc/{pid}/status").read_text()

@@ -15,12 +15,12 @@ import os
 import signal
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+import psutil
 
 from verl.terminal import tell
 
@@ -198,13 +198,6 @@ def kill_descendants() -> None:
 
     They would notice eventually that their parent is dead; Ray's agents take minutes on a busy machine.
     """
-    children: dict[int, list[int]] = defaultdict(list)
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            children[int(place.read_text().rpartition(")")[2].split()[1])].append(int(place.parent.name))
-    waiting = list(children[os.getpid()])
-    while waiting:
-        pid = waiting.pop()
-        waiting += children[pid]
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            process.kill()

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 from verl import stacks
 from verl.errors import WorkerError, printable
 from verl.journal.gantt import WAITING, role_of
@@ -135,7 +137,8 @@ class Watchdog:
     def _report(self, hanging: list[Activity]) -> WorkerError:
         others = list({(worker.node, worker.pid): worker for worker in self._workers()}.values())
         worker_pids = {worker.pid for worker in others if not worker.node}
-        here = [pid for pid in stacks.below(os.getpid()) if pid not in worker_pids]
+        descendants = [process.pid for process in psutil.Process().children(recursive=True)]
+        here = [pid for pid in (os.getpid(), *descendants) if pid not in worker_pids]
         seen = [*stacks.look_at(here, {os.getpid(): "the controller"}), *others]
         waits = [wait_of(activity, seen) for activity in hanging]
         shown = [process for process in seen if process.stacks or process.is_stuck]
