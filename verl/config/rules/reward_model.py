@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from verl import env, registry
+from verl import registry
+from verl.config.machine.config_json import config_json
 from verl.config.machine.host import is_installed
 from verl.config.machine.pools import REWARD_POOL, Pools
 from verl.config.rules.checks import Problems, bad_model_folder, known_name
@@ -12,7 +11,6 @@ from verl.config.schema.reward import JUDGE_ENGINES, RewardModelConfig
 from verl.config.schema.root import PPOTrainerConfig, of_schedule, starts_judges
 from verl.config.schema.tree import in_range, one_of
 from verl.errors import ConfigError, NotBuiltError
-from verl.json_text import read_json
 
 _KEY = "reward.reward_model"
 _PATH, _NAME, _URL = f"{_KEY}.model_path", f"{_KEY}.rollout.name", f"{_KEY}.rollout.server.url"
@@ -116,12 +114,7 @@ def headless(path: str) -> Problems:
 
 def _heads(path: str, ending: str) -> bool:
     """Whether the architecture in a model's config.json has a name with this end."""
-    file = Path(env.expand(path)) / "config.json"
-    try:
-        architectures = read_json(file.read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError):
-        return False  # a hub name, or a file that loading refuses
-    return any(str(name).endswith(ending) for name in architectures)
+    return any(str(name).endswith(ending) for name in config_json(path).get("architectures") or ())
 
 
 def _pool(cfg: PPOTrainerConfig) -> Problems:
