@@ -7,6 +7,7 @@ another address stands in copies of ``loops.yaml`` and ``users.yaml``.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from verl.trainer import main_ppo
@@ -31,10 +32,8 @@ COLLABLLM = (
     "trainer.project_name=verl-collabllm",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, COLLABLLM)
+main = partial(main_ppo.main, defaults=COLLABLLM)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ What the command line says wins over what stands here; Clip-Cov is ``actor.polic
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from verl.trainer import main_ppo
 
@@ -29,10 +30,8 @@ KL_COV = (
     "trainer.project_name=verl-entropy",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, KL_COV)
+main = partial(main_ppo.main, defaults=KL_COV)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

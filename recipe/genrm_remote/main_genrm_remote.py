@@ -6,6 +6,7 @@ What the command line says wins over what stands here; the judge's address has t
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from verl.trainer import main_ppo
@@ -25,10 +26,8 @@ GENRM = (
     "trainer.project_name=verl-genrm-remote",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, GENRM)
+main = partial(main_ppo.main, defaults=GENRM)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

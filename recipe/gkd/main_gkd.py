@@ -6,6 +6,7 @@ What the command line says wins over what stands here; the teacher's model has t
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from verl.trainer import main_ppo
 
@@ -25,10 +26,8 @@ GKD = (
     "trainer.project_name=verl-gkd",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, GKD)
+main = partial(main_ppo.main, defaults=GKD)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ What the command line says wins over what stands here.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from verl.trainer import main_ppo
@@ -28,10 +29,8 @@ LANGGRAPH_AGENT = (
     "trainer.project_name=verl-langgraph-agent",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, LANGGRAPH_AGENT)
+main = partial(main_ppo.main, defaults=LANGGRAPH_AGENT)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ What the command line says wins over what stands here.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from verl.trainer import main_ppo
 
@@ -22,10 +23,8 @@ PF_PPO = (
     "trainer.project_name=verl-pf-ppo",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, PF_PPO)
+main = partial(main_ppo.main, defaults=PF_PPO)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ What the command line says wins over what stands here.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from verl.trainer import main_ppo
 
@@ -21,10 +22,8 @@ REP_EXP = (
     "trainer.project_name=verl-rep-exp",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, REP_EXP)
+main = partial(main_ppo.main, defaults=REP_EXP)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ reward from a file. What the command line says wins over what stands here.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from verl.trainer import main_ppo
@@ -34,10 +35,8 @@ RETOOL = (
     "trainer.project_name=verl-retool",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, RETOOL)
+main = partial(main_ppo.main, defaults=RETOOL)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ What the command line says wins over what stands here.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from verl.trainer import main_ppo
 
@@ -23,10 +24,8 @@ SPIN = (
     "trainer.project_name=verl-spin",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, SPIN)
+main = partial(main_ppo.main, defaults=SPIN)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

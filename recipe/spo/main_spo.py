@@ -7,6 +7,7 @@ What the command line says wins over what stands here. An epoch is one draw of p
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from verl.trainer import main_ppo
@@ -33,10 +34,8 @@ SPO = (
     "trainer.project_name=verl-spo",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, SPO)
+main = partial(main_ppo.main, defaults=SPO)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":

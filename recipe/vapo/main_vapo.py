@@ -7,6 +7,7 @@ command line: see the README in this folder.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from verl.trainer import main_ppo
 
@@ -38,10 +39,8 @@ VAPO = (
     "trainer.project_name=verl-vapo",
 )
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; the exit status is that of `verl.trainer.main_ppo`."""
-    return main_ppo.main(sys.argv[1:] if argv is None else argv, VAPO)
+main = partial(main_ppo.main, defaults=VAPO)
+"""Command line; the exit status is that of `verl.trainer.main_ppo`."""
 
 
 if __name__ == "__main__":
