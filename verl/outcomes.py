@@ -42,7 +42,7 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(result)
 
 
-def in_thread(work: Callable[[], T], name: str, daemon: bool = False) -> Future[T]:
+def thread_outcome(work: Callable[[], T], name: str, daemon: bool = False) -> Future[T]:
     """Do the work in a thread of its own; its result or its error.
 
     Args:
@@ -65,4 +65,4 @@ def run_now(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    return in_thread(lambda: asyncio.run(work), "verl-run-now").result()
+    return thread_outcome(lambda: asyncio.run(work), "verl-run-now").result()

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import DEFAULT_CONTENTS, HFWriter, write_part
 from verl.checkpoint.state import EngineState
-from verl.outcomes import in_thread
+from verl.outcomes import thread_outcome
 
 
 class PartInWork(Protocol):
@@ -54,7 +54,7 @@ class BackgroundPart:
         """Copy ``state`` and return; what it was copied from may change from here on."""
         wait([self._records])
         work = partial(write_part, folder, self._snapshot(state, contents), contents, hf, point)
-        self._records = in_thread(work, f"checkpoint-{folder.name}", daemon=True)
+        self._records = thread_outcome(work, f"checkpoint-{folder.name}", daemon=True)
 
     def poll(self) -> Mapping[str, FileRecord] | None:
         return self.wait() if self._records.done() else None

@@ -37,7 +37,7 @@ from verl.checkpoint.retention import check_keep, clean, prune_checkpoints
 from verl.checkpoint.state import EngineState
 from verl.errors import CheckpointError, WorkerError
 from verl.metrics import notice
-from verl.outcomes import in_thread, on_error
+from verl.outcomes import on_error, thread_outcome
 
 WRITING = ".writing-"
 PartWriter = Callable[[Path], "Mapping[str, FileRecord] | PartInWork | None"]
@@ -288,7 +288,7 @@ class CheckpointWriter:
 
     def _finish_or_start_it(self, save: _Save) -> None:
         if self.background:
-            self._finishing = in_thread(partial(self._finish, save), f"checkpoint-{save.step}")
+            self._finishing = thread_outcome(partial(self._finish, save), f"checkpoint-{save.step}")
         else:
             with self.guarded():
                 self._finish(save)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from verl.errors import DataError, MissingDependencyError
-from verl.outcomes import in_thread
+from verl.outcomes import thread_outcome
 from verl.storage.fetch import first_line
 from verl.storage.paths import ANSWER_SECONDS, HDFS, expand, run_hdfs
 
@@ -214,7 +214,7 @@ class FsspecFolder(RemoteFolder):
             return work()
 
         # File systems hang where a disk or a network does, and nothing can end that: the thread is left behind.
-        answer = in_thread(ask, "remote-folder", daemon=True)
+        answer = thread_outcome(ask, "remote-folder", daemon=True)
         limit = self.seconds if seconds is None else seconds
         if not wait([answer], limit).done:
             raise DataError(f"the remote folder gave no answer within {limit:g} s", got=self.url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from verl.outcomes import in_thread
+from verl.outcomes import thread_outcome
 
 
 class InBackground:
@@ -26,7 +26,7 @@ class InBackground:
     def begin(self, work: Callable[[], None]) -> None:
         """Start; the previous work must have ended (`wait`)."""
         assert self._outcome is None, "one piece of work at a time"
-        self._outcome = in_thread(work, self.name)
+        self._outcome = thread_outcome(work, self.name)
 
     def wait(self) -> None:
         """Return once nothing runs; raises the work's error, once."""
