@@ -62,6 +62,7 @@ class AgentLoopOutput:
         measures: metrics of this trajectory; over the batch each is reduced its own way.
         failure: the exception of a trajectory that failed; it stays in this process.
         unfinished: what the loop keeps of a trajectory that resumes in a later batch (`AgentLoopBase.resumable`).
+        before: earlier trajectories of the same sample, where its loop returned several; the run fills it in.
     """
 
     prompt_ids: list[int]
@@ -83,6 +84,7 @@ class AgentLoopOutput:
     step_rewards: list[tuple[int, float]] | None = None
     failure: Exception | None = None
     unfinished: Any = None
+    before: Sequence[AgentLoopOutput] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):
@@ -171,8 +173,10 @@ class AgentLoopBase(ABC):
         return None
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """The trajectory of one row.
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
+        """The trajectory of one row, or several: before and after a compaction, or of sub-agents.
+
+        Several are rows of the training batch, with the score of the last one: it is the sample's answer.
 
         Args:
             sampling_params: temperature, top_p, top_k, max_tokens, ...; passed on with every request.

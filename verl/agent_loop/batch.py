@@ -16,9 +16,22 @@ from verl.errors import RolloutError
 from verl.metrics import Metric, MetricSet, notice
 from verl.models.router_replay import NO_RECORD
 from verl.protocol import DataProto
+from verl.protocol.fields import BEFORE, TRAJECTORY_NUMBER
 
-OF_RUN = ("unscorable", "learned", "early_reward", "unfinished", "uid", "sample_index", "__row__")
+OF_RUN = (
+    "unscorable",
+    "learned",
+    "early_reward",
+    "unfinished",
+    "uid",
+    "sample_index",
+    "__row__",
+    BEFORE,
+    TRAJECTORY_NUMBER,
+)
 """Columns that no loop's ``extra_fields`` may make, as they decide what is trained on."""
+MOST_TRAJECTORIES = 64
+"""Of a sample."""
 NO_VERSION = -1
 """Stands in ``token_versions`` where no sampler drew the token: padding and inserted text."""
 
@@ -65,6 +78,41 @@ def checked(output: AgentLoopOutput, max_length: int) -> AgentLoopOutput:
         token_versions=output.token_versions and output.token_versions[:max_length],
         finish_reason="length",
     )
+
+
+def in_one(made: AgentLoopOutput | Sequence[AgentLoopOutput], max_length: int) -> AgentLoopOutput:
+    """What a loop returned, checked: its trajectory, or the last of several with the earlier ones as ``before``.
+
+    Raises:
+        RolloutError: no trajectory, or some that cannot share one score; and as `checked`.
+    """
+    if not isinstance(made, list | tuple):
+        return checked(made, max_length)  # type: ignore[arg-type]  # a sequence of another type has no such columns
+    if not made or not all(isinstance(one, AgentLoopOutput) for one in made):
+        kinds = sorted({type(one).__name__ for one in made}) or "an empty list"
+        raise RolloutError("the loop returned no trajectories", got=kinds, allowed="one AgentLoopOutput or more")
+    *before, last = (checked(one, max_length) for one in made)
+    for number, one in enumerate(before):
+        _check_earlier(f"trajectory {number} of {len(made)}", one, last)
+    is_aborted = any(one.finish_reason == "abort" for one in (*before, last))
+    if before and not is_aborted and not any(last.response_mask):
+        why = "the last trajectory has no sampled token, which the score of the sample would be of"
+        raise RolloutError(why, key="response_mask", fix="Return the trajectory with the answer last.")
+    for one in before:
+        last.measures.merge(one.measures)
+        last.metrics.tool_calls += one.metrics.tool_calls
+    return replace(last, before=before, finish_reason="abort") if is_aborted else replace(last, before=before)
+
+
+def _check_earlier(which: str, one: AgentLoopOutput, last: AgentLoopOutput) -> None:
+    """An earlier trajectory has what the last one has of each token, and no score."""
+    for name in ("response_logprobs", "token_versions"):
+        if (getattr(one, name) is None) != (getattr(last, name) is None):
+            lacks = which if getattr(one, name) is None else "the last trajectory"
+            raise RolloutError(f"{lacks} has none, another one has", key=name, allowed="in all trajectories or in none")
+    for name in ("reward_score", "step_rewards", "unfinished"):
+        if getattr(one, name) is not None:
+            raise RolloutError(f"{which} has what belongs to the sample", key=name, fix="Set it in the last one alone.")
 
 
 def to_batch(outputs: Sequence[AgentLoopOutput], pad_token_id: int, with_log_probs: bool = True) -> DataProto:
@@ -180,7 +228,7 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     metrics["timing_s/agent_loop/slowest/tool_calls"] = Metric(slowest.metrics.tool_calls, "max")
     metrics["timing_s/agent_loop/slowest/prompt_length"] = Metric(len(slowest.prompt_ids), "max")
     metrics["timing_s/agent_loop/slowest/response_length"] = Metric(len(slowest.response_ids), "max")
-    lengths = [sum(o.response_mask) for o in outputs]
+    lengths = [sum(one.response_mask) for o in outputs for one in (*o.before, o)]
     metrics["rollout/sampled_tokens"] = Metric(float(sum(lengths)), "sum")
     for reason in ("stop", "length", "abort"):
         share = sum(o.finish_reason == reason for o in outputs) / len(outputs)

@@ -23,6 +23,7 @@ from verl.agent_loop.unfinished import (
     output_of,
     partial_metrics,
     states_of,
+    trajectories_before,
 )
 from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -152,7 +153,7 @@ class AgentLoopManager:
             raise
         check_some_worked(outputs)
         batch = to_batch(outputs, pad, with_log_probs=self.config.calculate_log_probs)
-        batch.non_tensor_batch.update(later_images(outputs, rows))
+        batch.non_tensor_batch.update(later_images(outputs, rows) | trajectories_before(outputs))
         scoring = {} if scorer is None else await scorer.finish(outputs, batch)
         if enough is None:
             batch.meta_info["metrics"] = {**loop_metrics(outputs), **scoring}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import checked
+from verl.agent_loop.batch import MOST_TRAJECTORIES, in_one
 from verl.agent_loop.choose import LoopLoader
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop
@@ -18,7 +19,7 @@ from verl.agent_loop.unfinished import EARLIER
 from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.data.vision.videos import VideoLimits
-from verl.errors import ConfigError, ReplayError, RolloutError
+from verl.errors import ConfigError, NotBuiltError, ReplayError, RolloutError
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
@@ -112,7 +113,14 @@ class RowRunner:
         try:
             loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
             loop.unfinished = None if state is None else state["loop"]
-            output = checked(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
+            output = in_one(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
+            if output.before and self.processor is not None:
+                fix = "Return one, or train a model that has no processor of pictures."
+                raise NotBuiltError("several trajectories of a sample with a model that sees pictures", fix=fix)
+            if len(output.before) >= MOST_TRAJECTORIES:  # an action may be the cause, which no mask may reward
+                why = f"{len(output.before) + 1} trajectories, of which the last alone is trained on"
+                many = RolloutError(why, allowed=f"at most {MOST_TRAJECTORIES} of a sample")
+                output = failed(replace(output, before=()), f"the agent loop {chosen}", many, "zero", where)
             output.metrics.generate_sequences = client.seconds
             if seen.added and output.multi_modal_data is None:
                 output.multi_modal_data = {"images": seen.images, "videos": seen.videos}

@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
-from verl.agent_loop.batch import NO_VERSION
+from verl.agent_loop.batch import NO_VERSION, array_of_objects
 from verl.errors import RolloutError
 from verl.metrics import Metric, MetricSet
+from verl.protocol.fields import BEFORE
 from verl.rollout.base import Completion
 
 LEFT, EARLIER = "unfinished", "earlier"
@@ -34,6 +37,7 @@ def plain_output(output: AgentLoopOutput) -> dict[str, Any]:
     plain["metrics"] = dict(vars(output.metrics))
     plain["measures"] = plain_metrics(output.measures)
     plain["failure"] = None if output.failure is None else str(output.failure)
+    plain["before"] = [plain_output(one) for one in output.before]
     return plain
 
 
@@ -41,7 +45,16 @@ def output_of(plain: Mapping[str, Any]) -> AgentLoopOutput:
     """The reverse of `plain_output`; a failure is one of our errors with its text."""
     failure = None if plain["failure"] is None else RolloutError(plain["failure"])
     measures, metrics = metrics_of(plain["measures"]), AgentLoopMetrics(**plain["metrics"])
-    return AgentLoopOutput(**{**plain, "metrics": metrics, "measures": measures, "failure": failure})
+    before = [output_of(one) for one in plain.get("before", ())]  # earlier checkpoints have none
+    made = {"metrics": metrics, "measures": measures, "failure": failure, "before": before}
+    return AgentLoopOutput(**{**plain, **made})
+
+
+def trajectories_before(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
+    """The column (B,) `BEFORE`; none where each sample is one trajectory."""
+    if not any(output.before for output in outputs):
+        return {}
+    return {BEFORE: array_of_objects([[plain_output(one) for one in output.before] or None for output in outputs])}
 
 
 def plain_metrics(metrics: MetricSet) -> dict[str, list[Any]]:

@@ -34,6 +34,8 @@ class LossNorm:
         dp_size: ranks over which the backend averages gradients.
         loss_scale_factor: the constant length that ``seq-mean-token-sum-norm`` divides by.
         mean_weight: the mean importance weight, where the loss asks for it (`verl.algorithms.losses.mean_weight`).
+        shares: (b,) of the rows of the micro-batch: the share of each in the valid tokens of its sequence, where a
+            sequence is cut into several rows (several trajectories of a sample); None: each row is a sequence.
     """
 
     num_tokens: float
@@ -41,6 +43,7 @@ class LossNorm:
     dp_size: int = 1
     loss_scale_factor: float | None = None
     mean_weight: float | None = None
+    shares: Tensor | None = None
 
 
 def loss_norm(
@@ -48,6 +51,7 @@ def loss_norm(
     dp_size: int = 1,
     loss_scale_factor: float | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
+    shares: Tensor | None = None,
 ) -> LossNorm:
     """Count this rank's part of a mini-batch, and sum the counts over the data-parallel ranks.
 
@@ -56,9 +60,11 @@ def loss_norm(
         loss_scale_factor: None takes T; a run passes its configured response length, because T depends on the batch.
         all_reduce: sums a tensor of two numbers over the data-parallel ranks (each token counted once, so not over
             tensor, sequence or pipeline ranks); None on a single rank.
+        shares: (B,) as in `LossNorm`; those of a sequence sum to 1.
     """
     mask = response_mask.bool()
-    counts = torch.stack([mask.sum(), mask.any(dim=-1).sum()]).double()
+    sequences_here = mask.any(dim=-1) if shares is None else shares.double()
+    counts = torch.stack([mask.sum().double(), sequences_here.sum().double()])
     if all_reduce is not None:
         counts = all_reduce(counts)
     tokens, sequences = counts.tolist()
@@ -100,7 +106,8 @@ def agg_loss(
     norm = norm or running_norm() or loss_norm(loss_mask)
     if loss_agg_mode == "seq-mean-token-mean":
         lengths = loss_mask.bool().sum(dim=-1).clamp(min=1)
-        total = (masked_sum(loss_mat, loss_mask, axis=-1) / lengths).sum()
+        means = masked_sum(loss_mat, loss_mask, axis=-1) / lengths
+        total = (means if norm.shares is None else means * norm.shares).sum()
     else:
         total = masked_sum(loss_mat, loss_mask)
     return total * share_scale(loss_agg_mode, norm, loss_mat.shape[-1], compat_sum_norm)
@@ -132,7 +139,8 @@ def loss_metric(loss: float, loss_mask: Tensor, loss_agg_mode: str, norm: LossNo
     if loss_agg_mode == "token-mean":
         here, everywhere = float(mask.sum()), norm.num_tokens
     else:
-        here, everywhere = float(mask.any(dim=-1).sum()), norm.num_sequences
+        sequences = mask.any(dim=-1) if norm.shares is None else norm.shares
+        here, everywhere = float(sequences.sum()), norm.num_sequences
     return Metric(loss / norm.dp_size * everywhere / here if here else 0.0, "mean", here)
 
 

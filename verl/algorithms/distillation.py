@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, agg_loss, loss_metric, token_means
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.logprob import candidate_log_probs, top_k_from_logits
-from verl.algorithms.losses import Fields, PPOPolicyLoss, SFTLoss, field, optional_field
+from verl.algorithms.losses import Fields, PPOPolicyLoss, SFTLoss, field, norm_of_rows, optional_field
 from verl.algorithms.masked import at_least_float32, zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
 from verl.config import replace as replace_settings
@@ -155,7 +154,7 @@ class DistilledPolicyLoss:
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, mode = field(batch, "response_mask"), self.task.config.loss_agg_mode
-        scaled = norm if self.task.scale is None else replace(norm, loss_scale_factor=float(self.task.scale))
+        scaled = norm_of_rows(norm, batch, self.task.scale)
         tokens, metrics = self.divergence(outputs, batch, mask)
         metrics["distillation/loss"] = loss_metric(
             as_float(agg_loss(tokens.detach(), mask, mode, scaled)), mask, mode, scaled

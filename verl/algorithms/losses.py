@@ -27,6 +27,7 @@ from verl.algorithms.value_loss import value_loss
 from verl.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.errors import ConfigError, DataError
 from verl.metrics import Metric, as_float
+from verl.protocol.fields import SHARES
 from verl.registry import POLICY_LOSSES
 
 OF_BYPASS_MODE = ("vanilla", "bypass_mode", "rollout_correction")
@@ -97,6 +98,13 @@ def mean_weight(
     return weights / number if number else None
 
 
+def norm_of_rows(norm: LossNorm, batch: Fields, scale: float | None) -> LossNorm:
+    """The norm with what a micro-batch and the configuration know: the rows' shares, and the constant length."""
+    shares = optional_field(batch, SHARES)
+    norm = norm if shares is None else replace(norm, shares=shares)
+    return norm if scale is None else replace(norm, loss_scale_factor=float(scale))
+
+
 class PPOPolicyLoss:
     """The actor's objective: ``pg_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference)``.
 
@@ -139,7 +147,7 @@ class PPOPolicyLoss:
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
-        norm = norm if self.scale is None else replace(norm, loss_scale_factor=float(self.scale))
+        norm = norm_of_rows(norm, batch, self.scale)
         log_prob = zero_outside(outputs["log_probs"], mask)
         loss, metrics = call_policy_loss(
             self.policy_loss,
@@ -241,7 +249,7 @@ class PPOValueLoss:
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
-        norm = norm if self.scale is None else replace(norm, loss_scale_factor=float(self.scale))
+        norm = norm_of_rows(norm, batch, self.scale)
         vpreds = outputs["values"]
         loss, clipfrac = value_loss(
             vpreds, field(batch, "returns"), field(batch, "values"), mask, self.config.cliprange_value, mode, norm

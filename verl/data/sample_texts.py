@@ -17,6 +17,7 @@ from PIL import Image
 from verl.data.vision.images import describe_image, thumbnails
 from verl.data.vision.videos import describe_clip
 from verl.protocol import DataProto
+from verl.protocol.fields import TRAJECTORY_NUMBER
 from verl.protocol.tokenizer import Tokenizer
 
 IMAGES = "multi_modal_data"
@@ -169,10 +170,11 @@ def conversation_columns(batch: DataProto) -> dict[str, list[Any]]:
 
 
 def ends_of(batch: DataProto) -> dict[str, list[object]]:
-    """Columns for a dump: tokens of each response, and why it ended where the sampler says why."""
+    """Columns for a dump: tokens of each response, why it ended, and its number among those of its sample."""
     lengths = batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].sum(-1).tolist()
-    reasons = batch.non_tensor_batch.get("finish_reason")
-    return {NUM_TOKENS: lengths, **({} if reasons is None else {FINISH: list(reasons)})}
+    columns = {FINISH: "finish_reason", TRAJECTORY_NUMBER: TRAJECTORY_NUMBER}
+    there = {name: list(batch.non_tensor_batch[of]) for name, of in columns.items() if of in batch.non_tensor_batch}
+    return {NUM_TOKENS: lengths, **there}
 
 
 def turns_of(record: list[dict[str, Any]] | None) -> list[tuple[str, str]]:

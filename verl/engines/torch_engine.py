@@ -70,6 +70,7 @@ from verl.models.vision import family_of, freeze_tower, tower_flops, tower_modul
 from verl.models.weights import named_tensors, names_on_disk
 from verl.planner.engines import automatic_tokens
 from verl.protocol import DataProto
+from verl.protocol.fields import SHARES
 from verl.protocol.sharding import ShardSpec
 from verl.protocol.tokenizer import Tokenizer
 
@@ -284,7 +285,8 @@ class TorchEngine(Engine):
         self.model.train()
         tensors: Any = split.trained.batch
         mask, count = batch.tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.num_peers
-        norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count)
+        shares = batch.tensors.get(SHARES, None)
+        norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count, shares)
         if norm.num_tokens == 0:
             return StepReport(0.0, float(self.optimizer.param_groups[0]["lr"]), skipped_empty=True).metrics(0.0)
         mean = mean_weight(loss_fn, lambda: self._log_probs(work, tensors, temperature), self.ranks.sum)

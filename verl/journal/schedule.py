@@ -282,7 +282,8 @@ def end_entry(
 def _answers(samples: DataProto, requests: Mapping[str, Any], drawn_before: Mapping[str, int]) -> dict[str, Any]:
     """The first tokens of requests, as many as ``drawn_before`` says.
 
-    A row has the tokens of its requests one after the other, between what was inserted (version -1).
+    A row has the tokens of its requests one after the other, between what was inserted (version -1). In which order the
+    trajectories of a sample have them, where it has several, is not known: a replay says that they are missing.
     """
     tensors = samples.tensors
     if "token_versions" not in tensors.keys():
@@ -290,7 +291,10 @@ def _answers(samples: DataProto, requests: Mapping[str, Any], drawn_before: Mapp
     columns, answers = samples.non_tensor_batch, dict[str, Any]()
     drawn = tensors["token_versions"] >= 0
     has_log_probs = "rollout_log_probs" in tensors.keys()
+    several = columns.get("trajectories_before", [None] * len(drawn))
     for row, (uid, index) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
+        if several[row] is not None:
+            continue
         tokens = tensors["responses"][row][drawn[row]].tolist()
         log_probs = tensors["rollout_log_probs"][row][drawn[row]].tolist() if has_log_probs else []
         start = 0

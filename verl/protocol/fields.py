@@ -22,6 +22,7 @@ from verl.errors import BatchError, ConfigError, suggest
 CANDIDATES = "candidate_ids"
 """(B, T, K) int32: tokens of which a model gives the log-probs at each position, besides the sampled one."""
 TURN_STATES = "turn_states"
+BEFORE, TRAJECTORY_NUMBER, SHARES = "trajectories_before", "trajectory_number", "sequence_shares"
 """(B,) lists: (place in the response where an action begins, state of the environment) of every action, in order."""
 TIME_SYMBOLS = ("P", "T", "P+T")
 PaddingRule = Literal["pad_token", "edge"]
@@ -137,6 +138,7 @@ def _declare_standard_fields() -> None:
         Field("advantages", float32, response, "advantage stage", 0.0, "what the policy is trained on"),
         Field("returns", float32, response, "advantage stage", 0.0, "what the critic is trained on"),
         Field("rollout_is_weights", float32, response, "rollout correction", 0.0, "importance weights"),
+        Field(SHARES, float32, row, "training stage", 0.0, "share of a row in the tokens of its sample"),
         Field("positive", float32, row, "advantage stage", 0.0, "1 where the answer is right (VAPO)"),
         Field("positive_lm_weights", float32, response, "training stage", 0.0, "weights, of sum 1, of right answers"),
         Field("rollout_rs_mask", token, response, "rollout correction", 0, "response_mask without what was rejected"),
@@ -168,6 +170,8 @@ def _declare_columns_of_rows() -> None:
         Field("agent_error", object, row, "agent loop", 0, "what went wrong; None where nothing did"),
         Field("ended", object, row, "agent loop", 0, "why a conversation ended"),
         Field("trajectory", object, row, "agent loop", 0, "the pieces of a conversation of several turns"),
+        Field(BEFORE, object, row, "agent loop", 0, "earlier trajectories of the sample; None where it has one"),
+        Field(TRAJECTORY_NUMBER, object, row, "trainer", 0, "number of the row among those of its sample"),
         Field("tool_call_counts", object, row, "agent loop", 0, "calls of tools"),
         Field("tool_rewards", object, row, "agent loop", 0, "rewards of tools, in the order of the calls"),
         Field("turn_scores", object, row, "agent loop", 0, "rewards of the simulated user, one per turn"),

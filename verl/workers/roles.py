@@ -8,7 +8,7 @@ from typing import get_args
 
 from verl.errors import ConfigError, WorkerError, suggest
 from verl.metrics import MetricSet
-from verl.protocol import DataProto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base import Role, RoleKind, WorkerGroup, by_rank, collected
 from verl.workers.model import ModelRole, ModelWorker
 from verl.workers.options import InferOptions, TrainOptions
@@ -49,7 +49,8 @@ class RoleHandle:
     def infer(self, batch: DataProto, options: InferOptions) -> DataProto:
         """Forward passes: a batch with the outputs that ``options`` names, each (B, T) float32."""
         self._require("trainable", "frozen")
-        return collected(self.group, ModelWorker.infer)(batch, options)
+        padded, pad = pad_dataproto_to_divisor(batch, self.num_parts)
+        return unpad_dataproto(collected(self.group, ModelWorker.infer)(padded, options), pad)
 
     def train(self, mini_batch: DataProto, options: TrainOptions) -> MetricSet:
         """One optimizer step; its metrics over all ranks, each by its own reduction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             settings, settings.function(), parser, {**dict(of_data or {}), **settings.template_kwargs}
         )
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         if self.server_manager.seen.videos:
             fix = "Give some of the frames as images, or use another agent loop for these rows."
             raise NotBuiltError("an agent cannot send videos yet, and the row has some", key="agent_name", fix=fix)
@@ -72,7 +72,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             raise conversation.lost  # not the agent's fault: the batch ends as it does with any other loop
         output = await self._output(conversation, outcome, kwargs)
         output.metrics.tool_calls = max(0.0, time.perf_counter() - start - conversation.client.seconds)
-        return output
+        before = list(self._before(conversation, kwargs))
+        return [*before, output] if before else output
 
     async def _outcome(self, access: dict[str, Any]) -> AgentOutcome | AgentFailure:
         """What the agent returned or did wrong; it is ended early once no more is to be sampled for the batch."""
@@ -102,23 +103,39 @@ class OpenAIAgentLoop(AgentLoopBase):
             parser=shared.parser,
         )
 
+    def _leaves_before(self, conversation: Conversation) -> list[Answer]:
+        """The ends of earlier trajectories, where they are rows."""
+        return conversation.record.leaves[:-1] if self.shared.settings.branches == "rows" else []
+
+    def _before(self, conversation: Conversation, row: dict[str, Any]) -> Iterator[AgentLoopOutput]:
+        """Earlier trajectories; each sampled token is in one alone."""
+        leaves = self._leaves_before(conversation)
+        for number, leaf in enumerate(leaves):
+            output = trajectory(leaf, self._text, row, leaves[:number]).output()
+            output.num_turns = leaf.num_messages
+            yield output
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids))
+
     async def _output(
         self, conversation: Conversation, outcome: AgentOutcome | AgentFailure, row: dict[str, Any]
     ) -> AgentLoopOutput:
         settings, record = self.shared.settings, conversation.record
         error = outcome if isinstance(outcome, AgentFailure) else None
+        before = self._leaves_before(conversation)
         last: Answer | None
         try:
-            last, dropped = record.chosen(keep_last=settings.branches == "last" or error is not None)
+            last, dropped = record.chosen(keep_last=settings.branches != "error" or error is not None)
         except RolloutError as problem:
             last, dropped = (record.leaves[-1] if record.leaves else None), 0
             error = error or AgentFailure(str(problem))
         if last is None:
             data = AgentData(row, prompt_ids=await self.prompt_ids(row))
         else:
-            data = trajectory(last, lambda ids: self.tokenizer.decode(list(ids)), row)
+            data = trajectory(last, self._text, row, before)
         data.metrics.add("rollout/agent/calls", len(record.answers), "mean")
-        data.metrics.add("rollout/agent/dropped_tokens", dropped, "sum")
+        data.metrics.add("rollout/agent/dropped_tokens", 0 if before else dropped, "sum")
         data.metrics.add("rollout/agent/overridden_requests", conversation.overridden, "sum")
         data.metrics.add("rollout/agent/failed", 0, "sum")
         output = data.output()

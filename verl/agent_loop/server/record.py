@@ -111,19 +111,27 @@ class Record:
                 f"another: {_difference(leaves)}",
                 key="branches",
                 got="error",
-                allowed="error, last",
-                fix="Send the earlier messages back as they were; or set branches: last in the loop's YAML, which "
-                "trains on the last conversation and counts what is left out.",
+                allowed="error, last, rows",
+                fix="Send the earlier messages back as they were; or set in the loop's YAML branches: rows, which trains "
+                "on each, or branches: last, which trains on the last conversation and counts what is left out.",
             )
         last = leaves[-1]
         trained_ids = {id(answer) for answer in last.path}
         return last, sum(len(a.done.token_ids) for a in self.answers if id(a) not in trained_ids)
 
 
-def trajectory(last: Answer, text_of: Callable[[Sequence[int]], str], row: dict[str, Any]) -> AgentData:
-    """The path to ``last``: its tokens, masks and log-probs, and for people a record of what was said."""
-    first, *rest = last.path
-    data = AgentData(row, prompt_ids=list(first.inserted))
+def trajectory(
+    last: Answer, text_of: Callable[[Sequence[int]], str], row: dict[str, Any], before: Sequence[Answer] = ()
+) -> AgentData:
+    """The path to ``last``: its tokens, masks and log-probs, and for people a record of what was said.
+
+    Args:
+        before: ends of other trajectories; answers that these have are part of the prompt.
+    """
+    trained = {id(answer) for end in before for answer in end.path}
+    shared = [answer for answer in last.path if id(answer) in trained]
+    first, *rest = last.path[len(shared) :]
+    data = AgentData(row, prompt_ids=[*(shared[-1].tokens if shared else ()), *first.inserted])
     _add_answer(data, first, text_of)
     for answer in rest:
         data.add_inserted(answer.inserted)

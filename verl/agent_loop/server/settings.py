@@ -12,7 +12,7 @@ from verl.agent_loop.settings import PLACES, known_arguments, positive
 from verl.errors import ConfigError, suggest
 
 SAMPLING = ("run", "request")
-BRANCHES = ("error", "last")
+BRANCHES = ("error", "last", "rows")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class AgentSettings:
         on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
             stops the run.
         branches: what becomes of calls that do not continue one another: ``error`` fails the row, ``last`` trains on
-            the last conversation and counts the sampled tokens that are left out.
+            the last conversation and counts the sampled tokens that are left out, ``rows`` makes each a row
+            of the batch (each sampled token once), with the score of the last.
         sampling: ``run`` samples with the run's settings whatever a request asks for, ``request`` follows requests.
         models: names under which the policy is served; ``*`` takes any.
         tool_format: parser of tool calls; None is ``rollout.multi_turn.format``.

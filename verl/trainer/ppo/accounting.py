@@ -13,8 +13,8 @@ import numpy as np
 
 from verl.journal.account import Key
 from verl.protocol import DataProto
-from verl.protocol.lazy import row_bounds
 from verl.trainer.ppo.correction import KEPT_MASK
+from verl.trainer.ppo.trajectories import sampled_tokens, version_bounds
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.context import StepContext
@@ -52,13 +52,12 @@ def sampled(samples: DataProto, ctx: StepContext) -> None:
     """Responses have come: their turns, tokens, how they ended, and which weights drew them."""
     if ctx.run.ledger is None:
         return
-    columns, mask = samples.non_tensor_batch, samples.tensors["response_mask"]
+    columns = samples.non_tensor_batch
     named = {"turns": "__num_turns__", "finish": "finish_reason", "error": ERROR}
     facts: dict[str, list[Any]] = {name: list(columns[of]) for name, of in named.items() if of in columns}
-    facts["tokens"] = mask.sum(-1).tolist()
-    versions = samples.tensors.get("token_versions", None)
-    if versions is not None:
-        oldest, newest = row_bounds(versions)
+    facts["tokens"] = sampled_tokens(samples)
+    if "token_versions" in samples.tensors.keys():
+        oldest, newest = version_bounds(samples)
         facts["newest_version"], facts["oldest_version"] = newest.tolist(), oldest.tolist()
     ctx.run.ledger.noted("sampled", ctx.step, keys_of(samples), **facts)
 
@@ -103,8 +102,11 @@ def trained(batch: DataProto, ctx: StepContext, updated: bool = True) -> None:
     """
     if ctx.run.ledger is None:
         return
-    by_reason = dict[str, list[Key]]({"": []})
+    reason_of = dict[Key, str]()
     for key, reason in zip(keys_of(batch), reasons_of(batch, ctx, updated)):
+        reason_of[key] = reason and reason_of.get(key, reason)  # trained on in any of its rows is trained on
+    by_reason = dict[str, list[Key]]({"": []})
+    for key, reason in reason_of.items():
         by_reason.setdefault(reason, []).append(key)
     ctx.run.ledger.trained(ctx.step, by_reason.pop(""), by_reason)
 

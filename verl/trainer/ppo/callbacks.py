@@ -30,6 +30,7 @@ from verl.trainer.copies import CopyCheck
 from verl.trainer.ppo import accounting
 from verl.trainer.ppo.checkpointing import RunCheckpoints
 from verl.trainer.ppo.context import RunState, StepContext
+from verl.trainer.ppo.sample_rows import last_rows
 from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.signs import signs_of
 from verl.trainer.ppo.token_rows import TokenRows
@@ -120,8 +121,9 @@ class UpdateCurriculum(Callback):
 
     def on_step_end(self, trainer: RunningTrainer, batch: DataProto) -> None:
         with trainer.ctx.timed("update_sampler"):
+            samples = last_rows(batch)
             facts = {**batch.meta_info, FLAT_ROWS: trainer.ctx.flat_rows}
-            self.sampler.update(DataProto(batch.batch, batch.non_tensor_batch, facts))
+            self.sampler.update(DataProto(samples.batch, samples.non_tensor_batch, facts))
         metrics = getattr(self.sampler, "metrics", None)
         if callable(metrics):
             for name, value in metrics().items():

@@ -17,6 +17,7 @@ from verl.algorithms.validation import is_numeric
 from verl.errors import DataError, suggest
 from verl.protocol import DataProto
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.sample_rows import shared
 
 SCORE_SUMS = (None, "reward", "seq_reward", "seq_final_reward")
 """Values of ``filter_groups.metric`` that name the reward of the sequence."""
@@ -51,7 +52,7 @@ def outcomes(samples: DataProto, metric: str | None) -> np.ndarray:
         DataError: the scorer returned no such key, or something else than numbers under it.
     """
     if metric in SCORE_SUMS or (metric == "score" and "score" not in samples.non_tensor_batch):
-        return samples.tensors["token_level_scores"].double().sum(-1).numpy()
+        return shared(samples, samples.tensors["token_level_scores"].double().sum(-1)).numpy()
     column = samples.non_tensor_batch.get(str(metric))
     details = samples.meta_info.get(DETAILS, ())
     numeric_keys = sorted(name for name in details if is_numeric(samples.non_tensor_batch[name]))

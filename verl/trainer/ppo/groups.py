@@ -19,10 +19,11 @@ from verl.journal.schedule import Notes
 from verl.metrics import notice
 from verl.protocol import DataProto
 from verl.protocol.fields import declared_field
-from verl.protocol.lazy import row_bounds, trimmed_axis
+from verl.protocol.lazy import trimmed_axis
 from verl.trainer.ppo import accounting, group_filter, stages
 from verl.trainer.ppo.admission import GroupQueue, QueuedGroup
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.trajectories import version_bounds
 
 OF_FAILED = {"failed": "failed_loop", "unscorable": "unscorable"}
 """Why a group failed, and what the ledger says of its samples. Sampling is tried once more, scoring is not."""
@@ -163,7 +164,7 @@ def oldest_versions(samples: DataProto, groups: int) -> list[int | None]:
     versions = samples.tensors.get("token_versions", None)
     if versions is None:
         return [None] * groups
-    none, oldest = torch.iinfo(versions.dtype).max, row_bounds(versions)[0].reshape(groups, -1).amin(-1)
+    none, oldest = torch.iinfo(versions.dtype).max, version_bounds(samples)[0].reshape(groups, -1).amin(-1)
     return [None if version == none else version for version in oldest.tolist()]
 
 

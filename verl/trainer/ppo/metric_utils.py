@@ -14,6 +14,7 @@ from verl.algorithms.validation import bootstrap_metric, calc_maj_val, process_v
 from verl.algorithms.variance_proxies import variance_proxies
 from verl.metrics import Metric, as_float
 from verl.protocol import DataProto
+from verl.trainer.ppo.sample_rows import per_sample
 
 __all__ = [
     "bootstrap_metric",
@@ -47,9 +48,10 @@ def compute_data_metrics(
     mask = tensors["response_mask"].bool()
     prompt_lengths, response_lengths = _lengths(batch)
     produced = response_lengths > 0
+    has_answer = per_sample(batch, produced.long()) > 0
     metrics: dict[str, float] = {}
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        totals = torch.nan_to_num(tensors[key].float()).sum(dim=-1)[produced]
+        totals = per_sample(batch, torch.nan_to_num(tensors[key].float()).sum(dim=-1))[has_answer]
         metrics |= _spread(f"critic/{name}", totals)
     for name in ("advantages", "returns"):
         metrics |= _spread(f"critic/{name}", tensors[name][mask].float())

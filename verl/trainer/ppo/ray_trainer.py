@@ -54,6 +54,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
+from verl.trainer.ppo.sample_rows import shared
 from verl.trainer.ppo.schedules import ScheduleRun
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
@@ -452,7 +453,7 @@ class RayPPOTrainer:
             "inputs": prompts,
             "outputs": responses,
             "gts": [truth.get("ground_truth") if isinstance(truth, dict) else None for truth in truths],
-            "scores": batch.tensors["token_level_scores"].sum(-1).tolist(),
+            "scores": shared(batch, batch.tensors["token_level_scores"].sum(-1)).tolist(),
             "reward_extra_infos": {
                 **{f"reward_{name}" if name in columns else name: values for name, values in extra.items()},
                 **columns,

@@ -15,6 +15,7 @@ from verl.algorithms.groups import SAME
 from verl.protocol import DataProto
 from verl.trainer.ppo import correction, group_filter
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.sample_rows import last_rows
 
 NO_ENTROPY = 1e-4
 """Nats per token below which a policy says one thing only."""
@@ -67,6 +68,7 @@ def _of_lengths(lengths: torch.Tensor, batch: DataProto, ctx: StepContext) -> di
 
 
 def _of_rewards(batch: DataProto, metrics: Mapping[str, float]) -> dict[str, str]:
+    batch = last_rows(batch)
     counted = ~group_filter.out_of_statistics(batch)
     scores = batch.tensors["token_level_scores"].double().sum(-1).numpy()[counted]
     if len(scores) > 1 and np.ptp(scores) <= SAME:

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from verl.algorithms.advantages import call_estimator
-from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance
+from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance, members_of
 from verl.algorithms.groups import same_outcome
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.masked import masked_mean
@@ -24,7 +24,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.lazy import scattered_rows, zero_rows
 from verl.single_controller.base import by_rank
-from verl.trainer.ppo import correction, experts, group_filter, learned_rows, teachers
+from verl.trainer.ppo import correction, experts, group_filter, learned_rows, sample_rows, teachers
 from verl.trainer.ppo.context import StepContext
 from verl.trainer.ppo.scoring import measure_parts, score_samples, tell_missing_parts
 from verl.workers.model import ModelWorker
@@ -271,6 +271,8 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
     unscorable = batch.non_tensor_batch.get("unscorable")
     rows = np.arange(len(batch)) if unscorable is None else np.flatnonzero(~unscorable.astype(bool))
     part = batch if len(rows) == len(batch) else batch.select_idxs(rows)
+    trajectories = sample_rows.OneRowEach.of(part)
+    part = part if trajectories is None else trajectories.batch(part)
     inputs = {name: part.tensors[name] for name in part.tensors.keys()}
     advantages, returns = call_estimator(
         estimator,
@@ -284,6 +286,7 @@ def compute_advantage(batch: DataProto, estimator: Any, algorithm: Any) -> None:
         non_tensor_batch=part.non_tensor_batch,
     )
     for name, values in (("advantages", advantages), ("returns", returns)):
+        values = values if trajectories is None else trajectories.parted(values)
         batch.tensors[name] = scattered_rows(values.float(), rows, len(batch))
 
 
@@ -312,8 +315,11 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         data.tensors["response_mask"] = batch.tensors[correction.KEPT_MASK]
     data.meta_info = {"global_steps": ctx.step}
     plan = list(rows_of_updates(batch, role, ctx, role.epochs, pairs=ctx.run.learns_from_pairs))
+    samples = sample_rows.sample_numbers(batch)
     for number, rows in enumerate(plan, start=1):
         mini_batch = data.select_idxs(rows)
+        if samples is not None:
+            sample_rows.as_sequences(mini_batch, rows, samples)
         learned_rows.weigh_right_answers(mini_batch)
         metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
         ctx.run.spans.progress()
@@ -333,7 +339,8 @@ def rows_of_updates(
 ) -> Iterator[list[int]]:
     """The rows of each mini-batch, in the order in which ranks get them, each rank as many tokens as the others.
 
-    Rows of a pair stay on one rank. Rows of a prompt that is computed once do where prompts fit the ranks.
+    Rows of a pair stay on one rank. Rows of a prompt that is computed once do where prompts fit the ranks. A mini-batch
+    has all trajectories of its samples; where these do not divide by the ranks, the shortest is repeated.
     """
     each, together = (2, 2) if pairs else (ctx.run.samples_per_prompt, 1)
     lengths, groups = batch.tensors["attention_mask"].sum(-1).tolist(), None
@@ -343,7 +350,12 @@ def rows_of_updates(
         groups = list(batch.non_tensor_batch["uid"])
     balances = ctx.config.trainer.balance_batch and role.num_parts > 1
     size, seed = role.mini_batch_size * each, role.seed + ctx.step
-    for rows in mini_batches(len(batch), size, epochs, role.shuffle, seed, together):
+    samples = sample_rows.sample_numbers(batch)
+    members = None if samples is None else members_of(samples.tolist())
+    for rows in mini_batches(len(members or batch), size, epochs, role.shuffle, seed, together):
+        if members is not None:
+            rows = [row for sample in rows for row in members[sample]]
+            rows += [min(rows, key=lengths.__getitem__)] * (-len(rows) % role.num_parts)
         if balances:
             ids = None if groups is None else [groups[row] for row in rows]
             order = balance_within_mini_batches(

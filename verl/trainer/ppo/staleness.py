@@ -11,8 +11,8 @@ from torch import Tensor
 from verl.errors import RolloutError
 from verl.metrics import notice
 from verl.protocol import DataProto
-from verl.protocol.lazy import row_bounds
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.trajectories import version_bounds
 
 VERSIONS = "token_versions"
 PREFIX = "training/off_policy"
@@ -31,7 +31,7 @@ def _versions(batch: DataProto) -> tuple[Tensor, Tensor, Tensor] | None:
     """Oldest and newest version (B,), and whether a row has any (B,)."""
     if VERSIONS not in batch.tensors.keys():
         return None
-    oldest, newest = row_bounds(batch.tensors[VERSIONS])  # padding and inserted text have -1
+    oldest, newest = version_bounds(batch)  # padding and inserted text have -1
     return oldest, newest, newest >= 0
 
 

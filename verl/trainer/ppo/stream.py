@@ -38,6 +38,7 @@ from verl.trainer.ppo.groups import (
     trimmed,
 )
 from verl.trainer.ppo.stream_parts import BY_BATCH, FLAT, check_in_time, load_parts, of_earlier_release, parts_of
+from verl.trainer.ppo.trajectories import as_rows
 from verl.workers.roles import Roles
 
 MANY_GEN_BATCHES = 10
@@ -122,7 +123,7 @@ class GroupStream:
             if ctx.config.algorithm.filter_groups.enable:
                 waiting = self.queue.complete_groups * ctx.run.samples_per_prompt
                 ctx.metrics.add("training/filter_groups/carried_samples", waiting, "last")
-        return batch
+        return as_rows(batch, ctx)
 
     def _preferred(
         self, batch: DataProto, taken: list[QueuedGroup], kept: int, ctx: StepContext
