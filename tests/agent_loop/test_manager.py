@@ -378,3 +378,70 @@ def test_upstreams_manager_is_made_from_the_whole_configuration(tmp_path):
         assert batch.batch["responses"].tolist() == [[3, 2, 1]]
     with pytest.raises(NotBuiltError, match="teacher_client"):
         Upstreams(config, Table(), teacher_client=object())
+
+
+class Several(AgentLoopBase):
+    """Returns what the row's column says."""
+
+    async def run(self, sampling_params, **row):
+        return row["made"]
+
+
+def test_the_last_trajectory_is_the_row_and_has_the_earlier_ones():
+    register("several")(Several)
+    first = AgentLoopOutput([3], [2, 1], [1, 1], [-1.0, -1.0], token_versions=[4, 4])
+    last = AgentLoopOutput([1], [5], [1], [-2.0], token_versions=[4], reward_score=0.5)
+    loops = {"agent_name": ["several"] * 2, "made": [[first, last], [last]]}
+    batch = manager(Table()).generate_sequences(prompts([[3], [3]], ["a", "b"], **loops))
+    assert batch.batch["responses"].tolist() == [[5], [5]] and batch.batch["rm_scores"].tolist() == [[0.5], [0.5]]
+    before, none = batch.non_tensor_batch["trajectories_before"]
+    assert [(one["prompt_ids"], one["response_ids"], one["response_logprobs"]) for one in before] == [
+        ([3], [2, 1], [-1.0, -1.0])
+    ]
+    assert none is None and batch.meta_info["metrics"]["rollout/sampled_tokens"].value == 4.0
+
+
+def trajectory(ids=(1,), mask=None, log_probs=True, **more):
+    mask = [1] * len(ids) if mask is None else mask
+    return AgentLoopOutput([3], list(ids), mask, [-1.0] * len(ids) if log_probs else None, **more)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ([], "returned no trajectories. Got 'an empty list'"),
+        ([trajectory(), "text"], "AgentLoopOutput"),
+        ([trajectory(log_probs=False), trajectory()], "trajectory 0 of 2 has none, another one has"),
+        ([trajectory(), trajectory(log_probs=False)], "the last trajectory has none, another one has"),
+        ([trajectory(reward_score=1.0), trajectory()], "has what belongs to the sample"),
+        ([trajectory(), trajectory([7], mask=[0])], "the last trajectory has no sampled token"),
+        ([AgentLoopOutput([], [1], [1]), trajectory()], "empty prompt"),
+    ],
+)
+def test_trajectories_that_cannot_share_a_score_mask_their_sample(made, message):
+    register("several")(Several)
+    good = [trajectory(reward_score=1.0)]
+    loops = {"agent_name": ["several"] * 2, "made": [made, good]}
+    batch = manager(Table()).generate_sequences(prompts([[3], [3]], ["a", "b"], **loops))
+    columns = batch.non_tensor_batch
+    assert columns["finish_reason"].tolist() == ["abort", "stop"] and "trajectories_before" not in columns
+    assert message in columns["agent_error"][0] and columns["agent_error"][1] is None
+    assert batch.meta_info["metrics"]["rollout/agent/failed"].value == 1.0
+
+
+def test_too_many_trajectories_score_zero_and_are_no_mask():
+    register("several")(Several)
+    loops = {"agent_name": ["several"] * 2, "made": [[trajectory() for _ in range(65)], [trajectory()] * 64]}
+    batch = manager(Table()).generate_sequences(prompts([[3], [3]], ["a", "b"], **loops))
+    columns = batch.non_tensor_batch
+    assert columns["finish_reason"].tolist() == ["stop", "stop"] and columns["reward_score"].tolist() == [0.0, None]
+    assert "65 trajectories" in columns["agent_error"][0] and "at most 64" in columns["agent_error"][0]
+    assert [0 if before is None else len(before) for before in columns["trajectories_before"]] == [0, 63]
+
+
+def test_a_sample_of_which_one_trajectory_was_given_up_is_given_up():
+    register("several")(Several)
+    made = [trajectory(finish_reason="abort"), trajectory()]
+    loops = {"agent_name": ["several"] * 2, "made": [made, [trajectory()]]}
+    batch = manager(Table()).generate_sequences(prompts([[3], [3]], ["a", "b"], **loops))
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]

@@ -155,6 +155,26 @@ def test_one_of_several_choices_can_be_gone_on_from_when_branches_are_allowed():
     assert made.meta_info["metrics"]["rollout/agent/dropped_tokens"].value == 4, "'a' and 'c' with their end tokens"
 
 
+def test_every_branch_is_a_row_and_each_sampled_token_is_trained_on_once():
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        first = found.chat.completions.create(model=model, messages=[USER]).choices[0].message
+        found.chat.completions.create(model=model, messages=[USER, first, USER])
+        found.chat.completions.create(model=model, messages=[USER, first, {"role": "user", "content": "else"}])
+        found.chat.completions.create(model=model, messages=[{"role": "user", "content": "short"}])
+
+    made = rollout(Scripted("a", "bb", "c", "dd"), agent, branches="rows")
+    (before,), metrics = made.non_tensor_batch["trajectories_before"], made.meta_info["metrics"]
+    texts = [TOKENIZER.decode(one["response_ids"]) for one in before]
+    assert texts[0].startswith("a<|im_end|>") and texts[0].endswith("bb<|im_end|>")
+    assert texts[1] == "c<|im_end|>" and TOKENIZER.decode(made.batch["responses"][0]) == "dd<|im_end|>"
+    prompt = TOKENIZER.decode(before[1]["prompt_ids"])
+    assert "a<|im_end|>" in prompt and "else" in prompt, "the shared answer is context of the second branch"
+    trained = [sum(one["response_mask"]) for one in before]
+    assert trained == [2 + 3, 2], "'a', 'bb' and 'c' with their end tokens"
+    assert metrics["rollout/agent/dropped_tokens"].value == 0 and metrics["rollout/agent/calls"].value == 4
+
+
 def test_a_history_that_was_rewritten_fails_the_row_and_shows_the_tokens_of_both_sides():
     def agent(base_url, api_key, row, model):
         found = client(base_url, api_key)

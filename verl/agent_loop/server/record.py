@@ -112,8 +112,8 @@ class Record:
                 key="branches",
                 got="error",
                 allowed="error, last, rows",
-                fix="Send the earlier messages back as they were; or set in the loop's YAML branches: rows, which trains "
-                "on each, or branches: last, which trains on the last conversation and counts what is left out.",
+                fix="Send the earlier messages back as they were; or set branches in the loop's YAML: rows trains on "
+                "each, last trains on the last conversation and counts what is left out.",
             )
         last = leaves[-1]
         trained_ids = {id(answer) for answer in last.path}

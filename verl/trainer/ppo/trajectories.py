@@ -57,12 +57,11 @@ def as_rows(batch: DataProto, ctx: StepContext) -> DataProto:
 
 
 def _check(batch: DataProto, ctx: StepContext) -> None:
-    config = ctx.config
+    algorithm, loss_mode = ctx.config.algorithm, ctx.config.actor_rollout_ref.actor.policy_loss.loss_mode
     methods = {
-        "algorithm.use_pf_ppo": config.algorithm.use_pf_ppo,
-        "actor_rollout_ref.actor.policy_loss.loss_mode": ctx.run.learns_from_pairs,
-        "actor_rollout_ref.actor.use_prefix_grouper": config.actor_rollout_ref.actor.use_prefix_grouper,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator == "gigpo" and TURN_STATES in batch.non_tensor_batch,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": ctx.run.learns_from_pairs or loss_mode == "geo_mean",
+        "algorithm.adv_estimator": algorithm.adv_estimator == "gigpo" and TURN_STATES in batch.non_tensor_batch,
     }
     for key, takes_rows in methods.items():
         if takes_rows:

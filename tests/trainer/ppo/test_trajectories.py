@@ -1,0 +1,260 @@
+"""Several trajectories of one sample: its rows share an advantage, it counts once, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness.algorithms import actor_config
+from tests.harness.compaction import WORDS, write_loops
+from tests.harness.runs import differing, records, train
+from tests.trainer.ppo.test_stages import context
+from verl.agent_loop import AgentLoopOutput
+from verl.agent_loop.batch import to_batch
+from verl.agent_loop.unfinished import trajectories_before
+from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.protocol.fields import SHARES
+from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo.group_filter import DETAILS
+from verl.trainer.ppo.groups import oldest_versions
+from verl.trainer.ppo.sample_rows import as_sequences, last_rows, sample_numbers
+from verl.trainer.ppo.trajectories import as_rows, sampled_tokens
+
+
+def output(prompt: list[int], response: list[int], version: int = 3, **more) -> AgentLoopOutput:
+    log_probs = [-0.25 * token for token in response]
+    versions = [version] * len(response)
+    return AgentLoopOutput(prompt, response, [1] * len(response), log_probs, token_versions=versions, **more)
+
+
+def samples(**columns: list) -> DataProto:
+    """Two samples of one prompt: the first with three trajectories, which are scored 1, the second with one, 0."""
+    before = [output([1], [2, 3], version=1), output([1, 2, 3], [4])]
+    outputs = [output([7], [5, 6, 7], before=before), output([1], [8])]
+    made = to_batch(outputs, pad_token_id=0)
+    scores = torch.zeros(2, 3)
+    scores[0, 2] = 1.0
+    made.tensors["token_level_scores"] = scores
+    arrays = {name: np.array(column, dtype=object) for name, column in columns.items()}
+    uids = {"uid": np.array(["a", "a"], dtype=object), "sample_index": np.array([0, 1], dtype=object)}
+    made.non_tensor_batch |= uids | trajectories_before(outputs) | arrays
+    return made
+
+
+def test_each_trajectory_is_a_row_before_that_of_its_sample():
+    ctx = context()
+    rows = as_rows(samples(acc=[0.5, 0.0]), ctx)
+    tensors, columns = rows.tensors, rows.non_tensor_batch
+    assert tensors["prompts"].tolist() == [[0, 0, 1], [1, 2, 3], [0, 0, 7], [0, 0, 1]]
+    assert tensors["responses"].tolist() == [[2, 3, 0], [4, 0, 0], [5, 6, 7], [8, 0, 0]]
+    assert tensors["input_ids"][1].tolist() == [1, 2, 3, 4, 0, 0]
+    assert tensors["attention_mask"].tolist()[:2] == [[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    assert tensors["rollout_log_probs"].tolist()[:2] == [[-0.5, -0.75, 0.0], [-1.0, 0.0, 0.0]]
+    assert tensors["token_level_scores"].sum(-1).tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert columns["trajectory_number"].tolist() == [0, 1, 2, 0]
+    assert columns["sample_index"].tolist() == [0, 0, 0, 1] and columns["acc"].tolist() == [0.5, 0.5, 0.5, 0.0]
+    assert "trajectories_before" not in columns
+    assert ctx.metrics.values()["training/trajectories_per_sample/mean"] == 2.0
+    assert ctx.metrics.values()["training/trajectories_per_sample/max"] == 3
+    assert last_rows(rows).tensors["responses"].tolist() == [[5, 6, 7], [8, 0, 0]]
+
+
+def test_a_sample_is_as_old_and_as_long_as_all_its_trajectories():
+    assert sampled_tokens(samples()) == [6, 1]
+    assert oldest_versions(samples(), 1) == [1], "the first trajectory is of version 1, the others of 3"
+
+
+def test_a_batch_of_single_trajectories_stays_the_object_that_it_is():
+    batch = samples()
+    del batch.non_tensor_batch["trajectories_before"]
+    assert as_rows(batch, context()) is batch and sample_numbers(batch) is None
+
+
+def test_a_masked_sample_is_masked_in_all_its_rows():
+    rows = as_rows(samples(unscorable=[True, False]), context())
+    assert rows.tensors["response_mask"].sum(-1).tolist() == [0, 0, 3, 1], "the scorer masks the last row itself"
+
+
+def test_what_a_scorer_returned_is_of_the_sample_and_not_of_a_loop():
+    batch = samples(acc=[0.5, 0.0])
+    batch.non_tensor_batch["trajectories_before"][0][0]["extra_fields"] = {"acc": 9.0, "tool": "t"}
+    batch.meta_info[DETAILS] = ["acc"]
+    columns = as_rows(batch, context()).non_tensor_batch
+    assert columns["acc"].tolist() == [0.5, 0.5, 0.5, 0.0] and columns["tool"].tolist() == ["t", None, None, None]
+
+
+def test_rows_of_a_sample_share_its_advantage_among_samples():
+    rows = as_rows(samples(), context())
+    stages.add_advantages(rows, context())
+    # two samples, 1 and 0: mean 0.5, standard deviation 0.70710678; over the four rows the mean would be 0.25
+    value = 0.5 / (0.70710678 + 1e-6)
+    expected = [[value, value, 0], [value, 0, 0], [value] * 3, [-value, 0, 0]]
+    torch.testing.assert_close(rows.tensors["advantages"], torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def test_a_critics_advantages_go_through_trajectories_in_their_order():
+    ctx = context(**{"algorithm.adv_estimator": "gae", "algorithm.gamma": 0.5, "algorithm.lam": 1.0})
+    rows = as_rows(samples(), ctx)
+    rows.tensors["values"] = torch.zeros(4, 3)
+    stages.add_advantages(rows, ctx)
+    # six tokens, the score 1 at the last one, discounted by a half per token; the values are 0
+    expected = [[1 / 32, 1 / 16, 0], [1 / 8, 0, 0], [1 / 4, 1 / 2, 1], [0, 0, 0]]
+    torch.testing.assert_close(rows.tensors["returns"], torch.tensor(expected), atol=0, rtol=0)
+
+
+def loss_of(batch: DataProto, log_probs: torch.Tensor, mode: str) -> torch.Tensor:
+    tensors = batch.tensors
+    norm = loss_norm(tensors["response_mask"], shares=tensors.get(SHARES, None))
+    return PPOPolicyLoss(actor_config(loss_agg_mode=mode), 10)({"log_probs": log_probs}, tensors, norm)[0]
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_two_rows_of_a_sample_have_the_loss_and_gradient_of_one(mode):
+    cut_mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    advantages, log_probs = torch.tensor([[2.0, 2.0], [2.0, 0.0], [-1.0, -1.0]]), torch.tensor([-1.0, -2, -3, -4, -5])
+    old = log_probs - torch.tensor([0.1, -0.05, 0.15, 0.0, -0.1])
+    cut = torch.zeros(3, 2).masked_scatter(cut_mask.bool(), log_probs).requires_grad_()
+    batch = {
+        "response_mask": cut_mask,
+        "advantages": advantages,
+        "old_log_probs": torch.zeros(3, 2).masked_scatter(cut_mask.bool(), old),
+    }
+    rows = DataProto.from_dict(tensors=batch)
+    as_sequences(rows, [0, 1, 2], np.array([0, 0, 1]))
+    torch.testing.assert_close(rows.tensors[SHARES], torch.tensor([2 / 3, 1 / 3, 1.0]))
+    loss = loss_of(rows, cut, mode)
+
+    ratio = torch.tensor([0.1, -0.05, 0.15, 0.0, -0.1]).exp()
+    terms = -ratio * torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0])  # none is clipped
+    by_sample = terms[:3], terms[3:]
+    expected = {
+        "token-mean": terms.mean(),
+        "token-sum": terms.sum(),
+        "seq-mean-token-sum": sum(x.sum() for x in by_sample) / 2,
+        "seq-mean-token-mean": sum(x.mean() for x in by_sample) / 2,
+        "seq-mean-token-sum-norm": sum(x.sum() for x in by_sample) / (2 * 10),
+    }[mode]
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    (slopes,) = torch.autograd.grad(loss, cut)
+    per_token = {"seq-mean-token-mean": [1 / 6] * 3 + [1 / 4] * 2, "token-mean": [1 / 5] * 5, "token-sum": [1.0] * 5}
+    scale = torch.tensor(per_token.get(mode, [0.05 if mode.endswith("norm") else 0.5] * 5))
+    torch.testing.assert_close(slopes[cut_mask.bool()], terms * scale, atol=1e-6, rtol=0)
+
+
+class Role(SimpleNamespace):
+    """A trainable role over ``num_parts`` ranks that keeps what it is given."""
+
+    name, epochs, shuffle, seed = "actor", 1, False, 0
+
+    def train(self, mini_batch, options):
+        self.seen.append(mini_batch)
+        return SimpleNamespace(items=lambda: (), values=dict)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_mini_batch_has_whole_samples_and_as_many_rows_for_each_rank(ranks):
+    one, other = samples(), samples(uid=["b", "b"])
+    ctx = context()
+    rows = as_rows(DataProto.concat([one, other]), ctx)
+    stages.add_advantages(rows, ctx)
+    role = Role(seen=[], num_parts=ranks, mini_batch_size=1)
+    stages.train(role, rows, ctx)
+    assert len(role.seen) == 2, "one prompt, two samples each"
+    for mini_batch in role.seen:
+        tensors = mini_batch.tensors
+        assert len(mini_batch) % ranks == 0 and len(mini_batch) == -(-4 // ranks) * ranks
+        assert int(tensors["response_mask"].sum()) == 7, "a row that fills up the ranks has no token"
+        assert sorted(tensors["responses"][tensors["response_mask"].bool()].tolist()) == [2, 3, 4, 5, 6, 7, 8]
+        assert float(tensors[SHARES].sum()) == pytest.approx(2.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("algorithm.use_pf_ppo", True),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "geo_mean"),
+        ("algorithm.adv_estimator", "gigpo"),
+    ],
+)
+def test_a_method_that_takes_rows_for_samples_is_refused_by_name(key, value):
+    with pytest.raises(ConfigError, match=f"{key}: this method takes each row for a sample"):
+        as_rows(samples(turn_states=[None, None]), context(**{key: value}))
+
+
+def test_a_sample_is_trained_on_if_any_of_its_rows_is():
+    dropped, trained_keys = dict[str, list](), []
+
+    class Ledger:
+        def trained(self, step, keys, by_reason):
+            trained_keys.extend(keys)
+            dropped.update(by_reason)
+
+    batch = as_rows(samples(), context())
+    batch.tensors["rollout_rs_mask"] = batch.tensors["response_mask"].clone()
+    batch.tensors["rollout_rs_mask"][[1, 2, 3]] = 0  # rejected, all but the first trajectory of the first sample
+    run = SimpleNamespace(ledger=Ledger(), learns_from_pairs=False)
+    accounting.trained(batch, SimpleNamespace(step=1, run=run))
+    assert trained_keys == [("a", 0)] and dropped == {"rejected": [("a", 1)]}
+
+
+STEPS = (*WORDS, "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+         "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.resume_mode=auto")  # fmt: skip
+QUEUED = ("trainer.v1.trainer_mode=fully_async", "async_training.staleness_threshold=1")
+SCHEDULES = {"sync": (), "queued": QUEUED, "ahead": ("trainer.v1.trainer_mode=one_step_off",)}
+
+
+@pytest.fixture
+def folder(here):
+    write_loops(here)
+    return here
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_trains_on_all_trajectories_and_a_resumed_one_gives_the_same_bits(folder, schedule):
+    words = (*STEPS, *SCHEDULES[schedule], "trainer.rollout_data_dir=dumps")
+    straight = train(*words, "trainer.default_local_dir=straight")
+    account = straight.trainer.state.ledger.account
+    each = 32 if schedule == "queued" else 16
+    assert not account.faults and account.trained == 2 * each, "samples, not rows"
+    for batch, metrics in zip(straight.batches, straight.metrics, strict=True):
+        assert len(batch) > each == len(last_rows(batch)), "some samples were compacted"
+        assert metrics["training/trajectories_per_sample/mean"] == pytest.approx(len(batch) / each)
+        assert metrics["training/trajectories_per_sample/max"] == 2
+        if schedule == "sync":
+            assert metrics["training/rollout_probs_diff_max"] < 1e-4, "the trainer sees the contexts of the sampler"
+        advantages, samples_of = batch.tensors["advantages"], sample_numbers(batch)
+        for number in np.flatnonzero(np.bincount(samples_of) == 2):
+            first, last = advantages[samples_of == number]
+            assert first[0] == last[0]
+    (dumped,) = [records(file) for file in folder.glob("dumps*/1.jsonl")]
+    assert {row["trajectory_number"] for row in dumped} == {0, 1} and len(dumped) == len(straight.batches[0])
+    scores = {}
+    for row in dumped:
+        scores.setdefault((row["uid"], row["sample"]), set()).add(row["score"])
+    assert len(scores) == each and all(len(of_sample) == 1 for of_sample in scores.values())
+
+    words = (*STEPS, *SCHEDULES[schedule], "trainer.default_local_dir=stopped")
+    train(*words, "trainer.total_training_steps=1")
+    train(*words)
+    assert differing("straight/global_step_2", "stopped/global_step_2") == []
+
+
+def test_a_critic_learns_from_rows_and_their_order(folder):
+    words = ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "critic.ppo_mini_batch_size=2")
+    seen = train(
+        *STEPS, *words, "trainer.total_training_steps=1", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    )
+    (batch,), (metrics,) = seen.batches, seen.metrics
+    assert len(batch) > 16 and metrics["critic/vf_loss"] > 0 and metrics["actor/grad_norm"] > 0
+    returns, samples_of = batch.tensors["returns"], sample_numbers(batch)
+    (number, *_) = np.flatnonzero(np.bincount(samples_of) == 2)
+    rows = np.flatnonzero(samples_of == number)
+    rewards, mask = batch.tensors["token_level_rewards"][rows], batch.tensors["response_mask"][rows]
+    # undiscounted: what is still to come in both trajectories
+    torch.testing.assert_close(returns[rows[0], 0], (rewards * mask).sum(), atol=1e-5, rtol=0)
