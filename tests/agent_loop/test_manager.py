@@ -409,8 +409,10 @@ def trajectory(ids=(1,), mask=None, log_probs=True, **more):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ([], "returned no trajectories. Got 'an empty list'"),
-        ([trajectory(), "text"], "AgentLoopOutput"),
+        ([], "the loop returned no trajectory. Got []"),
+        ("text", "the loop returned no trajectory. Got ['str', 'str', 'str', 'str']"),
+        (None, "the loop returned no trajectory. Got 'NoneType'"),
+        ([trajectory(), None], "Got ['AgentLoopOutput', 'NoneType']"),
         ([trajectory(log_probs=False), trajectory()], "trajectory 0 of 2 has none, another one has"),
         ([trajectory(), trajectory(log_probs=False)], "the last trajectory has none, another one has"),
         ([trajectory(reward_score=1.0), trajectory()], "has what belongs to the sample"),

@@ -18,17 +18,8 @@ from verl.models.router_replay import NO_RECORD
 from verl.protocol import DataProto
 from verl.protocol.fields import BEFORE, TRAJECTORY_NUMBER
 
-OF_RUN = (
-    "unscorable",
-    "learned",
-    "early_reward",
-    "unfinished",
-    "uid",
-    "sample_index",
-    "__row__",
-    BEFORE,
-    TRAJECTORY_NUMBER,
-)
+OF_RUN = ("unscorable", "learned", "early_reward", "unfinished", "uid", "sample_index", "__row__", BEFORE,
+          TRAJECTORY_NUMBER)  # fmt: skip
 """Columns that no loop's ``extra_fields`` may make, as they decide what is trained on."""
 MOST_TRAJECTORIES = 64
 """Of a sample."""
@@ -86,11 +77,11 @@ def in_one(made: AgentLoopOutput | Sequence[AgentLoopOutput], max_length: int) -
     Raises:
         RolloutError: no trajectory, or some that cannot share one score; and as `checked`.
     """
-    if not isinstance(made, list | tuple):
-        return checked(made, max_length)  # type: ignore[arg-type]  # a sequence of another type has no such columns
-    if not made or not all(isinstance(one, AgentLoopOutput) for one in made):
-        kinds = sorted({type(one).__name__ for one in made}) or "an empty list"
-        raise RolloutError("the loop returned no trajectories", got=kinds, allowed="one AgentLoopOutput or more")
+    if isinstance(made, AgentLoopOutput):
+        return checked(made, max_length)
+    if not isinstance(made, Sequence) or not made or not all(isinstance(one, AgentLoopOutput) for one in made):
+        kinds = [type(one).__name__ for one in made] if isinstance(made, Sequence) else type(made).__name__
+        raise RolloutError("the loop returned no trajectory", got=kinds, allowed="one AgentLoopOutput or more")
     *before, last = (checked(one, max_length) for one in made)
     for number, one in enumerate(before):
         _check_earlier(f"trajectory {number} of {len(made)}", one, last)

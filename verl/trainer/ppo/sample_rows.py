@@ -1,7 +1,7 @@
 """Which rows of a batch are of one sample: its trajectories, where an agent loop returned several.
 
 They are adjacent, the last one has the sample's score, and the column ``trajectory_number`` tells them apart. Without
-the column every row is a sample, and each function here returns what it was given. Shapes: B rows, S samples, T tokens
+the column every row is a sample, and values per row are values per sample. Shapes: B rows, S samples, T tokens
 of a response, W of the longest sample.
 """
 
