@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -113,14 +113,7 @@ class RowRunner:
         try:
             loop = chosen.make(self.config, client, self.tokenizer, self.processor, self.data_config)
             loop.unfinished = None if state is None else state["loop"]
-            output = in_one(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), budget)
-            if output.before and self.processor is not None:
-                fix = "Return one, or train a model that has no processor of pictures."
-                raise NotBuiltError("several trajectories of a sample with a model that sees pictures", fix=fix)
-            if len(output.before) >= MOST_TRAJECTORIES:  # an action may be the cause, which no mask may reward
-                why = f"{len(output.before) + 1} trajectories, of which the last alone is trained on"
-                many = RolloutError(why, allowed=f"at most {MOST_TRAJECTORIES} of a sample")
-                output = failed(replace(output, before=()), f"the agent loop {chosen}", many, "zero", where)
+            output = self._row(await loop.run(dict(parameters), **{**row, "uid": stream[0]}), chosen, where)
             output.metrics.generate_sequences = client.seconds
             if seen.added and output.multi_modal_data is None:
                 output.multi_modal_data = {"images": seen.images, "videos": seen.videos}
@@ -141,6 +134,18 @@ class RowRunner:
 
     async def end(self, stop: Stop) -> None:
         """Its loops see the ``stop`` itself."""
+
+    def _row(self, made: AgentLoopOutput | Sequence[AgentLoopOutput], chosen: object, where: str) -> AgentLoopOutput:
+        """What a loop returned, as one row; too many trajectories score 0, as an action may be the cause."""
+        output = in_one(made, int(self.config.response_length))
+        if output.before and self.processor is not None:
+            fix = "Return one, or train a model that has no processor of pictures."
+            raise NotBuiltError("several trajectories of a sample with a model that sees pictures", fix=fix)
+        if len(output.before) < MOST_TRAJECTORIES:
+            return output
+        why = f"{len(output.before) + 1} trajectories, of which the last alone is trained on"
+        many = RolloutError(why, allowed=f"at most {MOST_TRAJECTORIES} of a sample")
+        return failed(replace(output, before=()), f"the agent loop {chosen}", many, "zero", where)
 
     def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
         """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""

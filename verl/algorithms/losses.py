@@ -98,9 +98,14 @@ def mean_weight(
     return weights / number if number else None
 
 
+def shares_of(batch: Fields) -> Tensor | None:
+    """(b,) as in `LossNorm`; None where each row is a sequence."""
+    return optional_field(batch, SHARES)
+
+
 def norm_of_rows(norm: LossNorm, batch: Fields, scale: float | None) -> LossNorm:
     """The norm with what a micro-batch and the configuration know: the rows' shares, and the constant length."""
-    shares = optional_field(batch, SHARES)
+    shares = shares_of(batch)
     norm = norm if shares is None else replace(norm, shares=shares)
     return norm if scale is None else replace(norm, loss_scale_factor=float(scale))
 
