@@ -86,9 +86,9 @@ class OneRowEach:
 
     @classmethod
     def of(cls, batch: DataProto) -> OneRowEach | None:
-        """None where each row is a sample."""
+        """None where each row is a sample, or there is none."""
         samples = sample_numbers(batch)
-        if samples is None:
+        if samples is None or not len(samples):
             return None
         ids, width = torch.from_numpy(samples), batch.tensors["responses"].shape[-1]
         lengths = batch.tensors["attention_mask"][:, -width:].sum(-1).clamp(min=1)
