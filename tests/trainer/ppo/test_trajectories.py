@@ -15,10 +15,11 @@ from tests.harness.runs import differing, records, train
 from tests.trainer.ppo.test_stages import context
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
-from verl.agent_loop.unfinished import trajectories_before
+from verl.agent_loop.unfinished import output_of, plain_output, trajectories_before
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
 from verl.algorithms.losses import PPOPolicyLoss
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ReplayError
+from verl.journal.schedule import Notes, end_entry, recorded_draws
 from verl.protocol import DataProto
 from verl.protocol.fields import SHARES
 from verl.trainer.ppo import accounting, stages
@@ -260,3 +261,23 @@ def test_a_critic_learns_from_rows_and_their_order(folder):
     rewards, mask = batch.tensors["token_level_rewards"][rows], batch.tensors["response_mask"][rows]
     # undiscounted: what is still to come in both trajectories
     torch.testing.assert_close(returns[rows[0], 0], (rewards * mask).sum(), atol=1e-5, rtol=0)
+
+
+def test_files_and_states_of_samples_have_all_trajectories(tmp_path):
+    samples().save_to_disk(str(tmp_path / "samples.safetensors"))
+    loaded = as_rows(DataProto.load_from_disk(str(tmp_path / "samples.safetensors")), context())
+    expected = as_rows(samples(), context())
+    for name, column in expected.batch.items():
+        assert torch.equal(loaded.batch[name], column), name
+    ended = output([7], [5], before=[output([1], [2, 3], version=1)])
+    assert output_of(plain_output(ended)) == ended
+
+
+def test_a_replay_does_not_guess_which_request_drew_a_token():
+    """The trajectories of a sample may have been sampled in turns, so the record says that their tokens are missing."""
+    made = samples()
+    served = {f"a-{index}-0": Notes([("r", 1, 1)]) for index in (0, 1)}
+    entry = end_entry(4, "", served, lambda: made, boundary=2)
+    assert entry["answers"] == {"a-1-0": {"tokens": [8], "log_probs": [-2.0]}}
+    with pytest.raises(ReplayError, match="lacks 1 tokens of request a-0-0"):
+        recorded_draws(entry, gone=2)
