@@ -2,7 +2,7 @@
 
 `scripts/run_tests.py` loads this plugin (``-p tests.outcomes --outcomes FILE``) and makes its table, its list of rules
 broken and its ``--last-failed`` from the file. A line holds the test, its outcome, its seconds (setup and call), how
-many processes it started, how many of them were ranks, and its markers.
+many processes it started, how many of them were ranks, its markers, and what it measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 MARKERS = ("slow", "representative", "timed")
+OWN_PROPERTIES = ("marks", "before", "after")
 started = {"processes": 0, "ranks": 0}
 
 
@@ -105,6 +106,8 @@ class Writer:
             **{kind: after.get(kind, 0) - before.get(kind, 0) for kind in started},
             "marks": properties.get("marks", []),
         }
+        if measured := {name: value for name, value in properties.items() if name not in OWN_PROPERTIES}:
+            line["measured"] = measured  # by `record_property`
         reasons = [part.longrepr[2] for part in parts if part.skipped and isinstance(part.longrepr, tuple)]
         if reasons and line["outcome"] == "skipped":
             line["reason"] = reasons[0].removeprefix("Skipped: ")

@@ -31,7 +31,9 @@ SAMPLER_HANGS = r"in stage gen of step 2 \(sampling\) and waits for the controll
     ],
     ids=["a reward function", "the sampler of a local run"],
 )
-def test_who_hangs_is_named_and_the_run_ends(server: Server, tmp_path, settings, fault, culprit, frame, saved):
+def test_who_hangs_is_named_and_the_run_ends(
+    server: Server, tmp_path, settings, fault, culprit, frame, saved, record_property
+):
     folder = prepare(tmp_path)
     if not fault:
         (folder / "scorer.py").write_text(SLEEPS)
@@ -39,6 +41,7 @@ def test_who_hangs_is_named_and_the_run_ends(server: Server, tmp_path, settings,
     assert ended.status == 2, ended.output[-3000:]
     (line,) = [line for line in ended.output.splitlines() if "trainer.hang_seconds: nothing has happened for" in line]
     assert re.search(culprit, line), line
+    record_property("noticed_seconds", float(re.search(r"nothing has happened for ([\d.]+) s", line)[1]))
     assert frame in (folder / "run/hang.txt").read_text()
     assert "Traceback" not in ended.output
     assert [one.step for one in list_checkpoints(folder / "run")] == [saved][: bool(saved)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,13 @@ KILLS = 3
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_run_loses_nothing_and_ends_with_equal_bits(server: Server, tmp_path: Path, name: str):
+def test_a_killed_run_loses_nothing_and_ends_with_equal_bits(
+    server: Server, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+):
     tally = Tally()
     disturb(server, name, replace(CASES[name], steps=6), KILLS, tmp_path, seed=3, tally=tally)
+    for measure, value in (("lost", tally.lost), ("doubled", tally.doubled), ("bits_equal", tally.equal == tally.complete)):
+        record_property(measure, value)
     assert tally.kills.total() == KILLS and tally.equal == tally.complete >= 1, tally
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.faults.points import PAUSE_SECONDS
-from tests.harness.forked_runs import STOPPING, Server, assert_no_process_left, assert_same_end, finish, grpo, prepare
+from tests.harness.forked_runs import (
+    STOPPING,
+    Server,
+    assert_no_process_left,
+    assert_same_end,
+    finish,
+    grpo,
+    prepare,
+    seconds_since_kill,
+)
 from verl.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -28,7 +37,7 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_with_the_same_bits(
-    server: Server, whole, tmp_path
+    server: Server, whole, tmp_path, record_property
 ):
     folder, memory = prepare(tmp_path), shared_memory()
 
@@ -43,6 +52,7 @@ def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_wi
     ended = server.start(folder, RAY, "published:1:KILL").wait()
     assert ended.status == -signal.SIGKILL
     assert_nothing_left(folder)
+    record_property("noticed_seconds", seconds_since_kill(folder))
     assert list_checkpoints(folder / "run")[0].step == 2
 
     # SIGTERM to the controller while a worker samples step 3.
@@ -59,6 +69,7 @@ def test_whatever_dies_the_run_ends_without_orphans_and_started_again_it_ends_wi
     finish(server, folder, [*RAY, "actor_rollout_ref.actor.checkpoint.async_save=true"])
     assert_nothing_left(folder)
     assert_same_end(whole, folder)
+    record_property("bits_equal", True)
     assert shared_memory() <= memory
 
 

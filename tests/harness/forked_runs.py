@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +189,11 @@ def assert_no_process_left(folder: Path, besides: tuple[str, ...] = ()) -> None:
         return {pid: words for pid, words in processes_of(folder).items() if not any(b in words for b in besides)}
 
     wait_until(lambda: not left(), lambda: f"orphans: {left()}")
+
+
+def seconds_since_kill(folder: Path) -> float:
+    """Since a process of a run in ``folder`` was killed at its point."""
+    return time.time() - (folder / "hits").stat().st_mtime
 
 
 def finish(server: Server, folder: Path, arguments: list[str]) -> Ended:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
@@ -29,13 +30,15 @@ program.wait()
 
 
 @pytest.mark.parametrize("kind", ["listening", "deaf"])
-def test_a_program_and_what_it_started_in_a_session_of_its_own_end_when_the_caller_is_killed(kind):
+def test_a_program_and_what_it_started_in_a_session_of_its_own_end_when_the_caller_is_killed(kind, record_property):
     caller = subprocess.Popen([sys.executable, "-c", CALLER, STUBBORN, kind], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in caller.stdout.readline().split()]
     assert len(pids) == 2 and all(is_there(pid) for pid in pids)
     os.kill(caller.pid, signal.SIGKILL)
+    killed = time.monotonic()
     caller.wait()
     assert ends(pids)
+    record_property("noticed_seconds", time.monotonic() - killed)
 
 
 def test_its_standard_input_and_status_are_the_programs():

@@ -138,16 +138,20 @@ def in_run(monkeypatch, tmp_path):
     return lambda *arguments: Run(tmp_path, *arguments)
 
 
-def test_one_that_dies_and_one_that_is_stopped_are_replaced_and_fed_before_they_serve(in_run):
+def test_one_that_dies_and_one_that_is_stopped_are_replaced_and_fed_before_they_serve(in_run, record_property):
     with in_run(2) as run:
         os.kill(run.units["replica 0"].process.pid, signal.SIGKILL)
         os.kill(run.units["replica 1"].process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        run.until(lambda: "replica 1" in run.service.discarded)
+        record_property("noticed_seconds", time.monotonic() - stopped)
         run.until(
             lambda: (
                 set(run.service.names) == {"replica 2", "replica 3"}
                 and run.keeper.metrics()["rollout/replicas/alive"] == 2
             )
         )
+        record_property("recovered_seconds", time.monotonic() - stopped)
         assert run.service.discarded == ["replica 0", "replica 1"] and not run.keeper.is_mending
         assert {r: [list(change[r].join) for change in run.changes] for r in (0, 1)} == {
             0: [["replica 2"], []], 1: [[], ["replica 3"]],
@@ -161,6 +165,18 @@ def test_one_that_dies_and_one_that_is_stopped_are_replaced_and_fed_before_they_
         )
         assert "It has 1 requests, of which 0 tokens are known" in hung
         assert run.keeper.metrics()["rollout/replicas/replaced"] == 2 and run.moved
+
+
+def test_one_that_is_stopped_for_a_moment_is_not_replaced(in_run):
+    with in_run(2, "trainer.hang_seconds=60") as run:
+        replica, process = run.keeper._replicas[1], run.units["replica 1"].process
+        os.kill(process.pid, signal.SIGSTOP)
+        run.until(lambda: time.monotonic() - replica.last_heartbeat > 0.5)
+        os.kill(process.pid, signal.SIGCONT)
+        resumed = time.monotonic()
+        run.until(lambda: min(replica.last_heartbeat, run.keeper._looked) > resumed)
+        assert run.service.discarded == [] and run.keeper.replaced == 0
+        assert set(run.service.names) == {"replica 0", "replica 1"}
 
 
 def test_a_replacement_that_does_not_start_is_one_of_those_that_are_allowed_and_the_last_error_ends_the_run(in_run):

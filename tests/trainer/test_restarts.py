@@ -6,17 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.harness.forked_runs import (
     STOPPING,
+    Ended,
+    Run,
     Server,
     assert_no_process_left,
     assert_same_end,
     finish,
     grpo,
     prepare,
+    seconds_since_kill,
 )
 from tests.harness.waiting import wait_until
 from verl.checkpoint import list_checkpoints
@@ -45,14 +50,30 @@ def failed(reason: str, last: int) -> RunAttempt:
     return attempt(1, last, last, reason=reason)
 
 
-def test_a_killed_run_starts_again_and_ends_with_the_same_bits(server: Server, tmp_path):
+def restarted(run: Run, record_property: Callable[[str, object], None]) -> Ended:
+    """Waits for the end of a run that is killed once, and measures what happens between."""
+    run.until_said("attempt 1 ended")
+    record_property("noticed_seconds", seconds_since_kill(run.folder))
+    run.until_said("continues from")
+    record_property("recovered_seconds", seconds_since_kill(run.folder))
+    return run.wait()
+
+
+def assert_nothing_lost(undisturbed: Path, hit: Path, record_property: Callable[[str, object], None]) -> None:
+    """The ledger, and so every sample, is that of a run without a kill."""
+    assert_same_end(undisturbed, hit)
+    for name, value in (("lost", 0), ("doubled", 0), ("bits_equal", True)):
+        record_property(name, value)
+
+
+def test_a_killed_run_starts_again_and_ends_with_the_same_bits(server: Server, tmp_path, record_property):
     undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
     finish(server, undisturbed, grpo())
-    ended = server.start(hit, RESTARTED, KILLED_IN_STEP_4).wait()
+    ended = restarted(server.start(hit, RESTARTED, KILLED_IN_STEP_4), record_property)
     assert ended.status == 0, ended.output[-3000:]
     assert "attempt 1 ended, from step 0 to 3" in ended.output and "killed by SIGKILL" in ended.output
     assert "trainer.max_restarts=2: 2 attempts" in ended.output
-    assert_same_end(undisturbed, hit)
+    assert_nothing_lost(undisturbed, hit, record_property)
     assert_no_process_left(hit)
 
 
@@ -126,13 +147,13 @@ assert not lifeline.children()
 
 
 @pytest.mark.slow
-def test_a_lost_worker_on_ray_starts_the_run_again_with_the_same_bits(server: Server, tmp_path):
+def test_a_lost_worker_on_ray_starts_the_run_again_with_the_same_bits(server: Server, tmp_path, record_property):
     undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
     finish(server, undisturbed, grpo())
-    ended = server.start(hit, [*RESTARTED, "trainer.runtime=ray"], KILLED_IN_STEP_4).wait()
+    ended = restarted(server.start(hit, [*RESTARTED, "trainer.runtime=ray"], KILLED_IN_STEP_4), record_property)
     assert ended.status == 0, ended.output[-3000:]
     assert "attempt 1 ended, from step 0 to 3" in ended.output and "WorkerError" in ended.output
-    assert_same_end(undisturbed, hit)
+    assert_nothing_lost(undisturbed, hit, record_property)
 
 
 def test_errors_that_no_restart_mends_and_signals_are_final():

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -81,11 +82,20 @@ def test_new_weights_reach_hosts_in_other_processes_and_bad_ones_do_not(hosts, f
 
 
 @pytest.mark.slow
-def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_generation(hosts, folder):
+def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_generation(
+    hosts, folder, monkeypatch, record_property
+):
     replicas = SamplerService({url: over(url, folder) for _, url in hosts})
     prompts = [tuple(range(10 + i, 20 + i)) for i in range(6)]
     wanted = requests(prompts, SAMPLES, max_tokens=400, ignore_eos=True, seed=5)
-    victim = hosts[0][0]
+    victim, other = hosts[0][0], replicas.replicas[1].sampler
+    generate, sent = other.generate, []
+
+    async def noted(request):
+        sent.append(time.monotonic())
+        return await generate(request)
+
+    monkeypatch.setattr(other, "generate", noted)
 
     async def run():
         warm = await asyncio.gather(*(replicas.generate(request) for request in requests(prompts[:2], 1, max_tokens=2)))
@@ -96,13 +106,19 @@ def test_every_prompt_gets_exactly_its_samples_when_a_replica_is_killed_in_mid_g
         )
         busy = replicas.replicas[0].load
         os.kill(victim.pid, signal.SIGKILL)
-        return warm, busy, await asyncio.wait_for(asyncio.gather(*tasks), HANGS)
+        killed = time.monotonic()
+        return warm, busy, killed, await asyncio.wait_for(asyncio.gather(*tasks), HANGS)
 
-    warm, busy, found = asyncio.run(run())
+    warm, busy, killed, found = asyncio.run(run())
     assert len(warm) == 2 and busy > 0, "the killed replica was in the middle of something"
     assert replicas.stats()["replicas_lost"] == 1
     assert Counter(done.request_id.split("-")[0] for done in found) == {str(i): SAMPLES for i in range(len(prompts))}
-    assert len({done.request_id for done in found}) == len(wanted)
+    names = {done.request_id for done in found}
+    record_property("noticed_seconds", replicas.replicas[0].lost_at - killed)
+    record_property("recovered_seconds", max(sent) - killed)  # the last of its requests went to the other one
+    record_property("lost", len(wanted) - len(names))
+    record_property("doubled", len(found) - len(names))
+    assert len(names) == len(wanted)
     assert replicas.stats()["resent"] >= busy
     expected = sample(HFSampler(str(folder), device="cpu"), wanted)
     assert [done.token_ids for done in found] == [done.token_ids for done in expected]
