@@ -8,9 +8,9 @@ below the journal, ``AWAY`` puts a file in the place of the run's folder, ``SLOW
 and adds a byte to the file ``slow`` each time.
 
 Points of a step: generation, loop (of an agent), scoring, backward, optimizer_begin, optimizer_end. Of a save: begin,
-shard (after every tensor), files, manifest, published, tracker, retention:renamed. Of new weights: send (a rank of the
-actor), take (a sampler, after every bucket). Of the journal: ledger (before a line), torn (in the middle of it). A
-process that is killed at its point writes the line "<process> <point>" into the file ``hits`` before.
+shard (after every tensor), files, manifest, published, tracker, retention:renamed. Of a resume: load. Of new weights:
+send (a rank of the actor), take (a sampler, after every bucket). Of the journal: ledger (before a line), torn (in the
+middle of it). A process that is killed at its point writes the line "<process> <point>" into the file ``hits`` before.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def install(fault: Fault) -> None:
     _before(RowRunner, "run", lambda: fault.reach("loop"))
     _before(RewardManager, "__call__", lambda: fault.reach("scoring"))
     _before(WeightSender, "send", lambda: fault.reach("send"))
+    _before(TorchEngine, "load_state", lambda: fault.reach("load"))
     _inside_weights(fault)
     _inside_ledger(fault)
     _inside_backward(fault)

@@ -9,6 +9,7 @@ its own shard), ``extra.safetensors`` and ``extra.json`` (generators, schedule);
 
 from verl.checkpoint.background import BackgroundPart, PartInWork
 from verl.checkpoint.best import BestCheckpoint, check_metric
+from verl.checkpoint.deadly import noted_reading
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
 from verl.checkpoint.lock import RunLock
@@ -34,6 +35,7 @@ __all__ = [
     "find_checkpoint",
     "find_or_fetch",
     "list_checkpoints",
+    "noted_reading",
     "prepare_part",
     "read_part",
     "write_part",

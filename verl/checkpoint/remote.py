@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl.checkpoint.deadly import is_quarantined, unless_deadly
 from verl.checkpoint.files import remove_tree, sync_file, sync_tree_folders, write_synced
 from verl.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints, step_folder
 from verl.checkpoint.manifest import MANIFEST, Manifest
@@ -282,6 +283,8 @@ def find_or_fetch(
 ) -> Path | None:
     """As `find_checkpoint`; with ``auto`` a newer complete checkpoint at the remote folder is fetched first.
 
+    With ``auto`` a checkpoint at which process after process died is set aside (`verl.checkpoint.deadly`).
+
     ``resume_path`` may be a URL, whose checkpoint is fetched, too; it never replaces one that the run has saved itself.
     The number of the save (``sequence``) says which of two is newer; a run that was fetched continues the count.
     """
@@ -296,12 +299,16 @@ def find_or_fetch(
             )  # fmt: skip
         return RemoteCheckpoints(parent, "trainer.resume_from_path").fetch(int(match[1]), folder, replaces=False)
     newest = find_checkpoint(folder, mode, path)
+    if mode == "auto" and newest is not None:
+        newest = unless_deadly(folder, newest)
     if mode != "auto" or remote is None:
         return newest
     here = -1 if newest is None else Manifest.read(newest).sequence
     for manifest in remote.newest_first():
         if manifest.sequence <= here:
             break
+        if is_quarantined(folder, manifest):
+            continue  # the notice about it here holds for its copy
         try:
             return remote.fetch(manifest.step, folder)
         except CheckpointError as error:  # it is damaged; a place that does not answer ends the run

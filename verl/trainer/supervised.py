@@ -23,6 +23,7 @@ from verl.checkpoint import (
     RemoteCheckpoints,
     check_metric,
     find_or_fetch,
+    noted_reading,
 )
 from verl.checkpoint.provenance import Provenance, check_resume
 from verl.config import HFModelConfig, to_dict
@@ -319,7 +320,7 @@ class SupervisedTrainer:
 
     def load_checkpoint(self) -> None:
         """Continue from the checkpoint that ``trainer.resume_mode`` names, if there is one; rank 0 chooses it."""
-        trainer, checkpoint, ctx = self.config.trainer, self.config.checkpoint, self.ctx
+        trainer, ctx = self.config.trainer, self.ctx
         accept = trainer.resume_changed == "accept"
 
         def find() -> CheckpointReader | None:
@@ -337,6 +338,13 @@ class SupervisedTrainer:
             return CheckpointReader(folder)
 
         reader = ctx.only_main(find)
+        root = Path(trainer.default_local_dir)
+        with nullcontext() if reader is None else noted_reading(root, reader.folder):
+            self._load(reader)
+
+    def _load(self, reader: CheckpointReader | None) -> None:
+        """Take over what rank 0 reads; ``reader`` is None on the others, and where there is nothing to read."""
+        checkpoint, ctx = self.config.checkpoint, self.ctx
         state: dict[str, Any] | None = ctx.on_main(lambda: None if reader is None else reader.trainer_state())
         if state is None:
             return

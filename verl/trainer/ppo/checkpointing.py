@@ -20,6 +20,7 @@ from verl.checkpoint import (
     FileRecord,
     RemoteCheckpoints,
     find_or_fetch,
+    noted_reading,
 )
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.provenance import Provenance, check_resume
@@ -211,7 +212,8 @@ class RunCheckpoints:
         trainer, accept = self.config.trainer, self.config.trainer.resume_changed == "accept"
         folder = find_or_fetch(self.folder, trainer.resume_mode, trainer.resume_from_path, self.remote)
         if folder is not None:
-            self._load(folder, accept)
+            with noted_reading(self.folder, folder):
+                self._load(folder, accept)
         if self.copies is not None:
             self.copies.catch_up(self.folder)
         if trainer.del_local_ckpt_after_load and folder is not None and self.writer is not None:
