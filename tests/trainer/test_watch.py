@@ -148,6 +148,15 @@ def test_one_step_that_was_taken_or_none_that_failed_is_no_error(steps):
     updates.check()
 
 
+def test_a_hundred_steps_in_a_row_that_are_not_finite_end_the_run():
+    updates = Updates()
+    for metrics in [*[NOT_FINITE] * 99, TAKEN, *[NOT_FINITE] * 99]:
+        updates.add("actor", metrics)
+        updates.add("critic", TAKEN)
+    with pytest.raises(EngineError, match="the last 100 optimizer steps of the actor were skipped"):
+        updates.add("actor", NOT_FINITE)
+
+
 def test_a_model_that_took_no_step_is_named_whatever_the_others_did():
     updates = Updates()
     for model, metrics in (("actor", TAKEN), ("critic", NOT_FINITE), ("critic", EMPTY), ("critic", NOT_FINITE)):

@@ -16,6 +16,9 @@ from verl.metrics import notice
 PATIENCE = 5
 """Consecutive steps; in a shorter run all of its steps, at least `SHORTEST`."""
 SHORTEST = 2
+MOST_NOT_FINITE = 100
+"""Optimizer steps in a row that are skipped for a gradient that is not finite: no weight has moved, and none will."""
+MEND = "Look at the loss, the rewards and the weights; a lower rate or float32 may mend it."
 SKIPPED = ("skipped_nonfinite_step", "skipped_empty_step", "skipped_overflow_step")
 
 
@@ -59,11 +62,24 @@ class Updates:
     def __init__(self) -> None:
         self._taken: Counter[str] = Counter()
         self._not_finite: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()
 
     def add(self, model: str, metrics: Mapping[str, float]) -> None:
-        """One step, by the metrics of `verl.engines.step.StepReport`, under the names that it gives them."""
-        self._not_finite[model] += metrics.get("skipped_nonfinite_step", 0.0) > 0
+        """One step, by the metrics of `verl.engines.step.StepReport`, under the names that it gives them.
+
+        Raises:
+            EngineError: it is one of `MOST_NOT_FINITE` in a row whose gradient was not finite.
+        """
+        is_not_finite = metrics.get("skipped_nonfinite_step", 0.0) > 0
+        self._not_finite[model] += is_not_finite
+        self._in_a_row[model] = (self._in_a_row[model] + 1) * is_not_finite
         self._taken[model] += not any(value for name, value in metrics.items() if name in SKIPPED)
+        if self._in_a_row[model] >= MOST_NOT_FINITE:
+            raise EngineError(
+                f"the last {MOST_NOT_FINITE} optimizer steps of the {model} were skipped because the gradient was not "
+                "finite",
+                fix=f"{MEND} The log names the rows whose loss was not finite.",
+            )
 
     def check(self) -> None:
         """Raises `EngineError` where no step was taken, and some would not have been finite."""
@@ -72,7 +88,7 @@ class Updates:
                 raise EngineError(
                     f"nothing was trained: all optimizer steps of the {model} were skipped, {count} of them because "
                     "the gradient was not finite",
-                    fix="Look at the loss, the rewards and the first weights; a lower rate or float32 may mend it.",
+                    fix=MEND,
                 )
 
 
