@@ -18,20 +18,24 @@ from verl.models.folder import num_weights
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "place"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"),
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:128] DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"), "device"),
+        (MemoryError(), "host"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you ..."), "host"),
     ],
-    ids=lambda error: type(error).__name__,
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
 )
-def test_the_message_has_the_sizes_and_what_to_lower(error):
+def test_the_message_has_the_place_the_sizes_and_what_to_lower(error, place):
     micro = AlignedRows.of(ragged_batch()).micro_batch([0, 1], "cpu")
     with pytest.raises(EngineError) as caught, memory.explained(micro):
         raise error
     told = str(caught.value)
-    assert "2 rows" in told and f"{micro.input_ids.numel()} tokens" in told and f"{len(micro.labels)} of them" in told
+    assert (
+        f"the {place} is out of memory in a micro-batch of 2 rows" in told
+        and f"{micro.input_ids.numel()} tokens" in told
+        and f"{len(micro.labels)} of them" in told
+    )
     assert "ppo_micro_batch_size_per_gpu" in told and caught.value.__cause__ is error and "\n" not in told
 
 

@@ -171,6 +171,14 @@ def test_a_run_that_exits_without_an_end_is_not_complete():
     assert "status 0 before it could report why" in str(ended)
 
 
+def test_an_attempt_that_the_kernel_killed_for_want_of_memory_says_so(tmp_path):
+    (tmp_path / "memory.events").write_text("low 0\nhigh 4\nmax 5\noom 3\noom_kill 2\noom_group_kill 1\n")
+    assert restarts.memory_kills(tmp_path) == 2 and restarts.memory_kills(tmp_path / "absent") == 0
+    ended = attempt_of(-signal.SIGKILL, {}, None, 0, 3, 1.0, kernel_kills=2)
+    assert "killed by SIGKILL (meanwhile the kernel killed 2 processes: the control group was out of" in str(ended)
+    assert not ended.is_final
+
+
 def test_an_error_that_comes_twice_at_one_checkpoint_ends_the_run():
     assert is_last([failed("a", 3), failed("a", 3)], 9)
     assert not is_last([failed("a", 3), failed("b", 3)], 9)

@@ -62,9 +62,11 @@ def explained(micro: MicroBatch) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        place = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        reason = str(error).strip().partition("\n")[0]
         raise EngineError(
-            f"out of memory in a micro-batch of {len(micro.index)} rows and {micro.input_ids.numel()} tokens "
-            f"({micro.labels.numel()} of them predicted): {str(error).strip().splitlines()[0] if str(error) else ''}",
+            f"the {place} is out of memory in a micro-batch of {len(micro.index)} rows and "
+            f"{micro.input_ids.numel()} tokens ({micro.labels.numel()} of them predicted): {reason}",
             fix="Lower ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu with use_dynamic_bsz), set "
             "enable_gradient_checkpointing=true in the model's section, or shorten responses. No "
             "result depends on the first two.",

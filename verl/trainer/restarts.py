@@ -187,6 +187,7 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         sys.stderr.flush()
         reader, writer = os.pipe()
         parent, first, start = os.getpid(), _step(folder), time.monotonic()
+        kills = memory_kills()
         pid = os.fork()
         if not pid:
             os.close(reader)
@@ -196,7 +197,8 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         process = AttemptProcess(pid, reader, earlier)
         result, stop = process.wait(stops)
         process.end_leftovers()
-        attempts.append(attempt_of(result, process.report(), stop, first, _step(folder), time.monotonic() - start))
+        steps, seconds = (first, _step(folder)), time.monotonic() - start
+        attempts.append(attempt_of(result, process.report(), stop, *steps, seconds, memory_kills() - kills))
         status = attempts[-1].status if is_last(attempts, max_restarts) else _pause(attempts, stops)
     if len(attempts) > 1 or not attempts[-1].is_final:
         lines = "".join(f"\n  attempt {number}, {attempt}" for number, attempt in enumerate(attempts, 1))
@@ -213,13 +215,16 @@ def _pause(attempts: Sequence[RunAttempt], stops: Collection[int]) -> int | None
     return None if stop is None else 128 + stop.si_signo
 
 
-def attempt_of(result: int, report: JsonObject, stop: int | None, first: int, last: int, seconds: float) -> RunAttempt:
+def attempt_of(
+    result: int, report: JsonObject, stop: int | None, first: int, last: int, seconds: float, kernel_kills: int = 0
+) -> RunAttempt:
     """An attempt from how its process ended and what it reported.
 
     Args:
         result: exit status, negative if a signal killed it.
         report: of `EndReport`; empty if it was killed.
         stop: the signal that was to end the run.
+        kernel_kills: processes that the kernel killed meanwhile, because their control group was out of memory.
     """
     exits = {code for number in SIGNALS for code in (-number, 128 + number)}
     is_complete, reason = bool(report.get("is_complete")), str(report.get("reason") or "")
@@ -229,12 +234,22 @@ def attempt_of(result: int, report: JsonObject, stop: int | None, first: int, la
         text = f"killed by {signal.Signals(-result).name}"
     else:
         text = reason or f"ended with status {result} before it could report why (its output says more, and hang.txt)"
+    if kernel_kills and not is_complete:
+        text += f" (meanwhile the kernel killed {kernel_kills} processes: the control group was out of memory)"
     is_stopped = stop is not None or "signal" in report or result in exits
     is_final = is_complete or bool(report.get("is_permanent")) or is_stopped
     status = result if result >= 0 else 128 - result
     if not is_complete and not status:
         status = 1  # os._exit(0) in a user's code does not complete a run
     return RunAttempt(status, text, is_final, bool(reason), first, last, seconds)
+
+
+def memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes of this control group (version 2, folder ``root``) that the kernel has killed for want of memory."""
+    with suppress(OSError):  # another version, or none
+        lines = (line.split() for line in (root / "memory.events").read_text(encoding="utf-8").splitlines())
+        return sum(int(count) for name, count in lines if name == "oom_kill")
+    return 0
 
 
 def is_last(attempts: Sequence[RunAttempt], max_restarts: int) -> bool:
