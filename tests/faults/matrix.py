@@ -2,7 +2,7 @@
 
     python -m tests.faults.matrix [--quick] [--faults | --attacks] [F12 A7 ...] [--outcomes FILE ...] [--pages FOLDER]
 
-The rows are in matrix.toml. Each row is a pytest of its own: an interrupted run has the results of the rows before it.
+The rows are in matrix.toml. Each row is a separate pytest: an interrupted run has the results of the rows before it.
 ``--quick`` leaves out the tests with the marker `slow`. ``--outcomes`` runs nothing: it takes the outcomes that
 `scripts/run_tests.py` has written (.pytest_cache/outcomes/*.jsonl). ``matrix.json`` next to the pages ``faults.md`` and
 ``attacks.md`` keeps the results; the pages leave out one of a row whose tests have changed since. Exit status 1: a row
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def digest(tests: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(tests).encode()).hexdigest()[:12]
 
 
-def result_of(tests: Sequence[str], lines: Iterable[Mapping[str, Any]], otherwise: str = "did not run") -> Result:
+def result_of(tests: Sequence[str], lines: Sequence[Mapping[str, Any]], otherwise: str = "did not run") -> Result:
     """What the outcomes of `tests.outcomes` say of some tests.
 
     Args:
@@ -135,10 +135,10 @@ def result_of(tests: Sequence[str], lines: Iterable[Mapping[str, Any]], otherwis
         otherwise: why a test may have no outcome.
     """
     by_test = {test: [line for line in lines if line["test"].partition("[")[0] == test] for test in tests}
-    of_row = [line for found in by_test.values() for line in found]
+    of_row = [line for outcomes in by_test.values() for line in outcomes]
     count = Counter(line["outcome"] for line in of_row)
     failed = [_short(line["test"]) for line in of_row if line["outcome"] == "failed"]
-    failed += [f"{_short(test)} ({otherwise})" for test, found in by_test.items() if not found]
+    failed += [f"{_short(test)} ({otherwise})" for test, outcomes in by_test.items() if not outcomes]
     reasons = sorted({str(line.get("reason", "no reason")) for line in of_row if line["outcome"] == "skipped"})
     words = f"failed: {', '.join(failed)}" if failed else f"{count['passed']} passed" if count["passed"] else ""
     if reasons:
@@ -157,7 +157,7 @@ def _short(test: str) -> str:
 
 
 def run(tests: Sequence[str]) -> Result:
-    """Run tests in a pytest of their own."""
+    """Run tests in a separate pytest."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "outcomes.jsonl"
         plugin = ["-p", "no:cacheprovider", "-p", "tests.outcomes", f"--outcomes={file}"]
@@ -226,14 +226,17 @@ def main(words: Sequence[str]) -> int:
     only.add_argument("--attacks", action="store_const", const="A", dest="kind", help="only A1 to A32")
     parser.add_argument("--outcomes", type=Path, nargs="+", help="files of outcomes: nothing is run")
     parser.add_argument("--pages", type=Path, default=PAGES, help="the folder of both pages")
-    options, known = parser.parse_args(words), rows()
-    if unknown := set(options.names) - set(known):
+    options, all_rows = parser.parse_args(words), rows()
+    if unknown := set(options.names) - set(all_rows):
         parser.error(f"there are no rows {', '.join(sorted(unknown))}; there are F1 to F28 and A1 to A32")
     results, failed = read_results(options.pages), []
     lines = [line for file in options.outcomes or () for line in read(file)]
-    for name, row in known.items():
+    for name, row in all_rows.items():
         tests = row.tests(options.quick)
-        if not name.startswith(options.kind) or (options.names and name not in options.names) or not tests:
+        if not name.startswith(options.kind) or (options.names and name not in options.names):
+            continue
+        if not tests:
+            print(f"{name}: every test is marked slow, so --quick runs none")
             continue
         print(f"{name}: {row.done} ...", flush=True)
         results[name] = result_of(tests, lines) if options.outcomes else run(tests)

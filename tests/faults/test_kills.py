@@ -23,7 +23,11 @@ def test_a_killed_run_loses_nothing_and_ends_with_equal_bits(
 ):
     tally = Tally()
     disturb(server, name, replace(CASES[name], steps=6), KILLS, tmp_path, seed=3, tally=tally)
-    for measure, value in (("lost", tally.lost), ("doubled", tally.doubled), ("bits_equal", tally.equal == tally.complete)):
+    for measure, value in (
+        ("lost", tally.lost),
+        ("doubled", tally.doubled),
+        ("bits_equal", tally.equal == tally.complete),
+    ):
         record_property(measure, value)
     assert tally.kills.total() == KILLS and tally.equal == tally.complete >= 1, tally
 

@@ -68,6 +68,25 @@ def test_no_pickle_and_no_evaluation_of_text():
     assert not errors, errors
 
 
+def test_only_stamps_and_announced_ends_read_the_clock_that_may_jump():
+    """Deadlines are on the monotonic clock, but for the end of a machine, which its platform announces by this one."""
+    readers = {
+        path.relative_to(ROOT / "verl").as_posix()
+        for path in python_files("verl")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now")
+    }
+    assert readers == {
+        "agent_loop/server/replies.py",
+        "agent_loop/server/responses_form.py",
+        "journal/spans.py",
+        "observability/backends/mlflow.py",
+        "observability/traces.py",
+        "trainer/expiry.py",
+        "trainer/ppo/callbacks.py",
+    }
+
+
 def test_torch_load_reads_weights_only():
     errors = [
         place
