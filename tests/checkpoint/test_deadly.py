@@ -66,7 +66,7 @@ def test_a_checkpoint_that_was_read_or_that_two_processes_died_at_stays(run: Pat
 
 
 def test_the_only_checkpoint_is_read_again_with_a_notice(run: Path):
-    (run / "global_step_1" / "trainer.json").unlink()  # so that this one is damaged
+    (run / "global_step_1" / "trainer.json").unlink()  # it is damaged now
     die_reading(run, 4)
     assert_holds(find_or_fetch(run), 2)
     assert "because there is no other one" in notices()[f"checkpoint {run / 'global_step_2'}"]

@@ -236,7 +236,7 @@ def main(words: Sequence[str]) -> int:
         if not name.startswith(options.kind) or (options.names and name not in options.names):
             continue
         if not tests:
-            print(f"{name}: every test is marked slow, so --quick runs none")
+            print(f"{name}: every test is marked slow, and --quick runs none")
             continue
         print(f"{name}: {row.done} ...", flush=True)
         results[name] = result_of(tests, lines) if options.outcomes else run(tests)

@@ -85,5 +85,5 @@ def _readers(note: Path, folder: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, ValueError, KeyError, TypeError) as error:
-        notice(f"file {note}", f"it cannot be read, so deaths are counted from 0: {error}")
+        notice(f"file {note}", f"it cannot be read, and deaths are counted from 0: {error}")
         return 0
