@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from figures import ROOT
 
 sys.path.insert(0, str(ROOT))
 from verl.planner.search import PlacementSearch
-from verl.planner.space import ACTOR, SYNC, PlacementPlan, PlacementRules, PoolPlan, RoleCost, SearchSpace, pool_sizes
+from verl.planner.space import ACTOR, SYNC, PlacementPlan, PoolPlan, RoleCost, SearchSpace, pool_sizes
 
 ROLES = ("actor", "rollout", "ref", "critic", "rm")
 NODE, MEMORY, FLOPS, BANDWIDTH = 8, 80e9, 312e12, 2.0e12
@@ -123,7 +123,6 @@ def space(names: str, devices: int) -> SearchSpace[Grid]:
     """The search of one size, or of one for the policy and one for the critic."""
     policy, critic = MODELS[names.split("+")[0]], MODELS[names.split("+")[-1]]
     models = {role: critic if role in ("critic", "rm") else policy for role in ROLES}
-    rules = PlacementRules((frozenset({"actor", "rollout"}),), schedules=("sync",))
     return SearchSpace(
         ROLES,
         devices,
@@ -131,11 +130,18 @@ def space(names: str, devices: int) -> SearchSpace[Grid]:
         pool_sizes(devices, NODE),
         lambda role, n: grids(models[role], role, n),
         lambda role, n, grid: cost(models[role], role, n, grid),
-        rules,
+        (SYNC,),
     )
 
 
-def algorithm_1(search: PlacementSearch[Grid]) -> PlacementPlan[Grid] | None:
+def is_pool(roles: frozenset[str]) -> bool:
+    """Of the paper: the actor and its sampler are in one."""
+    return ("actor" in roles) == ("rollout" in roles)
+
+
+def algorithm_1(
+    search: PlacementSearch[Grid], admits: Callable[[frozenset[str]], bool] = lambda _: True
+) -> PlacementPlan[Grid] | None:
     """Of HybridFlow: every set partition, every division of the devices, and for each role of a pool in turn the choice
     with the fewest seconds that leaves the least bytes which the others need: roles do not trade memory for seconds.
 
@@ -145,7 +151,7 @@ def algorithm_1(search: PlacementSearch[Grid]) -> PlacementPlan[Grid] | None:
     best, pools = None, dict[tuple[frozenset[str], int], PoolPlan[Grid] | None]()
     sizes = sorted(search.space.sizes)
     for partition in partitions(search.space.roles):
-        if any(group & pool and not group <= pool for group in search.space.rules.together for pool in partition):
+        if not all(map(admits, partition)):
             continue
         for devices in divisions(len(partition), search.space.devices, sizes):
             for key in zip(partition, devices, strict=True):
@@ -205,10 +211,10 @@ def divisions(parts: int, devices: int, sizes: Sequence[int]) -> Iterator[tuple[
 def row(names: str, devices: int) -> str:
     """Of the table."""
     search = PlacementSearch(space(names, devices))
-    plan = search.best()
+    plan = search.best(admits=is_pool)
     if plan is None:
         return f"| {names} | {devices} | fits nowhere |{' |' * len(KINDS)} | |"
-    others = [*(search.best(admits=admits) for admits in KINDS.values()), algorithm_1(search)]
+    others = [*(search.best(admits=admits) for admits in KINDS.values()), algorithm_1(search, is_pool)]
     cells = ["-" if other is None else f"{other.seconds / plan.seconds - 1:+.0%}" for other in others]
     pools = ", ".join(f"{'+'.join(role for role in ROLES if role in pool.choices and role != 'rollout')} on "
                       f"{pool.devices}" for pool in plan.pools)  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from verl.cli.planning import main
 from verl.config import PPOTrainerConfig
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
-from verl.planner.hardware import Cluster
+from verl.planner.hardware import Cluster, device, to_json
+from verl.planner.ranges import EFFICIENCY, Reached
 from verl.rewards import RewardFunction, Scorer, ScoringLimits
 
 SOUND = [
@@ -153,16 +155,17 @@ def test_the_disk_of_another_machine_is_not_measured(here, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_run_of_unknown_length_needs_room_for_one_checkpoint(here, capsys, monkeypatch, missing):
-    reset_notices()
-    words = [*changed(SOUND, "trainer.total_training_steps=null"), "trainer.save_freq=1"]
+def test_without_a_number_of_steps_rows_and_epochs_say_it(here, capsys, monkeypatch, missing):
+    """Of 8 rows in batches of 4, three epochs are six steps, of which every other one is saved."""
+    words = [*changed(SOUND, "trainer.total_training_steps=null"), "trainer.save_freq=2", "trainer.total_epochs=3"]
     assert main(["estimate", "--json", *words]) == 0
     numbers, usage = json.loads(capsys.readouterr().out), shutil.disk_usage(".")
     assert numbers["device_hours"] is None
     assert numbers["device_hours_per_step"] == pytest.approx(numbers["step"]["likely"] / 3600)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=numbers["checkpoint_bytes"] - missing))
+    free = 3 * numbers["checkpoint_bytes"] - missing
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     assert main(["check", *words]) == missing
-    assert "number of steps is unknown" in notices()["trainer.save_freq"]
+    assert ("6 step(s)" in capsys.readouterr().out) is bool(missing)
     assert main(["estimate", *words]) == 0
     assert "device hours per step" in " ".join(capsys.readouterr().out.split())
 
@@ -266,3 +269,32 @@ def test_an_unknown_command_is_answered_with_all_commands(capsys):
         main(["estimat"])
     message = capsys.readouterr().err
     assert "estimat" in message and all(f"'{name}'" in message for name in ("estimate", "check", "plan"))
+
+
+def test_flags_belong_to_the_commands_that_read_them(here, capsys):
+    for command in ("check", "estimate"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--schedule" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    printed = capsys.readouterr().out
+    assert "--schedule" in printed
+
+
+def test_an_estimate_takes_the_figures_of_a_calibration(here, capsys):
+    """Twice the peak halves a pass, and a share of one value leaves it no range."""
+    cpu = device("CPU")
+    seconds = []
+    for factor in (1, 2):
+        reached = {name: Reached(0.5, 0.5, 0.5, "measured") for name in EFFICIENCY}
+        measured = replace(cpu, bf16_flops=factor * cpu.bf16_flops, reached=reached)
+        Path("cpu.json").write_text(json.dumps(to_json(measured)))
+        assert main(["estimate", "--json", "--hardware", "cpu.json", *SOUND]) == 0
+        (update,) = [role["phases"]["update"] for role in json.loads(capsys.readouterr().out)["seconds"]
+                     if role["role"] == "actor"]  # fmt: skip
+        assert update["low"] == update["likely"] == update["high"]
+        seconds.append(update["likely"])
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert main(["estimate", "--devices=8xH100", "--hardware", "cpu.json", *SOUND]) == 2
+    assert "another device" in capsys.readouterr().err

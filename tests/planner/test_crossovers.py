@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from verl.planner.search import PlacementSearch
-from verl.planner.space import PlacementRules, RoleCost, SearchSpace
+from verl.planner.space import RoleCost, SearchSpace
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "placement_crossovers.py"
@@ -59,6 +59,6 @@ def test_algorithm_1_is_optimal_where_memory_is_no_matter(monkeypatch):
     seconds = {("actor", 1): 40, ("critic", 1): 30, ("actor", 2): 20, ("critic", 2): 15}
     space = SearchSpace(("actor", "critic"), 2, 80, (1, 2), lambda role, n: [1],
                         lambda role, n, c: RoleCost(training=seconds[role, n]),
-                        PlacementRules(schedules=("sync",)))  # fmt: skip
+                        ("sync",))  # fmt: skip
     search = PlacementSearch(space)
     assert crossovers(monkeypatch).algorithm_1(search).seconds == search.best().seconds == 35

@@ -59,13 +59,17 @@ def test_megatron_is_told_the_setting_that_it_reads():
     assert "recompute_granularity=full" in problem.fix and "enable_gradient_checkpointing" not in problem.fix
 
 
-@pytest.mark.parametrize(("engine", "fused", "offloads"), [
-    ("plain", "torch", False), ("fsdp2", "torch", True), ("torchtitan", "", False), ("megatron", "", False),
+@pytest.mark.parametrize(("engine", "fused", "offloads", "rank"), [
+    ("plain", "torch", False, 32), ("fsdp2", "torch", True, 32),
+    ("torchtitan", "", False, 0), ("megatron", "", False, 32),
 ])  # fmt: skip
-def test_no_engine_is_advised_a_setting_that_it_lacks(engine, fused, offloads):
+def test_no_engine_is_advised_a_setting_that_it_lacks(engine, fused, offloads, rank):
     role, changes = replace(ACTOR, engine=engine), dict(CHANGES)
     assert changes["use_fused_kernels=true in the model's section"](role, WORK).fused_head == fused
     assert changes["offload_policy=true of each role on fsdp2"](role, WORK).offload_policy is offloads
+    advice = changes["actor_rollout_ref.model.lora_rank=32: an adapter instead of all weights"]
+    assert advice(role, WORK).lora_rank == rank
+    assert advice(replace(role, role="critic"), WORK).lora_rank == 0  # another model's setting
 
 
 def test_megatron_has_no_fused_head_whatever_the_model_says():
@@ -147,3 +151,39 @@ def test_json_has_what_the_tables_show():
     numbers = estimate(ACTOR, ROLLOUT).to_json()
     assert numbers["tokens_per_second"] == pytest.approx(WORK.tokens / numbers["step"]["likely"])
     assert numbers["checkpoint_bytes"] == 12 * SHAPE.parameters
+
+
+def test_hosts_hold_what_is_offloaded_and_what_a_checkpoint_copies():
+    """Of 16 devices in machines of 8: shards of float32 weights with two moments, and the sampler that sleeps."""
+    sizes = {"devices": 16, "parallel": Parallel(data=16)}
+    actor = replace(
+        ACTOR, engine="fsdp2", shards=16, param_offload=True, optimizer_offload=True, async_save=True, **sizes
+    )
+    hosts = estimate(actor, replace(ROLLOUT, **sizes), devices="16xH100").hosts()["global_pool"]
+    assert hosts["offloaded"] == pytest.approx(8 * (12 / 16 + 2) * SHAPE.parameters)
+    assert hosts["checkpoint"] == pytest.approx(8 * 12 / 16 * SHAPE.parameters)
+    assert hosts["processes"] == 8 * 3e9 and hosts["batch"] == 64 * 64 * 4096
+    resident = replace(actor, param_offload=False, optimizer_offload=False, async_save=False)
+    assert estimate(resident, devices="16xH100").hosts()["global_pool"]["offloaded"] == 0
+    on_host = estimate(replace(resident, offload_policy=True), devices="16xH100").hosts()["global_pool"]
+    assert on_host["offloaded"] == pytest.approx(8 * 16 / 16 * SHAPE.parameters)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_has_no_head_over_the_vocabulary(tied):
+    """It has one weight per width in place of those of an untied head, and besides those of a tied embedding."""
+    shape = replace(SHAPE, tied=tied)
+    config = read_config("ppo_trainer", ["algorithm.adv_estimator=gae"])
+    run = run_plan(config, False, lambda path, key: shape)
+    critic = run.shapes["critic"]
+    assert critic.parameters == shape.parameters - (0 if tied else 151_936 * 1536) + 1536
+    assert critic.active_parameters == shape.active_parameters - 151_936 * 1536 + 1536
+    assert run.shapes["actor"] == shape
+
+
+@pytest.mark.parametrize(("rows", "phases"), [(64, {"update"}), (32, {"infer", "update"})])
+def test_one_update_per_step_needs_no_pass_for_old_log_probs(rows, phases):
+    words = ["algorithm.adv_estimator=grpo", "data.train_batch_size=64", "actor_rollout_ref.rollout.n=4",
+             f"actor_rollout_ref.actor.ppo_mini_batch_size={rows}"]  # fmt: skip
+    run = run_plan(read_config("ppo_trainer", words), False, lambda path, key: SHAPE)
+    assert Estimate.of(run, Cluster.parse("H100")).seconds[0].phases.keys() == phases

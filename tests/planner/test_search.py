@@ -8,9 +8,8 @@ import random
 
 import pytest
 
-from verl.errors import ConfigError
 from verl.planner.search import PlacementSearch, explanation
-from verl.planner.space import NoPlacement, PlacementRules, RoleCost, SearchSpace, pool_sizes
+from verl.planner.space import NoPlacement, RoleCost, SearchSpace, pool_sizes
 
 FOUR = ("actor", "rollout", "ref", "critic")
 SIX = (*FOUR, "rm", "teacher")
@@ -92,7 +91,6 @@ def test_no_plan_of_an_enumeration_is_faster(seed):
     space = random_space(seed, FOUR, 6, (1, 2, 3, 4, 5, 6), memory=120.0)  # which refuses the fastest choices
     plan = PlacementSearch(space).best()
     assert plan.seconds == pytest.approx(fewest_seconds(space), rel=1e-12)
-    assert plan.bound == plan.seconds
 
 
 def test_the_optimum_on_128_devices_is_that_of_an_enumeration():
@@ -101,14 +99,10 @@ def test_the_optimum_on_128_devices_is_that_of_an_enumeration():
     assert plan.seconds == pytest.approx(fewest_seconds(space), rel=1e-12)
 
 
-def test_six_roles_on_1024_devices_need_few_points_with_a_bound():
+def test_six_roles_on_1024_devices_need_few_points():
     """131 sizes, 63 pools and 4 choices per role: thousands of limits on each axis, millions of pairs."""
     space = random_space(1, SIX, 1024, pool_sizes(1024, 8), choices=4)
-    search = PlacementSearch(space)
-    plan, exact = search.best(gap=0.01), search.best()
-    assert plan.points < 1000 and exact.points < 10_000
-    assert 0 <= plan.gap <= 0.01
-    assert plan.bound <= exact.seconds <= plan.seconds
+    assert PlacementSearch(space).best().points < 10_000
 
 
 @pytest.mark.parametrize("devices", [6, 12, 14, 24])
@@ -127,12 +121,6 @@ def test_all_divisions_into_pools_fit_on_the_machines(devices):
                     room[machine] -= piece
 
 
-def test_a_pool_that_no_machine_holds_is_refused():
-    rules = PlacementRules(devices={"actor": 5})
-    with pytest.raises(ConfigError, match="a pool of actor cannot have this number of devices"):
-        PlacementSearch(random_space(0, FOUR, 16, pool_sizes(16, 8), rules=rules))
-
-
 def test_a_plan_keeps_to_its_devices_and_their_memory():
     space = random_space(5, SIX, 64, pool_sizes(64, 8), choices=3)
     plan = PlacementSearch(space).best()
@@ -142,48 +130,23 @@ def test_a_plan_keeps_to_its_devices_and_their_memory():
         assert all(random_cost(5, role, pool.devices, c) == pool.costs[role] for role, c in pool.choices.items())
 
 
-def test_the_rules_are_kept_to():
-    rules = PlacementRules(together=(frozenset({"actor", "ref"}),), separate=(frozenset({"actor", "critic"}),),
-                           devices={"critic": 3}, schedules=("sync",))  # fmt: skip
-    plan = PlacementSearch(random_space(4, FOUR, 8, tuple(range(1, 9)), memory=500, rules=rules)).best()
-    pools = {role: pool for pool in plan.pools for role in pool.choices}
-    assert pools["actor"] is pools["ref"] and pools["actor"] is not pools["critic"]
-    assert pools["critic"].devices == 3 and plan.schedule == "sync"
-
-
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        (PlacementRules(separate=(frozenset({"actor", "juror"}),)), "no such role"),
-        (PlacementRules((frozenset({"actor", "ref"}), frozenset({"ref", "critic"})), (frozenset({"actor", "critic"}),)),
-         "into one pool and into different ones"),
-        (PlacementRules((frozenset({"actor", "ref"}),), devices={"actor": 2, "ref": 4}), "different numbers"),
-        (PlacementRules(devices={"actor": 7}), "Allowed: 2, 4, 8"),
-        (PlacementRules((frozenset({"actor", "rollout"}),), schedules=("async",)), "with the sampler alone"),
-    ],
-)  # fmt: skip
-def test_rules_that_contradict_each_other_are_refused(rules, words):
-    with pytest.raises(ConfigError, match=words):
-        PlacementSearch(random_space(0, FOUR, 8, (2, 4, 8), rules=rules))
-
-
 def test_devices_that_no_grid_can_use_are_refused():
     space = SearchSpace(("actor",), 7, 80, (7,), lambda role, n: [1] if n % 2 == 0 else [], lambda *key: RoleCost())
     with pytest.raises(NoPlacement, match=r"actor: no parallel size.*7 devices"):
         PlacementSearch(space)
 
 
-@pytest.mark.parametrize("gib", [240, 120])
-def test_where_nothing_fits_the_error_lists_what_roles_need(gib):
+@pytest.mark.parametrize("gigabytes", [240, 120])
+def test_where_nothing_fits_the_error_lists_what_roles_need(gigabytes):
     """240 over two devices are 120 on each; 120 alone are 60, of which two roles are too large together."""
-    size = gib << 30
-    space = SearchSpace(("actor", "critic"), 2, 80 << 30, (2,), lambda role, n: [1],
+    size = gigabytes * 1e9
+    space = SearchSpace(("actor", "critic"), 2, 80e9, (2,), lambda role, n: [1],
                         lambda role, n, c: RoleCost(training=1, resident=size / n))  # fmt: skip
     search = PlacementSearch(space)
     assert search.best() is None
     error = str(explanation(search))
-    assert f"actor {gib / 2:.1f} GiB on each of 2, critic {gib / 2:.1f} GiB on each of 2" in error
-    assert "2 devices of 80.0 GiB" in error
+    assert f"actor {gigabytes / 2:.1f} GB on each of 2, critic {gigabytes / 2:.1f} GB on each of 2" in error
+    assert "2 devices of 80.0 GB" in error
 
 
 def test_other_kinds_of_plans_are_never_faster():

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from verl.errors import ConfigError
 from verl.planner.hardware import Cluster
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
-from verl.planner.seconds import EFFICIENCY, HOST_LINK, Range, Seconds, seconds_of, step_seconds
+from verl.planner.ranges import EFFICIENCY, Range, Reached
+from verl.planner.seconds import HOST_LINK, Seconds, seconds_of, step_seconds
 from verl.planner.shapes import ModelShape
 
 SHAPE = ModelShape.from_config(
@@ -54,6 +56,42 @@ def test_what_is_offloaded_crosses_the_link_to_the_host():
     for phase, seconds in (("infer", weights), ("update", 2 * 3 * weights)):
         more = offloaded.phase(phase).likely - resident.phase(phase).likely
         assert more == pytest.approx(seconds)
+
+
+def test_shards_on_the_host_cross_its_link_in_every_pass():
+    """An update of 64 tokens in two passes: float32 comes four times, gradients leave twice, Adam works on the host."""
+    work, cluster = Workload(2, 1, Lengths(16, 16), Lengths(16, 16)), Cluster.parse("H100")
+    plan = replace(ACTOR, engine="fsdp2", micro_tokens=32, infer_tokens=32)
+    resident, on_host = (seconds_of(role, SHAPE, work, cluster) for role in (plan, replace(plan, offload_policy=True)))
+    weights = 4 * SHAPE.parameters / HOST_LINK
+    assert on_host.phase("infer").likely == pytest.approx(2 * weights)
+    assert on_host.phase("update").likely == pytest.approx((4 + 2 + 7) * weights)
+    assert on_host.phase("update").high == pytest.approx(resident.phase("update").high + 13 * weights)
+
+
+def test_a_latency_counts_for_every_layer_of_every_pass():
+    """Two passes of 28 layers; a backward pass counts two, recomputation one more."""
+    device = Cluster.parse("H100").device
+    slow = {name: replace(EFFICIENCY[name], latency=0.001) for name in ("train", "infer")}
+    cluster = Cluster(replace(device, reached={**EFFICIENCY, **slow}), 1)
+    plan = replace(ACTOR, recompute=True, micro_tokens=32_768, infer_tokens=32_768)
+    once, delayed = (seconds_of(plan, SHAPE, WORK, one) for one in (Cluster(device, 1), cluster))
+    for phase, launches in (("infer", 56), ("update", 224)):
+        assert delayed.phase(phase).likely - once.phase(phase).likely == pytest.approx(launches / 1000)
+
+
+def test_a_share_and_a_latency_are_recovered_from_measurements():
+    points = [(ideal, launches, ideal / 0.5 + launches * 0.01) for ideal, launches in ((1, 10), (8, 10), (2, 40))]
+    reached = Reached.fitted(points, "made")
+    assert (reached.low, reached.likely, reached.high, reached.latency) == pytest.approx((0.5, 0.5, 0.5, 0.01))
+    uneven = Reached.fitted([(1, 0, 2), (1, 0, 3)], "made")
+    slowness = (1 / 2 + 1 / 3) / (1 / 4 + 1 / 9)
+    assert (1 / uneven.low, 1 / uneven.likely, 1 / uneven.high) == pytest.approx((3, slowness, 2))
+
+
+def test_seconds_that_fall_with_the_work_are_refused():
+    with pytest.raises(ConfigError, match="do not grow with the work"):
+        Reached.fitted([(1, 1, 4), (8, 1, 1)], "made", latency=5.0)
 
 
 def update_of(**sizes: object) -> float:

@@ -6,10 +6,9 @@ import argparse
 import json
 import shlex
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from pathlib import Path
 from typing import cast
 
 from rich import box
@@ -22,16 +21,15 @@ from verl.config.rules import validate
 from verl.errors import ConfigError, VerlError
 from verl.planner.estimate import Estimate
 from verl.planner.from_config import run_plan
-from verl.planner.hardware import Cluster, device
+from verl.planner.hardware import Cluster, Device, device, read_device
 from verl.planner.proposal import MODES, Proposal, overrides, proposal
-from verl.planner.seconds import Range
-from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan, PlacementRules
+from verl.planner.ranges import Range
+from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan
 from verl.trainer.command import run_program
 
 WIDTH = 110
 """Columns of a table where no terminal says how wide it is."""
 STAGES = ("generation", "preparation", "training")
-GIB = 1 << 30
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,60 +50,44 @@ def _parser() -> argparse.ArgumentParser:
     helps: dict[str, tuple[Callable[[argparse.Namespace, list[str]], int], str]] = {
         "estimate": (_estimate, "bytes per device of every role and phase, seconds, tokens per second"),
         "check": (_check, "faults of a run that show before it starts; exit status 1 where there are any"),
-        "plan": (_plan, "the fastest placement, parallel sizes, budgets and offloading; a bound; the overrides"),
+        "plan": (_plan, "the fastest placement, parallel sizes, budgets and offloading; the overrides"),
     }
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for name, (work, text) in helps.items():
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False,
-                                      epilog="All other arguments are those of verl.trainer.main_ppo.")  # fmt: skip
+        parsers[name] = command = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False,
+            epilog="All other arguments are those of verl.trainer.main_ppo.")  # fmt: skip
         command.set_defaults(work=work)
         command.add_argument("--devices", help="8xH100; default: this machine's CPU, of plan none")
+        command.add_argument("--hardware", type=Path, metavar="FILE", help="what calibrate measured of a device")
         command.add_argument("--json", action="store_true", help="print objects")
-    rules = command.add_argument_group("what a plan keeps to")
-    rules.add_argument("--gap", type=_share, default=0.0, help="share by which it may be slower than the optimum")
-    rules.add_argument("--schedule", choices=(SYNC, ASYNC), help="default: the faster of both")
-    for name, text in (("--together", "one pool"), ("--separate", "different pools")):
-        rules.add_argument(name, type=_roles, action="append", default=[], metavar="actor,ref", help=text)
-    rules.add_argument("--pool", type=_pool, action="append", default=[], metavar="critic:8", help="a pool's devices")
+    parsers["plan"].add_argument("--schedule", choices=(SYNC, ASYNC), help="default: the faster of both")
     return parser
 
 
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 1:
-        raise ArgumentTypeError(f"got {text}, allowed: a number from 0 to below 1")
-    return number
-
-
-def _roles(text: str) -> frozenset[str]:
-    roles = frozenset(text.split(","))
-    if len(roles) < 2:
-        raise ArgumentTypeError(f"got {text}, allowed: two roles or more, for example actor,ref")
-    return roles
-
-
-def _pool(text: str) -> tuple[str, int]:
-    role, _, number = text.partition(":")
-    if not number.isdigit():
-        raise ArgumentTypeError(f"got {text}, allowed: a role and its devices, for example critic:8")
-    return role, int(number)
-
-
 def _cluster(settings: argparse.Namespace) -> Cluster | None:
-    return None if settings.devices is None else Cluster.parse(settings.devices)
+    return None if settings.devices is None else Cluster.parse(settings.devices, _calibrated(settings))
 
 
-def cluster_of(config: PPOTrainerConfig) -> Cluster:
-    """This machine, where it has no accelerator: its free memory, divided by its processes.
+def _calibrated(settings: argparse.Namespace) -> Device | None:
+    return None if settings.hardware is None else read_device(settings.hardware)
+
+
+def cluster_of(config: PPOTrainerConfig, calibrated: Device | None = None) -> Cluster:
+    """This machine; the free memory of a CPU is divided by its processes.
 
     Raises:
-        ConfigError: it has one, whose figures `hardware.yaml` may not have.
+        ConfigError: it has an accelerator that is not ``calibrated``: `hardware.yaml` may not have its figures.
     """
     from verl.device import free_host_memory, resolve_device  # loads torch
 
-    if resolve_device(config.trainer.device) != "cpu":
+    each, is_cpu = config.trainer.n_gpus_per_node or 1, resolve_device(config.trainer.device) == "cpu"
+    entry = calibrated or (device("CPU") if is_cpu else None)
+    if entry is None or entry.is_cpu != is_cpu:
         raise ConfigError("say what the devices are", key="--devices", allowed="8xH100")
-    each = config.trainer.n_gpus_per_node or 1
-    return Cluster(replace(device("CPU"), memory=free_host_memory() / each), config.trainer.nnodes * each)
+    if is_cpu:
+        entry = replace(entry, memory=free_host_memory() / each)
+    return Cluster(entry, config.trainer.nnodes * each)
 
 
 def _plan(settings: argparse.Namespace, words: list[str]) -> int:
@@ -120,11 +102,9 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
                           fix="Plan with one of these, or use estimate.")  # fmt: skip
     from verl.models.shape import model_shape  # loads transformers
 
-    run = run_plan(config, cluster.device.name == "CPU", model_shape)
-    pairs = (frozenset(pair) for roles in settings.separate for pair in combinations(sorted(roles), 2))
+    run = run_plan(config, cluster.device.is_cpu, model_shape)
     schedules = (settings.schedule,) if settings.schedule else (SYNC, ASYNC)
-    rules = PlacementRules(tuple(settings.together), tuple(pairs), dict(settings.pool), schedules)
-    answer = proposal(run, cluster, rules, ASYNC if run.overlaps else SYNC, settings.gap)
+    answer = proposal(run, cluster, schedules, ASYNC if run.overlaps else SYNC)
     if settings.json:
         print(json.dumps(answer.to_json()))
         return 0
@@ -136,8 +116,8 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
 
 def _placement(answer: Proposal) -> Table:
     plan = answer.plan
-    heads = ["role", "engine", "t p d s e", "tokens", "offload", "recompute", "GiB", *STAGES]
-    table = _table("Parallel sizes, tokens of a micro-batch, GiB per device, seconds", heads, 2)
+    heads = ["role", "engine", "t p d s e", "tokens", "offload", "recompute", "GB", *STAGES]
+    table = _table("Parallel sizes, tokens of a micro-batch, GB per device, seconds", heads, 2)
     for pool in plan.pools:
         for role, choice in pool.choices.items():
             cost, sizes = pool.costs[role], choice.parallel
@@ -147,7 +127,7 @@ def _placement(answer: Proposal) -> Table:
             table.add_row(role, choice.engine, " ".join(map(str, numbers)),
                           str(choice.micro_tokens or choice.infer_tokens or "-"),
                           offload[choice.optimizer_offload, choice.param_offload], "yes" if choice.recompute else "-",
-                          f"{(cost.resident + cost.working) / GIB:.1f}",
+                          f"{(cost.resident + cost.working) / 1e9:.1f}",
                           *(f"{value:.3g}" for value in seconds))  # fmt: skip
     return table
 
@@ -167,38 +147,41 @@ def _others(answer: Proposal) -> Table:
 
 
 def step_text(answer: Proposal) -> str:
-    """Seconds of a step with their bound, GiB per device of each pool, and free devices."""
+    """Seconds of a step, GB per device of each pool, and free devices."""
     plan, cluster = answer.plan, answer.cluster
     stages = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in zip(STAGES, plan.stages, strict=True))
-    lines = [f"A step takes {plan.seconds:.3g} s ({plan.schedule}): {stages}. No placement takes less than "
-             f"{plan.bound:.3g} s under this model."]  # fmt: skip
+    lines = [f"A step takes {plan.seconds:.3g} s ({plan.schedule}): {stages}. No placement takes less under this "
+             "model."]  # fmt: skip
     for pool in plan.pools:
-        lines.append(f"{' and '.join(pool.choices)} on {pool.devices} devices: {pool.bytes / GIB:.1f} GiB each, "
-                     f"at most {answer.memory / GIB:.1f}")  # fmt: skip
+        lines.append(f"{' and '.join(pool.choices)} on {pool.devices} devices: {pool.bytes / 1e9:.1f} GB each, "
+                     f"at most {answer.memory / 1e9:.1f}")  # fmt: skip
     free = cluster.devices - plan.devices
     if free:
-        proved = "" if plan.bound < plan.seconds else ": under these rules no placement on more devices is faster"
-        lines.append(f"{free} of {cluster.devices} devices stay free{proved}")
+        lines.append(f"{free} of {cluster.devices} devices stay free: no placement on more devices is faster")
     return "\n".join(lines)
 
 
 def _estimate(settings: argparse.Namespace, words: list[str]) -> int:
+    estimate = _estimate_of(settings, words)
+    if settings.json:
+        print(json.dumps(estimate.to_json()))
+        return 0
+    _print_tables(_memory(estimate), _pools(estimate), _hosts(estimate), _seconds(estimate))
+    print(_summary(estimate))
+    return 0
+
+
+def _estimate_of(settings: argparse.Namespace, words: list[str]) -> Estimate:
     cluster = _cluster(settings)
     if cluster is None:
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", words))
-        cluster = cluster_of(config)
+        cluster = cluster_of(config, _calibrated(settings))
     else:  # the machine of the run is another one
         config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
         validate.check_printed(config)
     from verl.models.shape import model_shape  # loads transformers
 
-    estimate = Estimate.of(run_plan(config, cluster.device.name == "CPU", model_shape), cluster)
-    if settings.json:
-        print(json.dumps(estimate.to_json()))
-        return 0
-    _print_tables(_memory(estimate), _pools(estimate), _seconds(estimate))
-    print(_summary(estimate))
-    return 0
+    return Estimate.of(run_plan(config, cluster.device.is_cpu, model_shape), cluster)
 
 
 def _print_tables(*tables: Table) -> None:
@@ -231,6 +214,15 @@ def _pools(estimate: Estimate) -> Table:
     return table
 
 
+def _hosts(estimate: Estimate) -> Table:
+    hosts = estimate.hosts()
+    terms = list(next(iter(hosts.values())))
+    table = _table("GB on the host of a machine (processes and batch are assumptions)", ["pool", *terms, "total"], 1)
+    for pool, sizes in hosts.items():
+        table.add_row(pool, *map(_gb, sizes.values()), _gb(sum(sizes.values())))
+    return table
+
+
 def _seconds(estimate: Estimate) -> Table:
     table = _table("Seconds of a step", ["role", "phase", "likely", "range", "the range is due to"], 2)
     for role in estimate.seconds:
@@ -244,11 +236,9 @@ def _summary(estimate: Estimate) -> str:
     steps, hours = estimate.run.work.steps, estimate.device_hours
     work = (f"{estimate.device_hours_per_step:.2g} device hours per step" if hours is None
             else f"{hours:.2g} device hours for {steps} step(s)")  # fmt: skip
-    lines = [
-        f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {work}, "
-        f"{estimate.checkpoint_bytes / 1e9:.2f} GB per checkpoint"
-    ]
-    return "\n".join([*lines, *(f"does not fit: {problem}" for problem in estimate.problems())])
+    line = (f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {work}, "
+            f"{estimate.checkpoint_bytes / 1e9:.2f} GB per checkpoint")  # fmt: skip
+    return "\n".join([line, *(f"does not fit: {problem}" for problem in estimate.problems())])
 
 
 def _range(seconds: Range) -> tuple[str, str]:
@@ -262,7 +252,8 @@ def _gb(amount: float) -> str:
 def _check(settings: argparse.Namespace, words: list[str]) -> int:
     from verl.trainer.planning.check import findings  # loads torch
 
-    problems: list[VerlError] = findings(words, _cluster(settings), cluster_of)
+    calibrated = _calibrated(settings)
+    problems: list[VerlError] = findings(words, _cluster(settings), lambda config: cluster_of(config, calibrated))
     if settings.json:
         fields = ("key", "message", "got", "allowed", "fix")
         print(json.dumps([{name: getattr(problem, name) for name in fields} for problem in problems], default=str))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-PEAK_BF16 = {name: entry.bf16_flops for name, entry in all_devices().items() if name != "CPU"} | {
+PEAK_BF16 = {name: entry.bf16_flops for name, entry in all_devices().items() if not entry.is_cpu} | {
     "H800": 989e12,
     "A100": 312e12,
     "A800": 312e12,

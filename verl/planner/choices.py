@@ -15,7 +15,7 @@ from verl.planner.layout import Parallel, RolePlan, Workload
 from verl.planner.memory import memory_of
 from verl.planner.seconds import seconds_of, weight_sync
 from verl.planner.shapes import ModelShape
-from verl.planner.space import PlacementPlan, PlacementRules, PoolPlan, RoleCost, SearchSpace, pool_sizes
+from verl.planner.space import ASYNC, SYNC, PlacementPlan, PoolPlan, RoleCost, SearchSpace, pool_sizes
 
 MICRO = (1, 2, 4)
 """Budgets of tokens of a micro-batch, in sequences of the longest length."""
@@ -25,7 +25,7 @@ FRACTIONS = (0.5, 0.7, 0.85)
 
 
 def space_of(roles: Sequence[RolePlan], shapes: Mapping[str, ModelShape], work: Workload, cluster: Cluster,
-             rules: PlacementRules | None = None) -> SearchSpace[RolePlan]:  # fmt: skip
+             schedules: tuple[str, ...] = (SYNC, ASYNC)) -> SearchSpace[RolePlan]:  # fmt: skip
     """The search for a run.
 
     Args:
@@ -40,7 +40,7 @@ def space_of(roles: Sequence[RolePlan], shapes: Mapping[str, ModelShape], work: 
         sizes=pool_sizes(cluster.devices, cluster.device.node),
         choices=lambda role, devices: role_choices(base[role], shapes[role], work, cluster, devices),
         cost=lambda role, devices, choice: role_cost(choice, shapes[role], work, cluster),
-        rules=rules or PlacementRules(),
+        schedules=schedules,
         group=common_sizes,
     )
 
@@ -143,7 +143,7 @@ def role_cost(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluste
     resident = memory.phase("idle").total
     working = max(phase.total for phase in memory.phases) - resident
     if plan.samples:
-        inside = weight_sync(plan, shape, Cluster(cluster.device, min(plan.devices, cluster.device.node)))
+        inside = weight_sync(plan, shape, cluster, shares_pool=True)
         return RoleCost(seconds.phase("generate").likely, resident=resident, working=working, update=inside.likely,
                         update_across=seconds.phase("sync").likely)  # fmt: skip
     return RoleCost(

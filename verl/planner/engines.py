@@ -49,6 +49,7 @@ class TrainerCosts:
             (Ulysses).
         fuses_head: it has the model's fused head and offloads activations.
         offloads: it has ``offload_policy``: shards stay on the host during training.
+        adapts: it trains LoRA adapters.
     """
 
     shards: bool = False
@@ -60,12 +61,13 @@ class TrainerCosts:
     passes_keys: bool = False
     fuses_head: bool = False
     offloads: bool = False
+    adapts: bool = True
 
 
 TRAINERS = {
     "plain": TrainerCosts(norm=(4, 4, 0), casts=True, caches=True, fuses_head=True),
     "fsdp2": TrainerCosts(shards=True, fuses_head=True, offloads=True),
-    "torchtitan": TrainerCosts(shards=True, passes_keys=True),
+    "torchtitan": TrainerCosts(shards=True, passes_keys=True, adapts=False),
     "megatron": TrainerCosts(optimizer_over_data=True, norm=(2, 0, 2), main_weights=4, passes_keys=True),
 }
 """Engine -> its costs. Those of Megatron-Core and TorchTitan are read from their code, not measured."""
@@ -80,7 +82,7 @@ class SamplerCosts:
         overhead: bytes of CUDA graphs, workspaces and its own buffers.
         cache_growth: most that the cache takes in parts of its final size, where it grows with its requests.
         shares_weights: on a CPU it reads the tensors of the trainer.
-        decoding: its row of `seconds.EFFICIENCY`.
+        decoding: its row of `ranges.EFFICIENCY`; the one with `` flops`` counts where operations bound it.
     """
 
     reserves: bool = True
@@ -90,10 +92,12 @@ class SamplerCosts:
     decoding: str = "decode"
 
 
+BUILT_IN = "hf"
+"""The library's own sampler, which needs no installation."""
 SAMPLERS = {
     "vllm": SamplerCosts(),
     "sglang": SamplerCosts(),
-    "hf": SamplerCosts(
+    BUILT_IN: SamplerCosts(
         reserves=False, overhead=0.5e9, cache_growth=2.2, shares_weights=True, decoding="decode built in"
     ),
     "server": SamplerCosts(overhead=0.0),

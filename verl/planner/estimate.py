@@ -12,11 +12,16 @@ from verl.planner.from_config import RunPlan
 from verl.planner.hardware import Cluster
 from verl.planner.layout import RolePlan, Workload
 from verl.planner.memory import Memory, memory_of, pool_memory, sequence_cache
-from verl.planner.seconds import Range, Seconds, seconds_of, step_seconds
+from verl.planner.ranges import Range
+from verl.planner.seconds import Seconds, seconds_of, stage_seconds, step_seconds
 
 USABLE = 0.94
 """Share of a device's memory that tensors can take; the rest is the driver's context and fragments: an assumption."""
 HOUR = 3600.0
+PROCESS = 3e9
+"""Bytes on the host of a process with its libraries and its accelerator's context: an assumption."""
+TOKEN = 64
+"""Bytes on the host per token of a step: ids, masks, log-probs, values, advantages (an assumption of eight columns)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,13 @@ class Estimate:
         """
         device = cluster.device
         memory = tuple(memory_of(plan, run.shapes[plan.role], run.work, device) for plan in run.roles)
-        seconds = tuple(seconds_of(plan, run.shapes[plan.role], run.work, cluster) for plan in run.roles)
+        pool = next((plan.pool for plan in run.roles if plan.role == "actor"), "")
+        seconds = tuple(
+            seconds_of(plan, run.shapes[plan.role], run.work, cluster, plan.pool == pool) for plan in run.roles
+        )
+        for role in seconds:
+            if run.skips_old_log_prob and role.role == "actor":
+                del role.phases["infer"]
         return cls(run, cluster, memory, seconds)
 
     def peaks(self) -> list[PoolPeak]:
@@ -73,10 +84,32 @@ class Estimate:
                     peaks[plan.pool] = PoolPeak(plan.pool, plan.role, phase.phase, total)
         return list(peaks.values())
 
+    def hosts(self) -> dict[str, dict[str, float]]:
+        """Pool -> bytes by term on the host of one machine of its; pools that share a machine add up.
+
+        The batch of a step is on the machine of the driver alone.
+        """
+        hosts = {}
+        for pool in dict.fromkeys(plan.pool for plan in self.run.roles):
+            roles = [number for number, plan in enumerate(self.run.roles) if plan.pool == pool]
+            devices = self.run.roles[roles[0]].devices
+            each = devices if self.cluster.device.is_cpu else min(devices, self.cluster.device.node)
+            hosts[pool] = {
+                "offloaded": each * sum(self.memory[number].offload for number in roles),
+                "checkpoint": each * sum(self.memory[number].snapshot for number in roles),
+                "processes": each * PROCESS,
+                "batch": TOKEN * float(self.run.work.sequences * self.run.work.longest),
+            }
+        return hosts
+
     @property
     def step(self) -> Range:
         """Seconds of a step; asynchronous schedules overlap generation with the rest of it."""
         return step_seconds(self.run.roles, self.seconds, self.run.overlaps)
+
+    def phase(self, name: str) -> Range:
+        """Seconds of a phase over all roles, or of a ``step``."""
+        return self.step if name == "step" else stage_seconds(self.run.roles, self.seconds, name)
 
     @property
     def tokens_per_second(self) -> float:
@@ -155,6 +188,7 @@ class Estimate:
             "devices": self.run.devices,
             "memory": [asdict(memory) for memory in self.memory],
             "peaks": [asdict(peak) for peak in self.peaks()],
+            "hosts": self.hosts(),
             "seconds": [asdict(seconds) for seconds in self.seconds],
             "step": asdict(self.step),
             "tokens_per_second": self.tokens_per_second,
@@ -185,6 +219,11 @@ def _on_host(plan: RolePlan, work: Workload) -> RolePlan:
 def _fused(plan: RolePlan, work: Workload) -> RolePlan:
     fuses_head = not plan.samples and trainer_costs(plan.engine).fuses_head
     return replace(plan, fused_head="torch") if fuses_head and not plan.fused_head else plan
+
+
+def _adapted(plan: RolePlan, work: Workload) -> RolePlan:
+    adapts = plan.role == "actor" and trainer_costs(plan.engine).adapts
+    return replace(plan, lora_rank=plan.lora_rank or 32) if adapts else plan
 
 
 def _fewer_tokens(plan: RolePlan, work: Workload) -> RolePlan:
@@ -219,10 +258,7 @@ CHANGES: tuple[tuple[str, Callable[[RolePlan, Workload], RolePlan]], ...] = (
     ),
     ("param_offload=true and optimizer_offload=true of each role", _offloaded),
     ("offload_policy=true of each role on fsdp2", _on_host),
-    (
-        "actor_rollout_ref.model.lora_rank=32: an adapter instead of all weights",
-        lambda plan, _: replace(plan, lora_rank=32 if plan.trains else 0),
-    ),
+    ("actor_rollout_ref.model.lora_rank=32: an adapter instead of all weights", _adapted),
 )
 """What to change, the change that costs the run least first."""
 

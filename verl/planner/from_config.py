@@ -9,7 +9,7 @@ from verl.config.machine.pools import starts_no_engine, trained_roles
 from verl.config.machine.topology import Topology, added_roles
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode
-from verl.config.schema.root import PPOTrainerConfig
+from verl.config.schema.root import PPOTrainerConfig, skips_old_log_prob
 from verl.errors import NotBuiltError
 from verl.planner.engines import automatic_tokens, trainer_costs
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
@@ -45,6 +45,7 @@ class RunPlan:
         work: of one step.
         overlaps: samplers of a pool of their own generate while the trainers compute.
         has_pools: the configuration names pools.
+        skips_old_log_prob: the actor has no pass without gradients; `plan` counts it, as other schedules have one.
     """
 
     roles: tuple[RolePlan, ...]
@@ -52,6 +53,7 @@ class RunPlan:
     work: Workload
     overlaps: bool = False
     has_pools: bool = False
+    skips_old_log_prob: bool = False
 
     @property
     def devices(self) -> int:
@@ -81,6 +83,8 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool, shape_of: Callable[[str, st
         part, model = topology.part(name), _model(config, name)
         field = "path" if "path" in model else "model_path"
         shape = shape_of(str(model[field]), f"{MODELS[name]}.{field}")
+        if name in ("critic", "rm"):
+            shape = shape.with_scalar_head()
         sizes = part.sizes
         plan = RolePlan(
             role=name,
@@ -101,7 +105,9 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool, shape_of: Callable[[str, st
         shapes["rollout"] = shapes["actor"]
     pools = {plan.role: plan.pool for plan in plans}
     overlaps = config.trainer.v1.trainer_mode in OVERLAPPING_MODES and pools.get("rollout") != pools["actor"]
-    return RunPlan(tuple(plans), shapes, work, overlaps, bool(config.trainer.resource_pools))
+    return RunPlan(
+        tuple(plans), shapes, work, overlaps, bool(config.trainer.resource_pools), skips_old_log_prob(config)
+    )
 
 
 def _work(config: PPOTrainerConfig) -> Workload:
@@ -196,6 +202,7 @@ def _with_batches(
         micro_tokens=tokens(section, _UPDATES),
         mini_batches=max(1, work.prompts // section["ppo_mini_batch_size"]),
         epochs=section["ppo_epochs"],
+        async_save=section["checkpoint"].async_save,
         entropy=plan.role == "actor" and (actor.entropy_coeff != 0 or actor.calculate_entropy),
         freeze_vision=plan.role == "actor" and actor.freeze_vision_tower,
     )

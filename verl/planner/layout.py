@@ -86,6 +86,7 @@ class RolePlan:
         scalar_head: the model gives one number per token (critic, reward model).
         lora_rank: of an adapter on all linear layers (one on fewer takes less); 0 trains all weights.
         freeze_vision: the vision tower is not trained.
+        async_save: a checkpoint is copied to the host, and written while training continues.
         memory_fraction: of a sampler, the share of a device's memory that it takes (``gpu_memory_utilization``).
         cache_bytes: per value of the KV cache.
         batch_rows: of a sampler, sequences in work per replica at most (``max_num_seqs``).
@@ -122,6 +123,7 @@ class RolePlan:
     scalar_head: bool = False
     lora_rank: int = 0
     freeze_vision: bool = False
+    async_save: bool = False
     memory_fraction: float = 0.0
     cache_bytes: int = 2
     batch_rows: int = 1024

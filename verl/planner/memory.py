@@ -63,11 +63,15 @@ class Memory:
         role: its name.
         phases: per device; ``idle`` first.
         checkpoint: bytes of one checkpoint of the role, all processes together.
+        offload: bytes on the host, per device, of what is offloaded at some moment of a step.
+        snapshot: bytes on the host, per device, of a checkpoint that is written in the background.
     """
 
     role: str
     phases: tuple[PhaseMemory, ...]
     checkpoint: float = 0.0
+    offload: float = 0.0
+    snapshot: float = 0.0
 
     def phase(self, name: str) -> PhaseMemory:
         """A phase by its name; ``idle`` where the role has no such phase."""
@@ -147,7 +151,16 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
         phases.append(_update(plan, shape, work, working))
     stored = trained if plan.lora_rank else weights  # of a model with an adapter, the adapter alone
     checkpoint = stored * plan.weight_bytes + trained * state if plan.trains else 0.0
-    return Memory(plan.role, tuple(phases), checkpoint)
+    offload = held - idle.weights + optimizer - idle.optimizer + gradients * plan.offload_policy
+    if plan.activation_offload:
+        offload += _tokens(plan, work, plan.micro_tokens) * _residual(plan, shape) * shape.layers
+    snapshot = (stored / weights * held + optimizer) * plan.async_save
+    return Memory(plan.role, tuple(phases), checkpoint, offload, snapshot)
+
+
+def _residual(plan: RolePlan, shape: ModelShape) -> float:
+    """Bytes per token of the residual stream."""
+    return (plan.weight_bytes if trainer_costs(plan.engine).casts else plan.compute_bytes) * shape.hidden
 
 
 def _gathers(plan: RolePlan) -> bool:
@@ -192,7 +205,7 @@ def _inference(plan: RolePlan, shape: ModelShape, work: Workload, resting: Phase
 def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMemory) -> PhaseMemory:
     """The larger of two moments: the head with all activations, or a layer of the backward pass."""
     c, tokens = plan.compute_bytes, _tokens(plan, work, plan.micro_tokens)
-    residual = (plan.weight_bytes if trainer_costs(plan.engine).casts else c) * shape.hidden
+    residual = _residual(plan, shape)
     saved = [saved_per_token(plan, shape, block) for block in shape.blocks]
     worked = max(worked_per_token(plan, shape, block) for block in shape.blocks)
     if plan.recompute:
@@ -238,4 +251,5 @@ def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device |
     generate = PhaseMemory("generate", weights=weights, kv_cache=cache, transient=costs.overhead)
     sent = min(bucket, plan.compute_bytes * shape.parameters)
     sync = PhaseMemory("sync", weights=weights, transient=2.0 * sent)  # at the sender and at the receiver
-    return Memory(plan.role, (idle, generate, sync))
+    offload = weights if costs.reserves and plan.sleeps else 0.0
+    return Memory(plan.role, (idle, generate, sync), offload=offload)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from verl.errors import ConfigError
 from verl.json_text import JsonObject
 from verl.planner.choices import DATA_ONLY, SEQUENCE, TENSOR, grid_of, present_placement, space_of
 from verl.planner.engines import sampler_costs
@@ -13,7 +14,7 @@ from verl.planner.from_config import MODELS, RunPlan
 from verl.planner.hardware import Cluster
 from verl.planner.layout import RolePlan
 from verl.planner.search import PlacementSearch, explanation
-from verl.planner.space import ACTOR, ASYNC, SAMPLER, SYNC, PlacementPlan, PlacementRules, PoolPlan
+from verl.planner.space import ACTOR, ASYNC, SAMPLER, SYNC, PlacementPlan, PoolPlan
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 MODES = {SYNC: "sync", ASYNC: "one_step_off"}
@@ -49,7 +50,6 @@ class Proposal:
             "devices": self.plan.devices,
             "schedule": self.plan.schedule,
             "seconds": self.plan.seconds,
-            "bound": self.plan.bound,
             "stages": {"generation": generation, "preparation": preparation, "training": training},
             "pools": [
                 {
@@ -65,25 +65,27 @@ class Proposal:
         }
 
 
-def proposal(run: RunPlan, cluster: Cluster, rules: PlacementRules | None = None, schedule: str = SYNC,
-             gap: float = 0.0) -> Proposal:  # fmt: skip
+def proposal(run: RunPlan, cluster: Cluster, schedules: tuple[str, ...] = (SYNC, ASYNC), present: str = SYNC
+             ) -> Proposal:  # fmt: skip
     """The fastest placement of a run.
 
     Args:
         run: as the configuration has it.
-        schedule: of the configuration, to compare with.
-        gap: share of its seconds by which the plan may be slower than the optimum.
+        schedules: that are admitted.
+        present: of the configuration, to compare with.
 
     Raises:
         NoPlacement: nothing fits; with what each role needs.
-        ConfigError: contradictory rules.
+        ConfigError: an asynchronous schedule without a sampler.
     """
-    search = PlacementSearch(space_of(run.roles, run.shapes, run.work, cluster, rules))
-    plan = search.best(gap)
+    if schedules == (ASYNC,) and SAMPLER not in run.shapes:
+        raise ConfigError("an asynchronous step needs a sampler", key="--schedule", got=ASYNC, allowed=[SYNC])
+    search = PlacementSearch(space_of(run.roles, run.shapes, run.work, cluster, schedules))
+    plan = search.best()
     if plan is None:
         raise explanation(search)
-    present = present_placement(run.roles, run.shapes, run.work, cluster, schedule)
-    others = [*((str(other), other) for other in search.runners_up(plan, gap)), ("the configuration itself", present)]
+    itself = present_placement(run.roles, run.shapes, run.work, cluster, present)
+    others = [*((str(other), other) for other in search.runners_up(plan)), ("the configuration itself", itself)]
     return Proposal(cluster, plan, tuple(others), run.has_pools)
 
 

@@ -1,4 +1,4 @@
-"""Where the roles of a run go: the fastest placement under a cost model, with a bound that proves it.
+"""Where the roles of a run go: the fastest placement under a cost model.
 
 The model
 ---------
@@ -25,8 +25,8 @@ seconds of preparation and training,
 So one point (P, T) costs 3^k / 2 additions, all 203 placements of six roles included. The optimal P and T are sums of
 seconds that some pool has, and these form a grid. A box of the grid has a lower bound (its smallest limits, with
 the generation that its largest limits admit) and an upper one (its largest limits); boxes whose lower bound does not
-beat the best plan are dropped, the others are cut in four (branch and bound). With ``gap=0`` the last box is a point,
-and the plan is optimal; else `PlacementPlan.bound` says how far from it it may be.
+beat the best plan are dropped, the others are cut in four (branch and bound). The last box is a point: the plan is
+optimal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from verl.planner.space import (
     PoolPlan,
     RoleCost,
     SearchSpace,
-    check_rules,
 )
 
 C = TypeVar("C")
@@ -102,7 +101,6 @@ class PlacementSearch(Generic[C]):
     """A space with what was computed of it.
 
     Raises:
-        ConfigError: the rules contradict each other, or name roles or devices that there are none of.
         NoPlacement: no number of devices is one that a role's grid can use.
     """
 
@@ -112,11 +110,9 @@ class PlacementSearch(Generic[C]):
         self._names = tuple(names)
         self.all_roles = (1 << len(names)) - 1
         self._sampler = int(SAMPLER in space.roles)  # its bit is the lowest
-        check_rules(space)
         self.options: Options[C] = {role: self._options_of(role) for role in names}
         self._fronts: dict[tuple[int, int, Hashable], _Front] = {}
         self._tables: dict[int, _Table] = {}
-        self._masks = [mask for mask in range(1, self.all_roles + 1) if self._is_allowed(mask)]
 
     # ---- what a role and a pool cost ------------------------------------------------------------------------------
 
@@ -136,12 +132,6 @@ class PlacementSearch(Generic[C]):
                               fix="Take a number that the parallel sizes and the batch divide, or larger devices."
                               )  # fmt: skip
         return options
-
-    def _is_allowed(self, mask: int) -> bool:
-        roles, rules = set(self.roles_of(mask)), self.space.rules
-        is_complete = all(not group & roles or group <= roles for group in rules.together)
-        sizes_by_rule = {rules.devices[role] for role in roles if role in rules.devices}
-        return is_complete and len(sizes_by_rule) < 2 and not any(pair <= roles for pair in rules.separate)
 
     def roles_of(self, mask: int) -> list[str]:
         """The roles of a bit mask, the sampler first."""
@@ -197,13 +187,11 @@ class PlacementSearch(Generic[C]):
     def _table(self, mask: int) -> _Table:
         if mask not in self._tables:
             roles = self.roles_of(mask)
-            sizes_by_rule = {self.space.rules.devices[role] for role in roles if role in self.space.rules.devices}
             usable = sorted(set.intersection(*(set(self.options[role]) for role in roles)))
             parts = []
             for devices in usable:
-                if sizes_by_rule <= {devices}:
-                    values = self._front(mask, devices, ACTOR in roles).values[:, :3]
-                    parts += [(devices, *row, number) for number, row in enumerate(values.tolist())]
+                values = self._front(mask, devices, ACTOR in roles).values[:, :3]
+                parts += [(devices, *row, number) for number, row in enumerate(values.tolist())]
             rows = np.array(parts, dtype=np.float64).reshape(len(parts), 5)
             rows = rows[_undominated(rows[:, :4])]
             rows = rows[np.lexsort((rows[:, 0], rows[:, 1] if mask & self._sampler else rows[:, 0]))]
@@ -212,20 +200,19 @@ class PlacementSearch(Generic[C]):
 
     # ---- the search ------------------------------------------------------------------------------------------------
 
-    def best(self, gap: float = 0.0, schedules: Sequence[str] | None = None,
+    def best(self, schedules: Sequence[str] | None = None,
              admits: Callable[[frozenset[str]], bool] = lambda _: True) -> PlacementPlan[C] | None:  # fmt: skip
         """The fastest plan.
 
         Args:
-            gap: share of its seconds by which it may be slower than the optimum.
-            schedules: fewer than the rules admit.
-            admits: whether roles may form a pool, besides the rules.
+            schedules: fewer than those of the space.
+            admits: whether roles may form a pool.
 
         Returns:
             None where nothing fits; `explanation` lists what the roles need.
         """
-        point = _Point(self, [mask for mask in self._masks if admits(frozenset(self.roles_of(mask)))],
-                       self.space.rules.schedules if schedules is None else schedules)  # fmt: skip
+        masks = [mask for mask in range(1, self.all_roles + 1) if admits(frozenset(self.roles_of(mask)))]
+        point = _Point(self, masks, self.space.schedules if schedules is None else schedules)
         empty = np.zeros((0, 3))
         seconds = np.concatenate([empty, *(self._table(mask).values for mask in point.pools)])
         limits = [np.unique(seconds[:, stage]) for stage in (1, 2)]
@@ -234,7 +221,7 @@ class PlacementSearch(Generic[C]):
         low, high = np.zeros((1, 2), dtype=np.int64), np.array([[len(limits[0]) - 1, len(limits[1]) - 1]])
         best_seconds, best_limits, points = math.inf, (0.0, 0.0), 0
         bounds = np.zeros(1)
-        while len(low) and bounds.min() < best_seconds * (1 - gap):
+        while len(low):
             order = np.argsort(bounds, kind="stable")
             now, later = order[:_BOXES], order[_BOXES:]
             cut_low, cut_high = _cut(low[now], high[now]) if points else (low, high)
@@ -254,8 +241,7 @@ class PlacementSearch(Generic[C]):
         if best_seconds == math.inf:
             return None
         plan = point.plan(*best_limits)
-        bound = min(plan.seconds, float(bounds.min()) if len(bounds) else plan.seconds)
-        return PlacementPlan(plan.schedule, plan.pools, bound, points)
+        return PlacementPlan(plan.schedule, plan.pools, points)
 
     def pool(self, mask: int, number: int) -> PoolPlan[C]:
         """The pool behind a row of its table."""
@@ -266,13 +252,13 @@ class PlacementSearch(Generic[C]):
         return PoolPlan(devices, {role: choice for role, (choice, _) in selection.items()},
                         {role: cost for role, (_, cost) in selection.items()})  # fmt: skip
 
-    def runners_up(self, plan: PlacementPlan[C], gap: float = 0.0) -> list[PlacementPlan[C]]:
+    def runners_up(self, plan: PlacementPlan[C]) -> list[PlacementPlan[C]]:
         """The best of other kinds: all roles in one pool, each alone, some together; and of the other schedule."""
         count = len(self._names)
-        others = [self.best(gap, admits=lambda roles: len(roles) == count),
-                  self.best(gap, admits=lambda roles: len(roles) == 1),
-                  self.best(gap, admits=lambda roles: len(roles) < count),
-                  *(self.best(gap, [schedule]) for schedule in self.space.rules.schedules)]  # fmt: skip
+        others = [self.best(admits=lambda roles: len(roles) == count),
+                  self.best(admits=lambda roles: len(roles) == 1),
+                  self.best(admits=lambda roles: len(roles) < count),
+                  *(self.best([schedule]) for schedule in self.space.schedules)]  # fmt: skip
         kinds = {plan.kind: plan}
         for other in others:
             if other is not None:
@@ -282,14 +268,14 @@ class PlacementSearch(Generic[C]):
 
 def explanation(search: PlacementSearch[C]) -> NoPlacement:
     """What each role needs, where a search has no plan."""
-    space, gib, needs = search.space, 1 << 30, []
+    space, needs = search.space, []
     for role in space.roles:
         need, devices = min((cost.resident + cost.working, devices)
                             for devices, options in search.options[role].items() for _, cost in options)  # fmt: skip
-        needs.append(f"{role} {need / gib:.1f} GiB on each of {devices}")
-    message = f"no placement under the rules fits; the least that each role needs: {', '.join(needs)}"
-    return NoPlacement(message, key="plan", got=f"{space.devices} devices of {space.memory / gib:.1f} GiB",
-                       fix="Take more or larger devices, a smaller data.max_response_length, or fewer rules."
+        needs.append(f"{role} {need / 1e9:.1f} GB on each of {devices}")
+    message = f"no placement fits; the least that each role needs: {', '.join(needs)}"
+    return NoPlacement(message, key="plan", got=f"{space.devices} devices of {space.memory / 1e9:.1f} GB",
+                       fix="Take more or larger devices, or a smaller data.max_response_length."
                        )  # fmt: skip
 
 

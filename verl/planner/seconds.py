@@ -4,82 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from verl.planner.engines import sampler_costs, trainer_costs
 from verl.planner.hardware import Cluster
 from verl.planner.layout import RolePlan, Workload
 from verl.planner.memory import local_trained, memory_of, sequence_cache, trained_parameters
+from verl.planner.ranges import Range
 from verl.planner.shapes import ModelShape
 
-
-@dataclass(frozen=True)
-class Range:
-    """A quantity that is not known exactly; all three in one unit.
-
-    Args:
-        low, likely, high: ``low <= likely <= high``.
-        because: the assumption that widens it most.
-    """
-
-    low: float
-    likely: float
-    high: float
-    because: str = ""
-
-    def __add__(self, other: Range) -> Range:
-        """The sum; it names the assumption of the wider part."""
-        wider = max(self, other, key=lambda part: part.high - part.low)
-        return Range(self.low + other.low, self.likely + other.likely, self.high + other.high, wider.because)
-
-    def __mul__(self, factor: float) -> Range:
-        return Range(self.low * factor, self.likely * factor, self.high * factor, self.because)
-
-    def at_least(self, other: Range) -> Range:
-        """The longer of two that run at once."""
-        longer = self if self.likely >= other.likely else other
-        return Range(max(self.low, other.low), longer.likely, max(self.high, other.high), longer.because)
-
-    def overlapping(self, other: Range) -> Range:
-        """Two that run at once at best, and in turn at worst."""
-        return replace(self.at_least(other), high=self.high + other.high)
-
-
-@dataclass(frozen=True)
-class Reached:
-    """The share of a data sheet's figure that a phase reaches.
-
-    Args:
-        low, likely, high: shares; the low one makes the phase slow.
-        source: where they are from.
-    """
-
-    low: float
-    likely: float
-    high: float
-    source: str
-
-    def seconds(self, amount: float, rate: float) -> Range:
-        """Of an amount of work at a nominal rate."""
-        ideal = amount / rate
-        return Range(ideal / self.high, ideal / self.likely, ideal / self.low, self.source)
-
-
-EFFICIENCY = {
-    "train": Reached(0.28, 0.40, 0.50, "share of the peak in training (docs/appendix/gpu.md: 36 to 48 %)"),
-    "infer": Reached(0.28, 0.42, 0.55, "share of the peak in passes without gradients (assumed as in training)"),
-    "prefill": Reached(0.28, 0.42, 0.55, "share of the peak in prefill (assumed as in training)"),
-    "decode": Reached(0.40, 0.60, 0.80, "share of the memory bandwidth in decoding (assumed)"),
-    "decode built in": Reached(
-        0.11, 0.25, 0.40, "share of the bandwidth in decoding (docs/appendix/gpu.md: 11 to 32 %)"
-    ),
-    "link": Reached(0.40, 0.65, 0.85, "share of the links' bandwidth (assumed)"),
-}
-"""Phase -> what it reaches. Those that are assumed are corrected by a calibration."""
-LATENCY = 20e-6
-"""Seconds of an all-reduce of few bytes within a machine: an assumption, the same as in `placement_crossovers.py`."""
 HOST_LINK = 25e9
-"""Bytes per second between a device and its host, in one direction: PCIe 4.0 x16 at 80 % (an assumption)."""
+"""Bytes per second between a device and its host, in one direction: PCIe 4.0 x16 at 80 % (an assumption). A device's
+part of the host's memory bandwidth is taken to be as much."""
+ADAM_BYTES = 28
+"""Bytes per weight that an optimizer step on the host reads and writes: weight, gradient and two moments, less one."""
 LENGTHS = (0.5, 2.0)
 """How far the mean response may be from the assumed one, as factors; a response never is longer than its limit."""
 
@@ -101,21 +39,26 @@ class Seconds:
         return self.phases.get(name, Range(0, 0, 0))
 
 
-def seconds_of(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster) -> Seconds:
+def seconds_of(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster, shares_pool: bool = False
+               ) -> Seconds:  # fmt: skip
     """Seconds of a role in one step, where it has its devices to itself.
+
+    Args:
+        shares_pool: of a sampler, that the actor is in its pool.
 
     Raises:
         ConfigError: no costs of this engine.
     """
     if plan.samples:
-        phases = {"generate": generation(plan, shape, work, cluster), "sync": weight_sync(plan, shape, cluster)}
+        sync = weight_sync(plan, shape, cluster, shares_pool)
+        phases = {"generate": generation(plan, shape, work, cluster), "sync": sync}
     else:
         phases = {"infer": _pass(plan, shape, work, cluster, trains=False)}
         if plan.trains:
             phases["update"] = _pass(plan, shape, work, cluster, trains=True) * plan.epochs
-        if plan.param_offload or plan.optimizer_offload:
+        if (plan.param_offload or plan.optimizer_offload) and not plan.offload_policy:
             for name, seconds in _transfers(plan, shape, work).items():
-                phases[name] += Range(seconds, seconds, seconds)
+                phases[name] += _exactly(seconds)
     return Seconds(plan.role, phases)
 
 
@@ -130,18 +73,21 @@ def _transfers(plan: RolePlan, shape: ModelShape, work: Workload) -> dict[str, f
     return seconds
 
 
+def stage_seconds(plans: Sequence[RolePlan], seconds: Sequence[Seconds], phase: str) -> Range:
+    """Of a phase: the pools at once, the roles of a pool in turn."""
+    pools: dict[str, Range] = {}
+    for plan, role in zip(plans, seconds, strict=True):
+        pools[plan.pool] = pools.get(plan.pool, Range(0, 0, 0)) + role.phase(phase)
+    return functools.reduce(Range.at_least, pools.values(), Range(0, 0, 0))
+
+
 def step_seconds(plans: Sequence[RolePlan], seconds: Sequence[Seconds], overlaps: bool = False) -> Range:
     """Of a step: in each stage the pools at once, the roles of a pool in turn; then the stages in turn.
 
     Args:
         overlaps: generation and weight sync run at once with the other stages.
     """
-    stages = {}
-    for name in ("generate", "infer", "update", "sync"):
-        pools: dict[str, Range] = {}
-        for plan, role in zip(plans, seconds, strict=True):
-            pools[plan.pool] = pools.get(plan.pool, Range(0, 0, 0)) + role.phase(name)
-        stages[name] = functools.reduce(Range.at_least, pools.values(), Range(0, 0, 0))
+    stages = {name: stage_seconds(plans, seconds, name) for name in ("generate", "infer", "update", "sync")}
     generation, training = stages["generate"] + stages["sync"], stages["infer"] + stages["update"]
     return generation.at_least(training) if overlaps else generation + training
 
@@ -151,32 +97,47 @@ def _pass(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster, t
 
     Weights and gradients cross the links while the device computes, at best; activations do while it waits.
     """
-    parallel, link, reached = plan.parallel, EFFICIENCY["link"], EFFICIENCY["train" if trains else "infer"]
-    flops = (3 + plan.recompute if trains else 1) * shape.flops_per_token(work.mean_length) * work.tokens
+    parallel, shares = plan.parallel, cluster.device.reached
+    link, reached, turns = shares["link"], shares["train" if trains else "infer"], 3 + plan.recompute if trains else 1
+    flops = turns * shape.flops_per_token(work.mean_length) * work.tokens
     if trains and plan.lora_rank:
         flops -= 2 * shape.active_parameters * work.tokens  # frozen matrices get no gradient
-    computed = reached.seconds(flops, plan.devices * cluster.device.bf16_flops)
     steps = plan.mini_batches if trains else 1
     budget = (plan.micro_tokens if trains else plan.infer_tokens) * parallel.sequence or work.longest
     passes = max(float(steps), work.tokens / (parallel.data * budget))
+    launches = turns * passes * shape.layers / parallel.pipeline
+    computed = reached.seconds(flops, plan.devices * cluster.device.bf16_flops, launches)
     computed = computed * (1 + (parallel.pipeline - 1) * steps / passes)  # a pipeline drains before an optimizer step
     tensor, sequence = _activations_moved(plan, shape, work, trains)
     computed += link.seconds(tensor, cluster.link(parallel.tensor))
     computed += link.seconds(sequence, cluster.link(parallel.tensor * parallel.sequence))
-    moved = _weights_moved(plan, shape, steps, passes, trains)
-    return computed.overlapping(link.seconds(moved, cluster.link(plan.devices)))
+    gathers = passes * (2 if trains and not plan.keeps_gathered else 1)
+    reductions = steps if plan.full_gradients else passes
+    moved = _weights_moved(plan, shape, steps, gathers, reductions, trains)
+    computed = computed.overlapping(link.seconds(moved, cluster.link(plan.devices)))
+    if plan.offload_policy:  # shards come from the host for every gather; gradients leave for the optimizer there
+        trained = local_trained(plan, shape) if trains else 0.0
+        traffic = gathers * plan.weight_bytes * shape.parameters / plan.shards + reductions * 4 * trained
+        computed = computed.overlapping(_exactly(traffic / HOST_LINK))
+        computed += _exactly(steps * ADAM_BYTES * trained / HOST_LINK)
+    return computed
 
 
-def _weights_moved(plan: RolePlan, shape: ModelShape, steps: int, passes: float, trains: bool) -> float:
+def _exactly(seconds: float) -> Range:
+    return Range(seconds, seconds, seconds, "the link to the host (assumed)")
+
+
+def _weights_moved(
+    plan: RolePlan, shape: ModelShape, steps: int, gathers: float, reductions: float, trains: bool
+) -> float:
     """Bytes that one device sends in all passes: gathered weights and reduced gradients (float32).
 
     Args:
         steps: of the optimizer.
+        gathers, reductions: passes over all weights, and over all gradients.
     """
     costs = trainer_costs(plan.engine)
     if costs.shards and plan.shards > 1:
-        gathers = passes * (2 if trains and not plan.keeps_gathered else 1)
-        reductions = steps if plan.full_gradients else passes
         moved = gathers * plan.compute_bytes * shape.parameters + reductions * 4 * trained_parameters(plan, shape)
         return moved * (plan.shards - 1) / plan.shards
     if not trains or plan.parallel.data == 1:
@@ -212,11 +173,11 @@ def generation(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
     A decoding step reads all weights and the cache of its rows, or is bound by operations; tensor-parallel ranks then
     exchange two all-reduces per layer.
     """
-    device, split = cluster.device, plan.parallel.model
+    device, split, shares = cluster.device, plan.parallel.model, cluster.device.reached
     rows = max(1.0, work.sequences / plan.parallel.data)
     prompts = work.prompts / plan.parallel.data * work.prompt.mean
-    prefill = EFFICIENCY["prefill"].seconds(
-        prompts * shape.flops_per_token(work.prompt.mean), split * device.bf16_flops
+    prefill = shares["prefill"].seconds(
+        prompts * shape.flops_per_token(work.prompt.mean), split * device.bf16_flops, shape.layers
     )
     context = work.prompt.mean + work.response.mean / 2
     cache = sequence_cache(plan, shape, context)
@@ -224,21 +185,23 @@ def generation(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
     if sampler_costs(plan.engine).reserves:
         room = memory_of(plan, shape, work, device).phase("generate").kv_cache
         at_once = max(1.0, min(at_once, room / max(1.0, sequence_cache(plan, shape, work.mean_length))))
-    reached = EFFICIENCY[sampler_costs(plan.engine).decoding]
+    kind = sampler_costs(plan.engine).decoding
+    reached, by_operations = shares[kind], shares[f"{kind} flops"]
 
     def reduced(tokens: float, steps: float) -> Range:
         if plan.parallel.tensor == 1:
             return Range(0, 0, 0)
-        latency, sent = 2 * shape.layers * steps * LATENCY, 2 * shape.layers * tokens * _reduced_bytes(plan, shape)
-        return EFFICIENCY["link"].seconds(sent, cluster.link(plan.parallel.tensor)) + Range(latency, latency, latency)
+        sent = 2 * shape.layers * tokens * _reduced_bytes(plan, shape)
+        return shares["link"].seconds(sent, cluster.link(plan.parallel.tensor), 2 * shape.layers * steps)
 
     def decoded(mean: float) -> Range:
         steps = max(rows * mean / at_once, float(min(work.response.longest, 2 * mean)))
         in_work = rows * mean / steps  # in the mean: fewer at the end of the longest rows
         read = steps * (plan.compute_bytes * _weights_read(shape, in_work) / split + in_work * cache)
-        by_bytes = reached.seconds(read, device.memory_bandwidth)
+        launches = steps * shape.layers / plan.parallel.pipeline
+        by_bytes = reached.seconds(read, device.memory_bandwidth, launches)
         flops = rows * mean * shape.flops_per_token(context)
-        computed = by_bytes.at_least(EFFICIENCY["prefill"].seconds(flops, split * device.bf16_flops))
+        computed = by_bytes.at_least(by_operations.seconds(flops, split * device.bf16_flops, launches))
         return computed + reduced(rows * mean, steps)
 
     short, usual, long = (
@@ -258,7 +221,8 @@ def _weights_read(shape: ModelShape, rows: float) -> float:
     return read
 
 
-def weight_sync(plan: RolePlan, shape: ModelShape, cluster: Cluster) -> Range:
-    """All weights once into each replica, over the link that its devices share with the trainers."""
+def weight_sync(plan: RolePlan, shape: ModelShape, cluster: Cluster, shares_pool: bool) -> Range:
+    """All weights once into each replica, over the links of its pool, or of the cluster where the actor has another."""
     received = plan.compute_bytes * shape.parameters / plan.parallel.model
-    return EFFICIENCY["link"].seconds(received, cluster.link(cluster.devices))
+    link = cluster.link(plan.devices if shares_pool else cluster.devices)
+    return cluster.device.reached["link"].seconds(received, link)

@@ -126,13 +126,8 @@ class LayerShape:
         return self.experts * (_weights(self.expert) + self.expert_vectors)
 
     @functools.cached_property
-    def dense_parameters(self) -> int:
-        """Of all but the routed experts."""
-        return _weights(self.attention) + _weights(self.mlp) + self.vectors
-
-    @functools.cached_property
     def parameters(self) -> int:
-        return self.dense_parameters + self.expert_parameters
+        return _weights(self.attention) + _weights(self.mlp) + self.vectors + self.expert_parameters
 
     @functools.cached_property
     def active_weights(self) -> int:
@@ -156,6 +151,7 @@ class ModelShape:
         tied: the head is the embedding.
         blocks: the layers.
         vision: parameters of the vision tower with its projector; 0 without.
+        scalar: the head gives one number per token (critic, reward model).
     """
 
     family: str
@@ -166,6 +162,7 @@ class ModelShape:
     tied: bool
     blocks: tuple[LayerShape, ...]
     vision: int = 0
+    scalar: bool = False
 
     @classmethod
     def from_config(cls, config: JsonObject, vision: int = 0) -> ModelShape:
@@ -197,6 +194,10 @@ class ModelShape:
             vision=vision,
         )
 
+    def with_scalar_head(self) -> ModelShape:
+        """The same model with one number per token."""
+        return replace(self, tied=False, scalar=True)
+
     @functools.cached_property
     def layers(self) -> int:
         return len(self.blocks)
@@ -209,7 +210,7 @@ class ModelShape:
     @functools.cached_property
     def head(self) -> int:
         """Parameters of a head of its own; 0 where it is the embedding."""
-        return 0 if self.tied else self.embedding
+        return self.hidden if self.scalar else 0 if self.tied else self.embedding
 
     @functools.cached_property
     def layer_parameters(self) -> int:
@@ -230,7 +231,7 @@ class ModelShape:
     @functools.cached_property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: the active experts, and the head."""
-        return sum(block.active_weights for block in self.blocks) + self.embedding
+        return sum(block.active_weights for block in self.blocks) + (self.head or self.embedding)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of a rank on all linear layers of the blocks (routed experts excepted)."""

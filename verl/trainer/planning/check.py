@@ -9,8 +9,11 @@ from typing import cast
 
 from verl.config import PPOTrainerConfig, replace
 from verl.config.loading.configuration import read_config
+from verl.config.machine.topology import schedule_of
 from verl.config.rules import validate
+from verl.config.schema.root import prompts_at_once
 from verl.data import RLHFDataset, hf_tokenizer, processor_of, tokenizer_of
+from verl.data.files import read_files
 from verl.data.look import look_at_prompts
 from verl.errors import ConfigError, RewardError, VerlError
 from verl.metrics import notice
@@ -132,23 +135,36 @@ def _limits(config: PPOTrainerConfig) -> ScoringLimits:
 def _estimate(config: PPOTrainerConfig, cluster: Cluster) -> Estimate | None:
     """What the run takes; None, after a notice, where the planner has no costs of it."""
     try:
-        return Estimate.of(run_plan(config, cluster.device.name == "CPU", model_shape), cluster)
+        return Estimate.of(run_plan(config, cluster.device.is_cpu, model_shape), cluster)
     except VerlError as error:  # a teacher, another family, a model that is not on this machine
         notice("planner", f"memory and disk are not checked: {error}")
         return None
 
 
+def _steps(config: PPOTrainerConfig) -> int | None:
+    """Steps of the run, at most: prompts that are too long are counted; None: the rows are up to the user's class."""
+    if config.trainer.total_training_steps:
+        return config.trainer.total_training_steps
+    if config.data.custom_cls.path:
+        return None
+    data, schedule = config.data, schedule_of(config)
+    rows = len(read_files(data.train_files, key="data.train_files", cache_dir=data.cache_dir)[0])
+    rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+    return schedule.length_of(config, schedule.steps_of(config, rows // prompts_at_once(data)))
+
+
 def _disk(config: PPOTrainerConfig, estimate: Estimate) -> Iterator[VerlError]:
-    """Room for checkpoints on this machine; of a run of unknown length, for its last one."""
-    trainer, steps = config.trainer, estimate.run.work.steps
+    """Room for checkpoints on this machine."""
+    trainer = config.trainer
     if trainer.save_freq <= 0:
         return
+    steps = _steps(config)
     if steps is None:
-        why = "the number of steps is unknown without trainer.total_training_steps: room for one checkpoint is checked"
-        notice("trainer.save_freq", why)
+        notice("trainer.save_freq", "room for checkpoints is not checked: data.custom_cls says how many rows there are")
+        return
     folder = Path(trainer.default_local_dir).expanduser().absolute()
     disk = next(place for place in (folder, *folder.parents) if place.exists())
-    saves = 1 if steps is None else -(-steps // trainer.save_freq)  # the last step is saved, too
+    saves = -(-steps // trainer.save_freq)  # the last step is saved, too
     needed = 0.0
     for memory in estimate.memory:
         limit = trainer.max_critic_ckpt_to_keep if memory.role == "critic" else trainer.max_actor_ckpt_to_keep
@@ -158,6 +174,5 @@ def _disk(config: PPOTrainerConfig, estimate: Estimate) -> Iterator[VerlError]:
     if needed > free:
         fix = ("Name a folder on a larger disk, or keep fewer (trainer.max_actor_ckpt_to_keep, "
                "trainer.max_critic_ckpt_to_keep).")  # fmt: skip
-        work = "one step" if steps is None else f"{steps} step(s)"
-        message = f"the checkpoints of {work} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        message = f"the checkpoints of {steps} step(s) take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         yield ConfigError(message, key="trainer.default_local_dir", got=str(folder), fix=fix)
