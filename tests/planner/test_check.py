@@ -15,6 +15,7 @@ from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
 from verl.cli.planning import main
 from verl.config import PPOTrainerConfig
+from verl.config.loading.configuration import read_config, save_config
 from verl.errors import ConfigError
 from verl.metrics import notices, reset_notices
 from verl.planner.hardware import Cluster, device, to_json
@@ -271,6 +272,47 @@ def test_an_unknown_command_is_answered_with_all_commands(capsys):
     assert "estimat" in message and all(f"'{name}'" in message for name in ("estimate", "check", "plan"))
 
 
+def live_run(seconds: list[float]) -> None:
+    """A folder of a run with its settings and the metrics of its steps."""
+    config = read_config("ppo_trainer", [*changed(SOUND, "trainer.total_training_steps=20")])
+    save_config(config, "run/config.yaml")
+    steps = [{"step": n + 1, "data": {"timing_s/step": s, "timing_s/gen": s / 2, "timing_s/old_log_prob": 0.5}}
+             for n, s in enumerate(seconds)]  # fmt: skip
+    Path("run/metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+def test_what_is_left_of_a_run_stands_beside_what_was_predicted(here, capsys):
+    """Of 20 steps 12 are done, the last ten in 4 s each: 8 x 4 s."""
+    live_run([100.0, 100.0, *[4.0] * 10])
+    assert main(["estimate", "--live", "run", "--price", "900", "--json"]) == 0
+    left = json.loads(capsys.readouterr().out)
+    assert left["seconds"] == {"generate": 2.0, "infer": 0.5, "step": 4.0}
+    assert (left["last_step"], left["total_steps"], left["seconds_left"]) == (12, 20, 32.0)
+    assert left["device_hours_left"] == pytest.approx(32 / 3600) and left["price_left"] == pytest.approx(8.0)
+    assert left["predicted"].keys() == left["seconds"].keys()
+    assert left["predicted"]["step"]["likely"] > left["predicted"]["generate"]["likely"] > 0
+    assert main(["estimate", "--live", "run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "step 12 of 20" in printed and "0:00:32" in printed and "cost" not in printed
+
+
+def test_metrics_outside_of_the_folder_are_named_by_a_flag(here, capsys):
+    live_run([4.0] * 12)
+    Path("run/metrics.jsonl").rename("elsewhere.jsonl")
+    assert main(["estimate", "--live", "run"]) == 2
+    assert "no metrics.jsonl" in capsys.readouterr().err
+    assert main(["estimate", "--live", "run", "--metrics", "elsewhere.jsonl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds_left"] == 32.0
+    assert main(["estimate", "--metrics", "elsewhere.jsonl", *SOUND]) == 2
+    assert "--live" in capsys.readouterr().err
+
+
+def test_a_run_that_has_logged_no_step_is_named(here, capsys):
+    live_run([])
+    assert main(["estimate", "--live", "run"]) == 2
+    assert "--live" in (message := capsys.readouterr().err) and "no step yet" in message
+
+
 def test_flags_belong_to_the_commands_that_read_them(here, capsys):
     for command in ("check", "estimate"):
         with pytest.raises(SystemExit):
@@ -279,7 +321,7 @@ def test_flags_belong_to_the_commands_that_read_them(here, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     printed = capsys.readouterr().out
-    assert "--schedule" in printed
+    assert "--schedule" in printed and "--live" not in printed
 
 
 def test_an_estimate_takes_the_figures_of_a_calibration(here, capsys):

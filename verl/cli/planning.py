@@ -7,7 +7,8 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
 from verl.errors import ConfigError, VerlError
-from verl.planner.estimate import Estimate
+from verl.planner.estimate import HOUR, Estimate
 from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster, Device, device, read_device
 from verl.planner.proposal import MODES, Proposal, overrides, proposal
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--hardware", type=Path, metavar="FILE", help="what calibrate measured of a device")
         command.add_argument("--json", action="store_true", help="print objects")
     parsers["plan"].add_argument("--schedule", choices=(SYNC, ASYNC), help="default: the faster of both")
+    parsers["estimate"].add_argument("--live", type=Path, metavar="RUN", help="what is left of the run in this folder")
+    parsers["estimate"].add_argument("--metrics", type=Path, metavar="FILE", help="of that run, outside of its folder")
+    parsers["estimate"].add_argument("--price", type=float, metavar="NUMBER", help="of a device hour")
     return parser
 
 
@@ -162,12 +166,42 @@ def step_text(answer: Proposal) -> str:
 
 
 def _estimate(settings: argparse.Namespace, words: list[str]) -> int:
+    if settings.live is not None:
+        return _live(settings, words)
+    if settings.metrics is not None:
+        raise ConfigError("this is of a run, which --live names", key="--metrics", got=str(settings.metrics))
     estimate = _estimate_of(settings, words)
+    hours = estimate.device_hours or estimate.device_hours_per_step
+    price = None if settings.price is None else settings.price * hours
     if settings.json:
-        print(json.dumps(estimate.to_json()))
+        print(json.dumps({**estimate.to_json(), "price": price}))
         return 0
     _print_tables(_memory(estimate), _pools(estimate), _hosts(estimate), _seconds(estimate))
-    print(_summary(estimate))
+    print(_summary(estimate, price))
+    return 0
+
+
+def _live(settings: argparse.Namespace, words: list[str]) -> int:
+    from verl.trainer.planning.live import WINDOW, progress_of
+
+    progress = progress_of(settings.live, settings.metrics)
+    place = ["--config-path", str(settings.live.resolve()), "--config-name", "config"]
+    estimate = _estimate_of(settings, [*place, *words])
+    predicted = {phase: estimate.phase(phase) for phase in progress.seconds}
+    hours = estimate.run.devices * progress.seconds_left / HOUR
+    price = None if settings.price is None else settings.price * hours
+    if settings.json:
+        print(json.dumps({**asdict(progress), "seconds_left": progress.seconds_left, "device_hours_left": hours,
+                          "price_left": price, "predicted": {n: asdict(p) for n, p in predicted.items()}}))  # fmt: skip
+        return 0
+    table = _table(f"Seconds of a step, mean of the last {WINDOW}", ["phase", "measured", "predicted", "range"], 1)
+    for phase, seconds in progress.seconds.items():
+        table.add_row(phase, f"{seconds:.3g}", *_range(predicted[phase]))
+    _print_tables(table)
+    left = timedelta(seconds=round(progress.seconds_left))
+    cost = "" if price is None else f", which cost {price:.2f}"
+    done = f"step {progress.last_step} of {progress.total_steps} ({progress.state})"
+    print(f"{done}, {left} and {hours:.2g} device hours left{cost}")
     return 0
 
 
@@ -232,11 +266,12 @@ def _seconds(estimate: Estimate) -> Table:
     return table
 
 
-def _summary(estimate: Estimate) -> str:
+def _summary(estimate: Estimate, price: float | None) -> str:
     steps, hours = estimate.run.work.steps, estimate.device_hours
     work = (f"{estimate.device_hours_per_step:.2g} device hours per step" if hours is None
             else f"{hours:.2g} device hours for {steps} step(s)")  # fmt: skip
-    line = (f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {work}, "
+    cost = "" if price is None else f" (price {price:.2f})"
+    line = (f"{estimate.tokens_per_second:,.0f} tokens/s on {estimate.run.devices} devices, {work}{cost}, "
             f"{estimate.checkpoint_bytes / 1e9:.2f} GB per checkpoint")  # fmt: skip
     return "\n".join([line, *(f"does not fit: {problem}" for problem in estimate.problems())])
 
