@@ -1,16 +1,21 @@
-"""Bytes that the planner predicts and bytes that real runs of the engines take, the worst row on top.
+"""Bytes and seconds that the planner predicts beside those of real runs, the worst row on top.
 
-    python benchmarks/bench_planner.py [--quick]
+    python benchmarks/bench_planner.py [--quick] [--seconds [--wall] [--hardware FILE] [--rows NUMBER ...]]
 
 Small models on a CPU. A dispatch mode sees every tensor that an operation makes, and adds up the storages that are
 alive; the figure is the most of an entire optimizer step, weights and optimizer state included. The first step is not
 counted: it makes the optimizer's state. Rows of two processes are those of rank 0.
+
+``--seconds`` calibrates this machine, unless ``--hardware`` is its file, and then trains: the median step of runs of
+`main_ppo` in one process with one thread, of which the first step is not counted. The clock of both is the processor's
+time, which other work on the machine disturbs less; ``--wall`` takes the wall's. Lengths are those that the run logs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,8 +24,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from figures import Figures, add_json
+from figures import ROOT, Figures, add_json
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,11 +36,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from verl import distributed
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.config.loading.configuration import read_config
+from verl.models.shape import model_shape
+from verl.observability.metrics_log import MetricsLog
+from verl.planner.estimate import Estimate
+from verl.planner.from_config import run_plan
+from verl.planner.hardware import Cluster, Device, read_device
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
 from verl.planner.memory import memory_of
 from verl.planner.shapes import ModelShape
-from verl.protocol import DataProto
 from verl.registry import ENGINES
+from verl.trainer.planning.calibrate import made_batch
+from verl.trainer.planning.live import STAGES
 
 SIZES = {
     "vocab_size": 1024,
@@ -169,34 +182,13 @@ def measure(case: Case, folder: Path) -> TensorBytes:
         HFModelConfig(**model), FSDPEngineConfig(**settings), OptimizerConfig(lr=1e-4), seed=1
     )
     loss = PPOPolicyLoss(ActorConfig(entropy_coeff=0.01 if case.entropy else 0.0))
-    batch = rows_of(case)
+    batch = made_batch(PASSES, case.length, int(case.sizes["vocab_size"]))
     engine.train_batch(batch, loss, micro_batch_size=1)
     state = [entry for entries in engine.optimizer.state.values() for entry in entries.values()]
     existing = [*engine.model.parameters(), *engine.model.buffers(), *(e for e in state if isinstance(e, Tensor))]
     with TensorBytes(existing) as mode:
         engine.train_batch(batch, loss, micro_batch_size=1)
     return mode
-
-
-def rows_of(case: Case) -> DataProto:
-    """As many rows as a process has passes."""
-    generator = torch.Generator().manual_seed(0)
-    prompt, response = case.length // 4, case.length - case.length // 4
-    ids = torch.randint(3, case.sizes["vocab_size"], (PASSES, case.length), generator=generator)
-    drawn = torch.randn(PASSES, response, generator=generator)
-    ones = torch.ones_like(ids)
-    return DataProto.from_dict(
-        tensors={
-            "prompts": ids[:, :prompt],
-            "responses": ids[:, prompt:],
-            "input_ids": ids,
-            "attention_mask": ones,
-            "position_ids": ones.cumsum(-1) - 1,
-            "response_mask": ones[:, prompt:],
-            "advantages": drawn,
-            "old_log_probs": drawn - 7.0,
-        }
-    )
 
 
 def predict(case: Case) -> float:
@@ -221,6 +213,130 @@ def predict(case: Case) -> float:
                     Lengths(response, response))  # fmt: skip
     shape = ModelShape.from_config({"model_type": case.family, **case.sizes})
     return memory_of(plan, shape, work).phase("update").total
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run whose steps are timed.
+
+    Args:
+        hidden, layers: of its model.
+        samples, response: answers per prompt, and tokens of each.
+        words: of the command line, besides.
+    """
+
+    hidden: int = 128
+    layers: int = 4
+    samples: int = 4
+    response: int = 64
+    words: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.hidden} x {self.layers}, {self.samples} samples of {self.response}"
+        return ", ".join([sizes, *(word.rpartition(".")[2] for word in self.words)])
+
+    def line(self, folder: Path) -> list[str]:
+        """The command line; model, prompts and reward are written into the folder."""
+        from tests.harness.models import tiny_model_dir
+        from tests.harness.rows import write_prompts
+
+        model = folder / "model"
+        tiny_model_dir(model, vocab=2048, hidden=self.hidden, layers=self.layers, intermediate_size=3 * self.hidden)
+        write_prompts(folder / "train.parquet", 32)
+        (folder / "scorer.py").write_text(
+            "def compute_score(solution_str, ground_truth):\n    return len(solution_str) % 7\n"
+        )
+        words = [
+            "data.train_batch_size=8", f"data.train_files={folder}/train.parquet", "data.max_prompt_length=64",
+            f"data.max_response_length={self.response}", f"actor_rollout_ref.model.path={model}",
+            f"critic.model.path={model}", f"actor_rollout_ref.rollout.n={self.samples}",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.ignore_eos=true",
+            f"reward.custom_reward_function.path={folder}/scorer.py", f"trainer.default_local_dir={folder}/run",
+            "trainer.logger=[file]", "trainer.total_training_steps=4", "trainer.device=cpu", "trainer.runtime=local",
+            "algorithm.adv_estimator=grpo", *self.words,
+        ]  # fmt: skip
+        return [*{word.partition("=")[0]: word for word in words}.values()]
+
+
+KL, GAE = ("actor_rollout_ref.actor.use_kl_loss=true",), ("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8")
+TIMED = [
+    Timed(),
+    Timed(response=128),
+    Timed(samples=8),
+    Timed(layers=8),
+    Timed(words=KL),
+    Timed(words=GAE),
+    Timed(256),
+    Timed(256, layers=8, response=32),
+    Timed(256, words=("actor_rollout_ref.actor.ppo_mini_batch_size=4",)),
+    Timed(384),
+    Timed(384, samples=8, response=32),
+    Timed(384, response=32, words=("actor_rollout_ref.model.enable_gradient_checkpointing=true",)),
+]
+CALIBRATED = """
+import json
+from verl.planner.hardware import to_json
+from verl.trainer.planning.calibrate import calibrated
+print(json.dumps(to_json(calibrated("cpu"))))
+"""
+TRAINED = """
+import sys
+from verl.config import load_config
+from verl.trainer.main_ppo import run_ppo
+run_ppo(load_config("ppo_trainer", sys.argv[1:]))
+"""
+
+
+def on_clock(script: str, words: Iterable[str], wall: bool, metrics: Path = Path("metrics.jsonl")) -> str:
+    """What a script prints last, in a process whose clock is that of the processor or of the wall."""
+    clock = "" if wall else "import time; time.perf_counter = time.process_time\n"
+    run = subprocess.run(
+        [sys.executable, "-c", clock + script, *words], capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+             "VERL_FILE_LOGGER_PATH": str(metrics)},
+    )  # fmt: skip
+    if run.returncode:
+        raise SystemExit(run.stderr[-2000:])
+    return run.stdout.splitlines()[-1] if run.stdout else ""
+
+
+def seconds_of_run(case: Timed, planned: Device, wall: bool) -> dict[str, tuple[float, float]]:
+    """Measured and predicted seconds of a step and of its phases."""
+    with tempfile.TemporaryDirectory() as temporary:
+        words = case.line(Path(temporary))
+        log, file = MetricsLog(), Path(temporary) / "metrics.jsonl"
+        on_clock(TRAINED, words, wall, file)
+        log.refresh(file)
+        run = run_plan(read_config("ppo_trainer", words), True, model_shape)
+    lengths = [Lengths(float(log.values(f"{part}_length/mean").mean()), most.longest)
+               for part, most in (("prompt", run.work.prompt), ("response", run.work.response))]  # fmt: skip
+    run = replace(run, work=replace(run.work, prompt=lengths[0], response=lengths[1]))
+    estimate = Estimate.of(run, Cluster(planned, 1))
+    columns = {
+        name.removeprefix("timing_s/"): log.values(name)[1:] for name in log.names if name.startswith("timing_s/")
+    }
+    return {phase: (float(np.median(sum(columns[stage] for stage in stages if stage in columns))),
+                    estimate.phase(phase).likely) for phase, stages in STAGES.items()}  # fmt: skip
+
+
+def compare_seconds(options: argparse.Namespace, figures: Figures) -> None:
+    """The table of seconds."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file = options.hardware or Path(temporary) / "cpu.json"
+        if options.hardware is None:
+            file.write_text(on_clock(CALIBRATED, [], options.wall))
+        planned = read_device(file)
+    rows = []
+    for number in options.rows or range(len(TIMED)):
+        phases = seconds_of_run(TIMED[number], planned, options.wall)
+        measured, predicted = phases.pop("step")
+        rows.append((predicted / measured - 1, measured, predicted, TIMED[number].name, phases))
+        figures.add(TIMED[number].name, {"measured s": measured, "predicted s": predicted})
+    print(f"{'error':>7} {'measured':>9} {'predicted':>9}")
+    for error, measured, predicted, name, phases in sorted(rows, key=lambda row: -abs(row[0])):
+        parts = ", ".join(f"{phase} {real:.3f} / {likely:.3f}" for phase, (real, likely) in phases.items())
+        print(f"{error:>+7.1%} {measured:>7.3f} s {predicted:>7.3f} s  {name} ({parts})")
 
 
 def make_model(case: Case, folder: Path) -> Path:
@@ -262,6 +378,10 @@ def rank_of(case: Case, model: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="a few rows")
+    parser.add_argument("--seconds", action="store_true", help="seconds of steps, not bytes")
+    parser.add_argument("--wall", action="store_true", help="by the clock of the wall")
+    parser.add_argument("--hardware", type=Path, help="a file of calibrate, on the same clock")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of the runs that are timed, from 0")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     add_json(parser)
@@ -271,6 +391,10 @@ def main() -> None:
         rank_of(replace(case, model=tuple((key, value) for key, value in case.model)), Path(options.model))
         return
     figures, rows = Figures(), []
+    if options.seconds:
+        compare_seconds(options, figures)
+        figures.write(options.json)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         for case in QUICK if options.quick else CASES:
             real, predicted = measured(case, Path(temporary)), predict(case)

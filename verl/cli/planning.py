@@ -16,13 +16,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from verl import env
 from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
 from verl.errors import ConfigError, VerlError
 from verl.planner.estimate import HOUR, Estimate
 from verl.planner.from_config import run_plan
-from verl.planner.hardware import Cluster, Device, device, read_device
+from verl.planner.hardware import Cluster, Device, device, read_device, to_json
 from verl.planner.proposal import MODES, Proposal, overrides, proposal
 from verl.planner.ranges import Range
 from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan
@@ -66,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     parsers["estimate"].add_argument("--live", type=Path, metavar="RUN", help="what is left of the run in this folder")
     parsers["estimate"].add_argument("--metrics", type=Path, metavar="FILE", help="of that run, outside of its folder")
     parsers["estimate"].add_argument("--price", type=float, metavar="NUMBER", help="of a device hour")
+    text = "measure this machine, or by torchrun its ranks and their links: a file for --hardware"
+    calibration = commands.add_parser("calibrate", help=text, description=text, allow_abbrev=False)
+    calibration.set_defaults(work=_calibrate)
+    calibration.add_argument("file", type=Path, metavar="FILE")
     return parser
 
 
@@ -282,6 +287,21 @@ def _range(seconds: Range) -> tuple[str, str]:
 
 def _gb(amount: float) -> str:
     return f"{amount / 1e9:.2f}" if amount else "-"
+
+
+def _calibrate(settings: argparse.Namespace, words: list[str]) -> int:
+    from verl.trainer.planning.calibrate import calibrated, with_links  # loads torch
+
+    if words:
+        raise ConfigError("calibrate reads no configuration", key="calibrate", got=words, fix="Name one file.")
+    rank, size = env.get_int("RANK", 0), env.get_int("WORLD_SIZE", 1)
+    machine = calibrated() if size == 1 else with_links(read_device(settings.file))
+    if rank == 0:
+        settings.file.write_text(json.dumps(to_json(machine), indent=1) + "\n", encoding="utf-8")
+        rates = (machine.bf16_flops, machine.memory_bandwidth, machine.node_link)
+        print("{}: {:.4g} GFLOP/s, {:.4g} GB/s of memory, {:.4g} GB/s of links".format(
+            settings.file, *(rate / 1e9 for rate in rates)))  # fmt: skip
+    return 0
 
 
 def _check(settings: argparse.Namespace, words: list[str]) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from verl.config.machine.config_json import config_json
 from verl.errors import ModelError
+from verl.json_text import JsonObject
 from verl.models.config import quiet_transformers, readable_errors
 from verl.models.vision import family_of, tower_modules
 from verl.planner.shapes import ModelShape
@@ -33,6 +35,17 @@ def model_shape(path: str, key: str) -> ModelShape:
     with quiet_transformers(), readable_errors(path):
         config = AutoConfig.for_model(**fields)
     return ModelShape.from_config(config.to_dict(), _vision(config))
+
+
+def write_random_model(fields: JsonObject, folder: Path) -> None:
+    """A folder with a causal language model of random weights (seed 0), for measurements.
+
+    Args:
+        fields: of its config.json, ``model_type`` among them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).save_pretrained(folder)
 
 
 def _vision(config: Any) -> int:

@@ -1,0 +1,89 @@
+"""Calibration: what it recovers from a machine whose shares are known, and the file that it writes of this one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.harness.ranks import run_cells
+from verl.cli.planning import main
+from verl.planner.hardware import Cluster, Device, device, read_device
+from verl.planner.ranges import EFFICIENCY, Reached
+from verl.planner.seconds import seconds_of
+from verl.trainer.planning import calibrate
+from verl.trainer.planning.calibrate import MeasuredSizes, MeasuredStep
+
+TINY = MeasuredSizes((16, 32), 2, ((2, 16), (4, 32)), (1, 4), 4, product=64, copied=1024)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A CPU on which every phase takes what its share and latency say."""
+    shares = {"train": (0.5, 3e-4), "infer": (0.6, 2e-4), "prefill": (0.6, 2e-4),
+              "decode built in": (0.2, 4e-4), "decode built in flops": (0.1, 4e-4)}  # fmt: skip
+    reached = {name: Reached(share, share, share, "", latency) for name, (share, latency) in shares.items()}
+    # 2 x 1000^3 operations and 2 x 1e8 bytes in a second: one row is bound by bytes, 512 rows by operations.
+    figures = {"bf16_flops": 2e9, "memory_bandwidth": 2e8, "reached": {**EFFICIENCY, **reached}}
+    made = Cluster(replace(device("CPU"), **figures), 1)
+
+    def measured(work: Callable[[], object], kind: str) -> float:
+        return 1.0
+
+    def steps(make: Callable[..., list[MeasuredStep]]) -> Callable[..., list[MeasuredStep]]:
+        """The same steps, with the seconds of that machine."""
+        return lambda *where: [
+            step._replace(seconds=seconds_of(step.plan, step.shape, step.work, made).phase(step.phase).likely)
+            for step in make(*where)
+        ]
+
+    monkeypatch.setattr(calibrate, "_timed", measured)
+    for name in ("_trained", "_sampled"):
+        monkeypatch.setattr(calibrate, name, steps(getattr(calibrate, name)))
+    sizes = TINY._replace(requests=(1, 512), product=1000, copied=25_000_000)
+    monkeypatch.setattr(calibrate, "ON_CPU", sizes)
+    return made.device
+
+
+def test_the_shares_of_a_machine_are_recovered_from_its_seconds(machine):
+    measured = calibrate.calibrated("cpu")
+    assert (measured.bf16_flops, measured.memory_bandwidth, measured.is_cpu) == (2e9, 2e8, True)
+    for name, share in measured.reached.items():
+        there = machine.reached[name]
+        assert (share.likely, share.latency) == pytest.approx((there.likely, there.latency), rel=1e-6), name
+
+
+def test_a_calibration_of_this_machine_is_a_file_that_reads_back(tmp_path, monkeypatch, capsys):
+    clock = itertools.count(1)
+
+    def each(work: Callable[[], object], kind: str) -> list[float]:
+        """The work is done, and takes longer than that before it."""
+        work()
+        return [float(next(clock))]
+
+    monkeypatch.setattr(calibrate, "_each", each)
+    monkeypatch.setattr(calibrate, "ON_CPU", TINY)
+    monkeypatch.setattr(calibrate, "resolve_device", lambda name: "cpu")
+    file = tmp_path / "cpu.json"
+    assert main(["calibrate", str(file)]) == 0
+    measured = read_device(file)
+    assert next(clock) == 15  # a product, a copy, and of two models three phases with two sizes each
+    assert (measured.name, measured.bf16_flops, measured.memory_bandwidth) == ("CPU", 2 * 64**3, 2 * 4 * 1024 / 2)
+    assert measured.reached["train"].source.startswith("measured") and measured.reached["link"] == EFFICIENCY["link"]
+    assert "0.0005243 GFLOP/s" in capsys.readouterr().out
+    assert main(["calibrate", str(file), "trainer.nnodes=2"]) == 2
+    assert "no configuration" in capsys.readouterr().err
+
+
+def links_of(ranks: object, folder: Path) -> tuple[int, float, float]:
+    measured = calibrate.with_links(device("CPU"))
+    return measured.node, measured.node_link, measured.reached["link"].latency
+
+
+def test_ranks_measure_the_links_between_them(tmp_path):
+    (node, link, latency), second = run_cells(2, [links_of], tmp_path)["links_of"]
+    assert node == second[0] == 2
+    assert 0 < latency < 60 and 0 < link < 1e12
