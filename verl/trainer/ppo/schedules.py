@@ -176,7 +176,10 @@ FULLY_ASYNC = Schedule(
 
 
 class ScheduleRun:
-    """A schedule in a run: its steps, its stream of groups, and its weights on their way to the samplers."""
+    """A schedule in a run: its steps, its stream of groups, and its weights on their way to the samplers.
+
+    What takes time is in `train`, `at_once`, `measure` and `send`, which a simulation replaces.
+    """
 
     def __init__(self, schedule: Schedule, run: RunState):
         self.schedule = schedule
@@ -198,12 +201,8 @@ class ScheduleRun:
             if self.schedule.checks or bound.in_work is not None:
                 staleness.check(chunk, ctx, bound.enforced)
             parts.append(self._learn(chunk, source, roles, ctx))
-        stages.measure_balance(parts, roles, ctx)
+        batch = self.measure(parts, roles, ctx)
         stream.close_step(ctx)
-        if len(parts) == 1:
-            return parts[0]
-        batch = together(parts)
-        stages.measure_chunks(batch, ctx)
         return batch
 
     def _learn(self, chunk: DataProto, source: PromptSource, roles: Roles, ctx: StepContext) -> DataProto:
@@ -213,7 +212,7 @@ class ScheduleRun:
         and the KL controller.
         """
         stream = self.stream
-        train = partial(learn, chunk, roles, ctx, self.schedule.stages)
+        train = partial(self.train, chunk, roles, ctx)
         if not self.schedule.prefetches or ctx.step >= ctx.run.total_steps:
             return stream.during(train, ctx)
         ahead = ctx.run.open(ctx.step + 1)
@@ -221,7 +220,24 @@ class ScheduleRun:
             stream.prefetch(source, ahead, may_stop=True)
             return train()
         prefetch = partial(stream.prefetch, source, ahead, may_stop=False)
-        return side_by_side(prefetch, train, ctx.timed("wait_for_samples"))[1]
+        return self.at_once(prefetch, train, ctx)
+
+    def train(self, batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
+        """The batch, after the updates on it."""
+        return learn(batch, roles, ctx, self.schedule.stages)
+
+    def at_once(self, ahead: Callable[[], None], here: Callable[[], DataProto], ctx: StepContext) -> DataProto:
+        """The result of ``here``, while ``ahead`` runs in another thread; returns when both have ended."""
+        return side_by_side(ahead, here, ctx.timed("wait_for_samples"))[1]
+
+    def measure(self, parts: list[DataProto], roles: Roles, ctx: StepContext) -> DataProto:
+        """All that a step has trained on, as one batch; its metrics go into ``ctx``."""
+        stages.measure_balance(parts, roles, ctx)
+        if len(parts) == 1:
+            return parts[0]
+        batch = together(parts)
+        stages.measure_chunks(batch, ctx)
+        return batch
 
     def publish(self, roles: Roles, ctx: StepContext) -> None:
         """The sampler generates with the updated policy from here on.
@@ -229,7 +245,7 @@ class ScheduleRun:
         With ``trainer.async_weight_update`` the weights are on their way while the controller logs what the step
         brought; before anything is sampled they have arrived, and the numbers are the same.
         """
-        stream, record, group = self.stream, ctx.run.record, roles["actor"].group
+        stream, record = self.stream, ctx.run.record
         script = ctx.run.script
         # A replay first continues what its checkpoint had in flight. Where its record is over, that is sampled again
         # instead, once the sampler has the weights.
@@ -239,11 +255,16 @@ class ScheduleRun:
         if record is not None:
             record.weights(ctx.step)
         with ctx.timed("update_weights"):
-            if ctx.config.trainer.async_weight_update:
-                self._on_their_way = by_rank(group, ModelWorker.begin_weight_update)(ctx.step)
-                self._version = ctx.step
-            else:
-                _admit(roles, ctx, by_rank(group, ModelWorker.send_weights)(ctx.step), ctx.step)
+            self.send(roles, ctx)
+
+    def send(self, roles: Roles, ctx: StepContext) -> None:
+        """Send the weights of step ``ctx.step``, or begin to."""
+        group = roles["actor"].group
+        if ctx.config.trainer.async_weight_update:
+            self._on_their_way = by_rank(group, ModelWorker.begin_weight_update)(ctx.step)
+            self._version = ctx.step
+        else:
+            _admit(roles, ctx, by_rank(group, ModelWorker.send_weights)(ctx.step), ctx.step)
 
     def settle(self, roles: Roles, ctx: StepContext) -> None:
         """Return once the sampler has the latest published weights; raises their transfer's error."""

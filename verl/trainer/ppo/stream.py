@@ -80,12 +80,12 @@ class GroupStream:
         """There is a driver."""
         return self._driver is not None
 
-    def open(self, roles: Roles, ctx: StepContext) -> None:
-        """Groups are sampled by these workers; first those that a checkpoint had in flight."""
+    def open(self, roles: Roles, ctx: StepContext, driver: Driver | None = None) -> None:
+        """Groups are sampled by these workers, or by ``driver``; first those that a checkpoint had in flight."""
         if self.is_open:
             return
         by_batch = self.admission.by_batch
-        self._driver = driver_of(roles, ctx, by_batch)
+        self._driver = driver or driver_of(roles, ctx, by_batch)
         if not by_batch:
             again = {entry.number: entry.prompt for entry in self.queue if entry.number in self._again}
             self.driver.begin_again(again, self.queue, ctx)
