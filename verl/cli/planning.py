@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from rich import box
 from rich.console import Console
@@ -21,13 +23,18 @@ from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
 from verl.errors import ConfigError, VerlError
+from verl.journal.gantt import draw_gantt
 from verl.planner.estimate import HOUR, Estimate
 from verl.planner.from_config import run_plan
 from verl.planner.hardware import Cluster, Device, device, read_device, to_json
+from verl.planner.pace import Conversations, MeasuredSteps, Pace, log_normal
 from verl.planner.proposal import MODES, Proposal, overrides, proposal
 from verl.planner.ranges import Range
 from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan
 from verl.trainer.command import run_program
+
+if TYPE_CHECKING:
+    from verl.trainer.planning.simulation import SimulatedSchedule
 
 WIDTH = 110
 """Columns of a table where no terminal says how wide it is."""
@@ -52,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     helps: dict[str, tuple[Callable[[argparse.Namespace, list[str]], int], str]] = {
         "estimate": (_estimate, "bytes per device of every role and phase, seconds, tokens per second"),
         "check": (_check, "faults of a run that show before it starts; exit status 1 where there are any"),
+        "simulate": (_simulate, "schedules on a simulated clock: seconds of a step, idle devices, staleness"),
         "plan": (_plan, "the fastest placement, parallel sizes, budgets and offloading; the overrides"),
     }
     parsers: dict[str, argparse.ArgumentParser] = {}
@@ -64,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--hardware", type=Path, metavar="FILE", help="what calibrate measured of a device")
         command.add_argument("--json", action="store_true", help="print objects")
     parsers["plan"].add_argument("--schedule", choices=(SYNC, ASYNC), help="default: the faster of both")
+    _add_simulation(parsers["simulate"])
     parsers["estimate"].add_argument("--live", type=Path, metavar="RUN", help="what is left of the run in this folder")
     parsers["estimate"].add_argument("--metrics", type=Path, metavar="FILE", help="of that run, outside of its folder")
     parsers["estimate"].add_argument("--price", type=float, metavar="NUMBER", help="of a device hour")
@@ -320,3 +329,101 @@ def _check(settings: argparse.Namespace, words: list[str]) -> int:
                     print(f"  {name}: {getattr(problem, name)}")
         print(f"{len(problems)} finding(s)" if problems else "no findings: the run can start")
     return int(bool(problems))
+
+
+def _add_simulation(command: argparse.ArgumentParser) -> None:
+    """What a simulation reads besides the configuration."""
+    group = command.add_argument_group("what is simulated")
+    numbers = (
+        ("--steps", _number(1, int), 8, "inner steps, between those that fill the queue and those that empty it"),
+        ("--seed", int, 0, "of lengths and waits"),
+        ("--sigma", _number(0), 0.7, "of log-normal lengths of responses; 0: all equal"),
+        ("--turns", _number(1, int), 1, "equal parts of a response, each followed by a wait"),
+        ("--tool", _number(0), 0.0, "median seconds of such a wait: of a tool, the last one of the score"),
+        ("--tool-sigma", _number(0), 0.0, "of log-normal waits; 0: all equal"),
+        ("--straggler", _number(1), 1.0, "one replica of the sampler takes this many times longer"),
+        ("--mtbf", _number(1e-6), math.inf, "hours between two failures of one device"),
+    )
+    for name, kind, default, text in numbers:
+        group.add_argument(name, type=kind, default=default, metavar="NUMBER", help=f"{text} (default: {default})")
+    group.add_argument("--schedules", metavar="NAME,NAME", help=f"next to {SYNC}; default: that of the configuration")
+    group.add_argument("--from", dest="run", type=Path, metavar="RUN",
+                       help="folder of this configuration's run under sync, for seconds and lengths")  # fmt: skip
+    group.add_argument("--gantt", type=Path, metavar="FILE", help="the inner steps of the last schedule, as SVG")
+
+
+def _number(least: float, kind: Callable[[str], float] = float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise ArgumentTypeError(f"got {text}, allowed: a number from {least:g}")
+        return value
+
+    return number
+
+
+def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
+    from verl.models.shape import model_shape  # loads transformers
+    from verl.trainer.planning.simulation import fitted, simulated  # loads torch
+
+    mode = cast(PPOTrainerConfig, read_config("ppo_trainer", words)).trainer.v1.trainer_mode
+    configs: dict[str, PPOTrainerConfig] = {}
+    for name in dict.fromkeys((SYNC, *(settings.schedules or mode).split(","))):
+        words_of = [*words, f"trainer.v1.trainer_mode={name}"]
+        configs[name] = cast(PPOTrainerConfig, read_config("ppo_trainer", words_of))
+        validate.check_printed(configs[name])
+    sync = configs[SYNC]
+    cluster = _cluster(settings) or cluster_of(sync, _calibrated(settings))
+    estimate = Estimate.of(run_plan(sync, cluster.device.is_cpu, model_shape), cluster)
+    pace, step = Pace.of(estimate), estimate.run.work
+    steps = None if settings.run is None else MeasuredSteps.of(settings.run)
+    lengths = log_normal(step.response, settings.sigma) if steps is None else steps.lengths
+    work = Conversations(lengths, round(step.prompt.mean), settings.turns, settings.tool, settings.tool_sigma,
+                         settings.seed)  # fmt: skip
+    if steps is not None:
+        pace = fitted(sync, pace, work, settings.steps, steps)
+    pace = replace(pace, straggler=settings.straggler)
+    rows = [simulated(config, pace, work, settings.steps) for config in configs.values()]
+    if settings.gantt is not None:
+        settings.gantt.write_text(draw_gantt(rows[-1].spans, f"{rows[-1].name}, simulated"), encoding="utf-8")
+    lost = [_lost(sync, row.seconds["step"], estimate.run.devices, settings.mtbf) for row in rows]
+    if settings.json:
+        print(json.dumps([{**asdict(replace(row, spans=())), "lost": share} for row, share in zip(rows, lost)]))
+    else:
+        _print_tables(*_schedules(rows, lost))
+    return 0
+
+
+def _schedules(rows: Sequence[SimulatedSchedule], lost: Sequence[float]) -> tuple[Table, Table]:
+    heads = ["", "step", "x sync", "tokens/s", "trainer idle", "sampler idle", "training", "weight sync"]
+    seconds, base = _table("Seconds of a step, simulated", heads, 1), rows[0].seconds
+    heads = ["", "slots", "weight sync", "dropped", "lost", "mean age", "samples by age"]
+    shares = _table("Shares; versions by which trained samples are stale", heads, 1)
+    for row, share in zip(rows, lost, strict=True):
+        step, samples = row.seconds["step"], sum(row.staleness.values())
+        names = "trainer_idle", "sampler_idle", "training", "sync"
+        seconds.add_row(row.name, f"{step:.3g}", f"{base['step'] / step:.2f}", f"{row.tokens / step:,.0f}",
+                        *(f"{row.seconds[name]:.3g}" for name in names))  # fmt: skip
+        values = row.occupancy, row.seconds["sync"] / step, row.dropped, share
+        mean = sum(age * number for age, number in row.staleness.items()) / samples
+        ages = ", ".join(f"{age}: {number / samples:.0%}" for age, number in row.staleness.items())
+        shares.add_row(row.name, *(f"{value:.1%}" for value in values), f"{mean:.2f}", ages)
+    ideal = max(base["trainer_idle"], base["training"])
+    seconds.add_row("ideal overlap", f"{ideal:.3g}", f"{base['step'] / ideal:.2f}", f"{rows[0].tokens / ideal:,.0f}")
+    return seconds, shares
+
+
+def _lost(config: PPOTrainerConfig, step: float, devices: int, hours: float) -> float:
+    """Share of the time that failures take, all of which repeat the work since the last checkpoint.
+
+    Until no failure falls into an interval, mtbf (exp(interval / mtbf) - 1) seconds are expected (Daly, "A higher order
+    estimate of the optimum checkpoint interval for restart dumps", 2006, with restarts of 0 s).
+    """
+    trainer, rate = config.trainer, devices / (hours * HOUR)
+    steps = trainer.save_freq if trainer.save_freq > 0 else trainer.total_training_steps
+    if rate == 0:
+        return 0.0
+    if steps is None:
+        raise ConfigError("a failure costs the work since the last checkpoint: the run of unknown length has none",
+                          key="trainer.save_freq", got=trainer.save_freq, allowed="a number of steps")  # fmt: skip
+    return 1 - steps * step * rate / math.expm1(min(steps * step * rate, 700.0))
