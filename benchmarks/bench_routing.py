@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import selectors
 import statistics
 import time
 from collections.abc import Awaitable, Iterable, Sequence
@@ -24,31 +23,9 @@ from figures import Figures, add_json
 
 from verl.rollout.base import Completion, Request, Sampler, SamplingParams
 from verl.rollout.service import SamplerService
+from verl.trainer.planning.simulation import SimulatedClock
 
 TOKEN_SECONDS = 1e-4
-
-
-class Jumping(selectors.DefaultSelector):
-    """Waits for nothing: its clock jumps to the next timer."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise RuntimeError("nobody is left who would go on")
-        self.now += timeout
-        return super().select(0)
-
-
-class SimulatedClock(asyncio.SelectorEventLoop):
-    """An event loop in which only timers take time."""
-
-    def __init__(self) -> None:
-        self._jumping = Jumping()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
 
 
 class Simulated(Sampler):

@@ -182,10 +182,11 @@ def call(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
+def words_of(schedule: str, asked: argparse.Namespace) -> list[str]:
+    """The command line of a run."""
     mini = max(1, asked.prompts // 4)
     is_queue = "async" in schedule
-    words = [
+    return [
         *COMMON,
         *(word.format(chunks=asked.prompts // mini) for word in SCHEDULES[schedule]),
         *([f"async_training.concurrent_samples_per_replica={2 * asked.prompts}"] if is_queue else []),
@@ -198,7 +199,10 @@ def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str,
         f"trainer.total_training_steps={asked.steps}",
         f"trainer.default_local_dir={schedule.replace(', ', '-')}",
     ]
-    printed = call([__file__, "--one", *words], folder)
+
+
+def measure(folder: Path, schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
+    printed = call([__file__, "--one", *words_of(schedule, asked)], folder)
     return json.loads(next(line for line in printed.splitlines() if line.startswith("CLOCK "))[len("CLOCK ") :])
 
 
