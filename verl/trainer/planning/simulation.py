@@ -296,7 +296,7 @@ def simulated(config: PPOTrainerConfig, pace: Pace, work: Conversations, inner: 
     rate = config.actor_rollout_ref.rollout.over_sample_rate
     used = {"algorithm.filter_groups.enable": config.algorithm.filter_groups.enable, "data.oversample_factor":
             config.data.oversample_factor > 1, "actor_rollout_ref.rollout.over_sample_rate": rate > 0}  # fmt: skip
-    for key in (key for key, is_used in used.items() if is_used):
+    if (key := next((key for key, is_used in used.items() if is_used), None)) is not None:
         raise NotBuiltError("simulate has no rewards and no unfinished responses", key=key, fix="Leave it out.")
     loop = SimulatedClock()
     try:
