@@ -151,7 +151,7 @@ class TokenForward:
 
     def _of_candidates(self, logits: Tensor, candidates: Tensor | None) -> Tensor:
         """(N, V) logits -> (N, K) log-probs of the tokens that the batch lists; (0, 1) for a filler without any."""
-        return candidate_log_probs(logits, candidates) if has_candidates(logits, candidates) else logits[:, :1]
+        return candidate_log_probs(logits, candidates) if has_candidates(candidates, logits) else logits[:, :1]
 
     def _entropy(self, logits: Tensor) -> Tensor:
         """(N, V) -> (N,), in pieces or computed again in the backward pass where memory is short."""
@@ -223,7 +223,7 @@ class TokenForward:
             raise EngineError(f"the exact KL needs the logits of two models, and this one {why}", got="full_kl")
 
 
-def has_candidates(logits: Tensor, candidates: Tensor | None) -> TypeGuard[Tensor]:
+def has_candidates(candidates: Tensor | None, logits: Tensor) -> TypeGuard[Tensor]:
     """Whether a micro-batch lists tokens; only a filler, without any position, may have no list."""
     if candidates is None and len(logits):
         raise EngineError("log-probs of listed tokens need the list", got=f"a batch without {CANDIDATES!r}")
@@ -240,9 +240,10 @@ def zeros_of(
         candidates: (..., K) that the batch lists.
         listed_per_token: K where the model lists its most likely tokens.
     """
-    if output in OF_SEVERAL_TOKENS:
-        lists = output != "candidate_log_probs" or candidates is None
-        shape = (*shape, listed_per_token if lists else candidates.shape[-1])
+    if output == "candidate_log_probs" and candidates is not None:
+        shape = (*shape, candidates.shape[-1])
+    elif output in OF_SEVERAL_TOKENS:
+        shape = (*shape, listed_per_token)
     return torch.zeros(*shape, dtype=torch.int32 if output == "top_k_ids" else torch.float32, device=device)
 
 

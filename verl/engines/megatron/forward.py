@@ -217,9 +217,9 @@ class StageForward:
             log_probs, ids = top_k_from_parts(logits, self.listed_per_token, *part)
             named |= {"top_k_ids": ids.int(), "top_k_log_probs": log_probs}
         if "candidate_log_probs" in outputs:
-            listed = micro.candidates
-            has_list = has_candidates(logits, listed)
-            named["candidate_log_probs"] = candidates_from_parts(logits, listed, *part) if has_list else logits[:, :1]
+            listed, named["candidate_log_probs"] = micro.candidates, logits[:, :1]
+            if has_candidates(listed, logits):
+                named["candidate_log_probs"] = candidates_from_parts(logits, listed, *part)
         return named
 
     @contextlib.contextmanager
