@@ -15,7 +15,7 @@ from tests.agent_loop.envs.guess import Guess
 from tests.agent_loop.server.scripted import END, TOKENIZER, Scripted, ids, rows, settings
 from verl.agent_loop import AgentLoopManager
 from verl.agent_loop.envs import adapter
-from verl.agent_loop.envs.loop import EnvironmentSettings, _seed
+from verl.agent_loop.envs.loop import EnvironmentAgentLoop, EnvironmentSettings, _seed
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices
 
@@ -162,18 +162,39 @@ def test_a_broken_environment_costs_its_own_row(tmp_path, broken, said):
     assert made.batch["rm_scores"].sum(-1).tolist() == [0.0, 1.0]
 
 
-def test_an_episode_over_its_time_is_scored_by_the_rewards_it_had(tmp_path):
-    extra = [{"environment_kwargs": {"broken": "hang"}}]
-    made = play(tmp_path, "1", batch=rows(extra_info=extra), timeout=2, on_error="raise")
+@pytest.fixture
+def expires(monkeypatch):
+    """In which method of a class the time of an episode is over: it does not return, and the clock plays no part."""
+    limits, timeout = [], asyncio.timeout
+
+    def recorded(seconds):
+        limits.append(timeout(seconds))
+        return limits[-1]
+
+    async def hang(*_):
+        limits[-1].reschedule(asyncio.get_running_loop().time())
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "timeout", recorded)
+    return lambda owner, method: monkeypatch.setattr(owner, method, hang)
+
+
+@pytest.mark.parametrize(
+    "place", [(adapter.Environment, "step"), (EnvironmentAgentLoop, "_sample")], ids=["step", "answer"]
+)
+def test_an_episode_over_its_time_is_scored_by_the_rewards_it_had(tmp_path, expires, place):
+    expires(*place)
+    made = play(tmp_path, "1", batch=rows(extra_info=[info(digit=1)]), timeout=60, on_error="raise")
     assert made.non_tensor_batch["ended"].tolist() == ["timeout"] and made.batch["rm_scores"].sum() == 0
-    assert made.non_tensor_batch["finish_reason"].tolist() == ["stop"] and made.batch["response_mask"].any()
+    assert made.non_tensor_batch["finish_reason"].tolist() == ["stop"]
+    assert made.batch["response_mask"].any() == (place[1] == "step")
     assert made.meta_info["metrics"]["rollout/environment/timeout"].value == 1
 
 
-def test_an_episode_whose_time_is_over_before_an_answer_has_failed(tmp_path):
-    extra = [{"environment_kwargs": {"broken": "hang_in_reset"}}]
-    with pytest.raises(RolloutError, match=r"no answer within the timeout of 0\.2 s"):
-        play(tmp_path, "1", batch=rows(extra_info=extra), timeout=0.2, on_error="raise")
+def test_an_episode_whose_time_is_over_before_its_reset_has_failed(tmp_path, expires):
+    expires(adapter.Environment, "reset")
+    with pytest.raises(RolloutError, match="first observation took longer than the timeout, 60"):
+        play(tmp_path, "1", batch=rows(extra_info=[info(digit=1)]), timeout=60, on_error="raise")
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,12 @@ class EnvironmentAgentLoop(AgentLoopBase):
             error = EnvironmentFailure(str(failure))
         except TimeoutError:
             if not limit.expired():
+                await environment.close()
                 raise
-            if episode.data.response_ids:  # a policy that dawdles would escape a low score if this were masked
+            if episode.data.prompt_ids:  # a policy that dawdles would escape a low score if this were masked
                 episode.end("timeout")
             else:
-                error = EnvironmentFailure(f"there was no answer within the timeout of {settings.timeout} s")
+                error = EnvironmentFailure(f"its first observation took longer than the timeout, {settings.timeout} s")
         try:
             await environment.close()
         except EnvironmentFailure as failure:
