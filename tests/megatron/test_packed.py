@@ -1,7 +1,12 @@
 """Which tokens of a packed row a context-parallel rank of Transformer Engine has."""
 
+from types import SimpleNamespace
+
+import torch
+
 from verl.engines.megatron import packed
-from verl.models.attention import Segments
+from verl.engines.rows import MicroBatch
+from verl.models.attention import PackedPlan, Segments
 
 
 def test_every_sequence_is_cut_into_pieces_from_the_front_and_the_back():
@@ -20,3 +25,24 @@ def test_tensor_parallel_ranks_share_the_pieces_evenly():
 def test_one_rank_has_the_row_as_it_is():
     lengths, tokens = packed.two_pieces(Segments.separate([5, 4]), 0, 1, 2)
     assert lengths == [5, 4] and tokens.tolist() == list(range(9))
+
+
+def test_listed_tokens_stay_with_the_positions_that_read_them():
+    """Positions 1, 4 and 7 of the sequences above: the first rank has tokens 0, 1, 5, 8, the second 2, 3, 4, 6, 7."""
+    order = torch.arange(9)[None]
+    positions, listed = torch.tensor([1, 4, 7]), torch.tensor([[10, 11], [40, 41], [70, 71]])
+    plan = PackedPlan(Segments.separate([5, 4]))
+    micro = MicroBatch(
+        torch.arange(2),
+        order,
+        order,
+        positions,
+        positions,
+        positions,
+        num_responses=9,
+        candidates=listed,
+        attention=plan,
+    )
+    parts = [packed.fast_part(micro, SimpleNamespace(rank=rank, size=2), 1)[0] for rank in (0, 1)]
+    assert [part.labels.tolist() for part in parts] == [[1], [4, 7]]
+    assert [part.candidates.tolist() for part in parts] == [[[10, 11]], [[40, 41], [70, 71]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +151,9 @@ class TokenForward:
 
     def _of_candidates(self, logits: Tensor, candidates: Tensor | None) -> Tensor:
         """(N, V) logits -> (N, K) log-probs of the tokens that the batch lists; (0, 1) for a filler without any."""
-        return candidate_log_probs(logits, candidates) if has_candidates(candidates, logits) else logits[:, :1]
+        if candidates is None and not len(logits):
+            return logits[:, :1]
+        return candidate_log_probs(logits, needed_candidates(candidates))
 
     def _entropy(self, logits: Tensor) -> Tensor:
         """(N, V) -> (N,), in pieces or computed again in the backward pass where memory is short."""
@@ -223,11 +225,11 @@ class TokenForward:
             raise EngineError(f"the exact KL needs the logits of two models, and this one {why}", got="full_kl")
 
 
-def has_candidates(candidates: Tensor | None, logits: Tensor) -> TypeGuard[Tensor]:
-    """Whether a micro-batch lists tokens; only a filler, without any position, may have no list."""
-    if candidates is None and len(logits):
+def needed_candidates(candidates: Tensor | None) -> Tensor:
+    """The tokens that a batch lists; only a filler, without any position, may have none."""
+    if candidates is None:
         raise EngineError("log-probs of listed tokens need the list", got=f"a batch without {CANDIDATES!r}")
-    return candidates is not None
+    return candidates
 
 
 def zeros_of(

@@ -241,9 +241,8 @@ class TorchEngine(Engine):
         work = self._prepare("infer", batch, outputs, temperature, micro_batch_size, max_tokens)
         self.onload(optimizer=False)
         self.model.eval()
-        per_token = [name for name in outputs if name != COLUMN]
         rows, most = work.rows, self.forward.listed_per_token
-        results = {name: zeros_of(name, rows.mask.shape, rows.candidates, most) for name in per_token}
+        results = {n: zeros_of(n, rows.mask.shape, rows.candidates, most) for n in outputs if n != COLUMN}
         experts = RecordedExperts(batch)
         with torch.no_grad(), self._reference_at_hand(outputs), self._replaying():
             for index, computed in self._passes(work, outputs, temperature):

@@ -19,7 +19,7 @@ from verl.distributed.vocabulary import (
     statistics_from_parts,
     top_k_from_parts,
 )
-from verl.engines.forward import OF_SEVERAL_TOKENS, check_outputs, has_candidates
+from verl.engines.forward import OF_SEVERAL_TOKENS, check_outputs, needed_candidates
 from verl.engines.megatron.parallel import (
     SECTION,
     MegatronSizes,
@@ -217,9 +217,8 @@ class StageForward:
             log_probs, ids = top_k_from_parts(logits, self.listed_per_token, *part)
             named |= {"top_k_ids": ids.int(), "top_k_log_probs": log_probs}
         if "candidate_log_probs" in outputs:
-            listed, named["candidate_log_probs"] = micro.candidates, logits[:, :1]
-            if has_candidates(listed, logits):
-                named["candidate_log_probs"] = candidates_from_parts(logits, listed, *part)
+            listed = needed_candidates(micro.candidates)
+            named["candidate_log_probs"] = candidates_from_parts(logits, listed, *part)
         return named
 
     @contextlib.contextmanager

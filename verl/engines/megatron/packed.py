@@ -132,6 +132,7 @@ def fast_part(micro: MicroBatch, context: Ranks, tensor: int) -> tuple[MicroBatc
         positions=place[micro.positions[here]],
         labels=micro.labels[here],
         places=micro.places[here],
+        candidates=None if micro.candidates is None else micro.candidates[here],
         token_of=None if micro.token_of is None else places_here(micro.token_of, place),
     )
     ends = cumulative(lengths, source.device)
