@@ -9,9 +9,10 @@ import signal
 import sys
 import weakref
 
+import psutil
 import pytest
 
-from verl.trainer.signals import StepDropped, StopSignals
+from verl.trainer.signals import StepDropped, StopSignals, kill_descendants
 
 
 @pytest.fixture
@@ -75,3 +76,12 @@ def test_a_step_that_is_dropped_in_a_finalizer_is_dropped_at_the_end_of_the_bloc
         Hit()
         reached.append("the end")
     assert reached == ["the end"] and unraisable == []
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(1), OSError("too many open files")])
+def test_processes_that_cannot_be_listed_keep_nobody_from_leaving(monkeypatch, error):
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    kill_descendants()

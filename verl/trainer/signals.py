@@ -160,8 +160,10 @@ class StopSignals:
             received = signal.Signals(numbers[0])
             if seen and seen[-1] != signal.SIGHUP:
                 tell(f"{received.name}, the second signal: leaving at once; finished checkpoints are untouched")
-                kill_descendants()
-                os._exit(128 + received)  # nothing may delay it, not even clean-up; the kernel drops the lock
+                try:
+                    kill_descendants()
+                finally:
+                    os._exit(128 + received)  # nothing may delay it, not even clean-up; the kernel drops the lock
             for note in _first_notes if not seen else ():
                 note(received)
             seen.append(received)
@@ -198,6 +200,7 @@ def kill_descendants() -> None:
 
     They would notice eventually that their parent is dead; Ray's agents take minutes on a busy machine.
     """
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            process.kill()
+    with suppress(psutil.Error, OSError):  # they cannot be listed
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                process.kill()

@@ -119,8 +119,10 @@ class Watchdog:
             signal.pthread_kill(self._main, SIGNAL)
         if not self._over.wait(GRACE_SECONDS):
             tell(f"error: {self._error}\nIt had to be killed; finished checkpoints are untouched")
-            kill_descendants()
-            os._exit(2)
+            try:
+                kill_descendants()
+            finally:
+                os._exit(2)
 
     def _error_of(self, hanging: list[Activity]) -> WorkerError:
         try:
