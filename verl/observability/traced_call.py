@@ -79,13 +79,17 @@ class TraceBackend(ABC):
 
 
 @contextmanager
-def trace_package(name: str) -> Iterator[None]:
-    """Within the block the package of a backend is imported; `MissingDependencyError` where it is not installed."""
+def trace_package(name: str, install: str = "") -> Iterator[None]:
+    """Within the block the package of a backend is imported; `MissingDependencyError` where it is not installed.
+
+    Args:
+        install: the sentence that says how; empty: by pip.
+    """
     try:
         yield
     except ImportError as error:
-        command = "In the checkout: pip install -e '.[mlflow]'" if name == "mlflow" else f"pip install {name}"
-        message, fix = f"the package {name} is not installed", f"{command}, or leave it out."
+        message = f"the package {name} is not installed"
+        fix = f"{install or f'pip install {name}'}, or leave the setting out."
         raise MissingDependencyError(message, key=KEY, got=name, fix=fix) from error
 
 

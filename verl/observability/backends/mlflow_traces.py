@@ -16,7 +16,7 @@ class MlflowTraces(TraceBackend):
 
     def __init__(self, project: str, experiment: str):
         super().__init__(project, experiment)
-        with trace_package("mlflow"):
+        with trace_package("mlflow", "In the checkout: pip install -e '.[mlflow]'"):
             import mlflow
             from mlflow.environment_variables import MLFLOW_ENABLE_ASYNC_TRACE_LOGGING
         self.client = mlflow
