@@ -86,6 +86,13 @@ def test_a_checkpoint_of_before_the_manifests_checksum_is_still_taken(run):
     assert_holds(find_checkpoint(run), 2)
 
 
+def test_a_checkpoint_of_a_later_format_is_named_with_its_folder(run):
+    file = run / "global_step_2" / "manifest.json"
+    file.write_text(file.read_text().replace("verl-checkpoint-2", "verl-checkpoint-9"))
+    with pytest.raises(CheckpointError, match="global_step_2 has the format 'verl-checkpoint-9'"):
+        find_checkpoint(run, "resume_path", run / "global_step_2")
+
+
 OTHERS = [
     "actor/huggingface/model-00002.safetensors",
     "actor/huggingface/model.safetensors.index.json",

@@ -74,7 +74,7 @@ class Manifest:
         try:
             content = read_json(text)
             if content["format"] not in (FORMAT, OLD_FORMAT):
-                raise CheckpointError("a checkpoint of another format", got=content["format"], allowed=FORMAT)
+                raise CheckpointError(f"{where} has the format {content['format']!r}", got=where, allowed=FORMAT)
             if content["format"] == FORMAT and text != _with_checksum(text[: len(_HEAD)], text[len(_HEAD + _BLANK) :]):
                 raise CheckpointError(f"the checksum of its {MANIFEST} is wrong", got=where)
             _refuse_strange(content)
