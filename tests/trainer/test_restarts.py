@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness.forked_runs import (
+    STEPS,
     STOPPING,
     Ended,
     Run,
@@ -20,13 +23,17 @@ from tests.harness.forked_runs import (
     assert_same_end,
     finish,
     grpo,
+    ledgers,
+    newest,
     prepare,
     seconds_since_kill,
+    weights,
 )
 from tests.harness.waiting import wait_until
 from verl.checkpoint import list_checkpoints
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
+from verl.journal.ledger_reader import History
 from verl.metrics import notices, reset_notices
 from verl.trainer import restarts
 from verl.trainer.restarts import EndReport, RunAttempt, attempt_of, begin_attempts, is_last, pause_before
@@ -61,9 +68,22 @@ def restarted(run: Run, record_property: Callable[[str, object], None]) -> Ended
 
 def assert_nothing_lost(undisturbed: Path, hit: Path, record_property: Callable[[str, object], None]) -> None:
     """The ledger, and so every sample, is that of a run without a kill."""
+    expected, trained = (trained_samples(folder) for folder in (undisturbed, hit))
+    record_property("lost", (expected - trained).total())
+    record_property("doubled", (trained - expected).total())
+    record_property("bits_equal", weights_equal(undisturbed, hit))
     assert_same_end(undisturbed, hit)
-    for name, value in (("lost", 0), ("doubled", 0), ("bits_equal", True)):
-        record_property(name, value)
+
+
+def trained_samples(folder: Path) -> Counter[tuple[str, int]]:
+    """How often the journal of a run trains on each sample."""
+    samples = History.of(newest(ledgers(folder))).samples
+    return Counter((one.uid, one.sample) for one in samples if one.stage == "trained")
+
+
+def weights_equal(undisturbed: Path, hit: Path) -> bool:
+    one, other = (weights(folder / f"run/global_step_{STEPS}") for folder in (undisturbed, hit))
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
 def test_a_killed_run_starts_again_and_ends_with_the_same_bits(server: Server, tmp_path, record_property):
@@ -172,11 +192,17 @@ def test_a_run_that_exits_without_an_end_is_not_complete():
 
 
 def test_an_attempt_that_the_kernel_killed_for_want_of_memory_says_so(tmp_path):
-    (tmp_path / "memory.events").write_text("low 0\nhigh 4\nmax 5\noom 3\noom_kill 2\noom_group_kill 1\n")
-    assert restarts.memory_kills(tmp_path) == 2 and restarts.memory_kills(tmp_path / "absent") == 0
-    ended = attempt_of(-signal.SIGKILL, {}, None, 0, 3, 1.0, kernel_kills=2)
-    assert "killed by SIGKILL (meanwhile the kernel killed 2 processes: the control group was out of" in str(ended)
-    assert not ended.is_final
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "memory.events").write_text("low 0\nhigh 4\nmax 5\noom 3\noom_kill 2\noom_group_kill 1\n")
+    groups = tmp_path / "cgroup"
+    groups.write_text("1:memory:/b\n0::/a\n")
+    memory = restarts.memory_events(tmp_path, groups)
+    assert (memory["oom"], memory["oom_kill"]) == (3, 2) and not restarts.memory_events(tmp_path / "absent", groups)
+    for oom, place in ((1, "the control group"), (0, "the machine or a group around this one")):
+        ended = attempt_of(-signal.SIGKILL, {}, None, 0, 3, 1.0, {"oom": oom, "oom_kill": 2})
+        assert f"SIGKILL (meanwhile the kernel killed 2 processes: {place} was out of memory)" in str(ended)
+        assert not ended.is_final
+    assert "meanwhile" not in str(attempt_of(-signal.SIGKILL, {}, None, 0, 3, 1.0, {"oom": 1}))
 
 
 def test_an_error_that_comes_twice_at_one_checkpoint_ends_the_run():

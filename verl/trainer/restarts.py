@@ -16,11 +16,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from verl import lifeline
 from verl.checkpoint.find import TRACKER
@@ -187,7 +188,7 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         sys.stderr.flush()
         reader, writer = os.pipe()
         parent, first, start = os.getpid(), _step(folder), time.monotonic()
-        kills = memory_kills()
+        memory = memory_events()
         pid = os.fork()
         if not pid:
             os.close(reader)
@@ -198,7 +199,7 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         result, stop = process.wait(stops)
         process.end_leftovers()
         steps, seconds = (first, _step(folder)), time.monotonic() - start
-        attempts.append(attempt_of(result, process.report(), stop, *steps, seconds, memory_kills() - kills))
+        attempts.append(attempt_of(result, process.report(), stop, *steps, seconds, memory_events() - memory))
         status = attempts[-1].status if is_last(attempts, max_restarts) else _pause(attempts, stops)
     if len(attempts) > 1 or not attempts[-1].is_final:
         lines = "".join(f"\n  attempt {number}, {attempt}" for number, attempt in enumerate(attempts, 1))
@@ -216,7 +217,13 @@ def _pause(attempts: Sequence[RunAttempt], stops: Collection[int]) -> int | None
 
 
 def attempt_of(
-    result: int, report: JsonObject, stop: int | None, first: int, last: int, seconds: float, kernel_kills: int = 0
+    result: int,
+    report: JsonObject,
+    stop: int | None,
+    first: int,
+    last: int,
+    seconds: float,
+    memory: Mapping[str, int] = MappingProxyType({}),
 ) -> RunAttempt:
     """An attempt from how its process ended and what it reported.
 
@@ -224,7 +231,7 @@ def attempt_of(
         result: exit status, negative if a signal killed it.
         report: of `EndReport`; empty if it was killed.
         stop: the signal that was to end the run.
-        kernel_kills: processes that the kernel killed meanwhile, because their control group was out of memory.
+        memory: `memory_events` meanwhile; ``oom_kill`` counts kills for any limit, ``oom`` rises with the group's own.
     """
     exits = {code for number in SIGNALS for code in (-number, 128 + number)}
     is_complete, reason = bool(report.get("is_complete")), str(report.get("reason") or "")
@@ -234,8 +241,9 @@ def attempt_of(
         text = f"killed by {signal.Signals(-result).name}"
     else:
         text = reason or f"ended with status {result} before it could report why (its output says more, and hang.txt)"
-    if kernel_kills and not is_complete:
-        text += f" (meanwhile the kernel killed {kernel_kills} processes: the control group was out of memory)"
+    if memory.get("oom_kill") and not is_complete:
+        place = "the control group" if memory.get("oom") else "the machine or a group around this one"
+        text += f" (meanwhile the kernel killed {memory['oom_kill']} processes: {place} was out of memory)"
     is_stopped = stop is not None or "signal" in report or result in exits
     is_final = is_complete or bool(report.get("is_permanent")) or is_stopped
     status = result if result >= 0 else 128 - result
@@ -244,12 +252,14 @@ def attempt_of(
     return RunAttempt(status, text, is_final, bool(reason), first, last, seconds)
 
 
-def memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processes of this control group (version 2, folder ``root``) that the kernel has killed for want of memory."""
-    with suppress(OSError):  # another version, or none
-        lines = (line.split() for line in (root / "memory.events").read_text(encoding="utf-8").splitlines())
-        return sum(int(count) for name, count in lines if name == "oom_kill")
-    return 0
+def memory_events(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> Counter[str]:
+    """Counts in ``memory.events`` of this process's control group (version 2, below ``root``); none without one."""
+    with suppress(OSError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::/"):
+                text = (root / line.removeprefix("0::/") / "memory.events").read_text(encoding="utf-8")
+                return Counter({name: int(count) for name, count in map(str.split, text.splitlines())})
+    return Counter()
 
 
 def is_last(attempts: Sequence[RunAttempt], max_restarts: int) -> bool:
