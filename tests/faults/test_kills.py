@@ -22,13 +22,12 @@ def test_a_killed_run_loses_nothing_and_ends_with_equal_bits(
     server: Server, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
 ):
     tally = Tally()
-    disturb(server, name, replace(CASES[name], steps=6), KILLS, tmp_path, seed=3, tally=tally)
-    for measure, value in (
-        ("lost", tally.lost),
-        ("doubled", tally.doubled),
-        ("bits_equal", tally.equal == tally.complete),
-    ):
-        record_property(measure, value)
+    try:
+        disturb(server, name, replace(CASES[name], steps=6), KILLS, tmp_path, seed=3, tally=tally)
+    finally:
+        record_property("lost", tally.lost)
+        record_property("doubled", tally.doubled)
+        record_property("bits_equal", tally.equal == tally.complete)
     assert tally.kills.total() == KILLS and tally.equal == tally.complete >= 1, tally
 
 

@@ -25,6 +25,17 @@ from verl.workers.sending import SyncResult
 LIMIT = 1.5
 
 
+class Clock:
+    """Seconds that pass only where a test says so, but for an instant per look at it."""
+
+    def __init__(self):
+        self.seconds = time.monotonic()
+
+    def monotonic(self):
+        self.seconds += 1e-6
+        return self.seconds
+
+
 class Sleeper:
     """A unit of one process, which answers as long as it runs."""
 
@@ -130,6 +141,11 @@ class Run:
             assert time.monotonic() < end, (self.service.names, notices())
             time.sleep(0.01)
 
+    def until_answers(self, replica, count):
+        for _ in range(count):
+            before = replica.last_heartbeat
+            self.until(lambda before=before: replica.last_heartbeat > before)
+
 
 @pytest.fixture
 def in_run(monkeypatch, tmp_path):
@@ -167,14 +183,25 @@ def test_one_that_dies_and_one_that_is_stopped_are_replaced_and_fed_before_they_
         assert run.keeper.metrics()["rollout/replicas/replaced"] == 2 and run.moved
 
 
-def test_one_that_is_stopped_for_a_moment_is_not_replaced(in_run):
+@pytest.mark.parametrize("seconds", [59, 61])
+def test_one_that_is_stopped_is_replaced_after_the_limit_and_not_before(in_run, monkeypatch, seconds):
+    clock = Clock()
+    monkeypatch.setattr("verl.trainer.keeper.time", clock)
     with in_run(2, "trainer.hang_seconds=60") as run:
-        replica, process = run.keeper._replicas[1], run.units["replica 1"].process
+        (other, stopped), process = run.keeper._replicas, run.units["replica 1"].process
         os.kill(process.pid, signal.SIGSTOP)
-        run.until(lambda: time.monotonic() - replica.last_heartbeat > 0.5)
+        run.until_answers(other, 3)  # a question from before the stop has its answer by then
+        clock.seconds += seconds - 2
+        run.until_answers(other, 3)
+        assert run.service.discarded == []
+        clock.seconds += 2
+        if seconds > 60:
+            run.until(lambda: run.service.discarded)
+            assert run.service.discarded == ["replica 1"]
+            return
+        run.until_answers(other, 3)
         os.kill(process.pid, signal.SIGCONT)
-        resumed = time.monotonic()
-        run.until(lambda: min(replica.last_heartbeat, run.keeper._looked) > resumed)
+        run.until_answers(stopped, 1)
         assert run.service.discarded == [] and run.keeper.replaced == 0
         assert set(run.service.names) == {"replica 0", "replica 1"}
 
