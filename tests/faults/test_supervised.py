@@ -52,8 +52,10 @@ def test_a_supervised_run_that_is_killed_and_stopped_ends_with_the_bits_of_an_un
 
     ended = server.start(hit, SFT, "manifest:2:KILL", "sft_trainer").wait()
     assert ended.status == -signal.SIGKILL and newest_step(hit) == 1
+    ended = server.start(hit, SFT, "load:1:TERM", "sft_trainer").wait()
+    assert ended.status == 143 and newest_step(hit) == 2, "the step after the load is saved"
     rarely = [*SFT, "trainer.save_freq=100"]
-    ended = server.start(hit, rarely, "backward:2:TERM", "sft_trainer").wait()
+    ended = server.start(hit, rarely, "backward:1:TERM", "sft_trainer").wait()
     assert ended.status == 143, ended.output[-2000:]
     assert "SIGTERM: stopped after step 3, which is saved in" in ended.output and "Traceback" not in ended.output
     assert newest_step(hit) == 3

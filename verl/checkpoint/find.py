@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +51,16 @@ def list_checkpoints(root: str | Path) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda c: -c.manifest.sequence)
 
 
-def find_checkpoint(root: str | Path, mode: str = "auto", path: str | Path | None = None) -> Path | None:
+def find_checkpoint(
+    root: str | Path, mode: str = "auto", path: str | Path | None = None, skipped: Container[str] = ()
+) -> Path | None:
     """The step folder to continue from.
 
     Args:
         root: the run folder (``trainer.default_local_dir``).
         mode: ``disable`` is None; ``resume_path`` is ``path``, which must be sound; ``auto`` is the checkpoint saved
             last among the sound ones, and those that are damaged or unfinished are named in a notice.
+        skipped: labels (`Manifest.label`) of checkpoints that ``auto`` passes over, with a notice.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, the chosen one holds files that it was not saved with, or the
@@ -71,7 +75,7 @@ def find_checkpoint(root: str | Path, mode: str = "auto", path: str | Path | Non
         return None
     if mode == "resume_path":
         return _named(path)
-    return _newest_sound(Path(env.expand(str(root))))
+    return _newest_sound(Path(env.expand(str(root))), skipped)
 
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
@@ -119,12 +123,19 @@ def _without_others(folder: Path, manifest: Manifest) -> Path:
     return folder
 
 
-def _newest_sound(root: Path) -> Path | None:
+def _newest_sound(root: Path, skipped: Container[str]) -> Path | None:
     for folder in _step_folders(root):
         _refuse_foreign(folder)
         if not (folder / MANIFEST).is_file():
             notice(f"checkpoint {folder}", f"it has no {MANIFEST}, so it was never finished; it is not used")
     for checkpoint in list_checkpoints(root):
+        if checkpoint.manifest.label in skipped:
+            notice(
+                f"checkpoint {checkpoint.folder}",
+                "processes died at it, so it is passed over. To read it: trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path={checkpoint.folder}",
+            )
+            continue
         problem = checkpoint.manifest.problem(checkpoint.folder)
         if not problem:
             return _without_others(checkpoint.folder, checkpoint.manifest)

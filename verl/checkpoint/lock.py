@@ -114,5 +114,10 @@ class RunLock:
         )
 
 
+def is_held(root: Path) -> bool:
+    """Whether this process holds the lock of a run folder."""
+    return root.resolve() / LOCK in _held
+
+
 def _text_of(descriptor: int) -> str:
     return os.pread(descriptor, 1000, 0).decode(errors="replace")

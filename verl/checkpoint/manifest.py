@@ -53,6 +53,11 @@ class Manifest:
         """List and sync every file below ``folder``; those in ``written`` were synced and summed when written."""
         return cls(step, sequence, tuple(parts), records_of(folder, written))
 
+    @property
+    def label(self) -> str:
+        """The name of this save in a run folder and its copies."""
+        return f"global_step_{self.step}, save {self.sequence}"
+
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a step folder.

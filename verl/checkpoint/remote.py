@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
-from verl.checkpoint.deadly import is_quarantined, unless_deadly
+from verl.checkpoint.deadly import pass_over, skipped_checkpoints
 from verl.checkpoint.files import remove_tree, sync_file, sync_tree_folders, write_synced
 from verl.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints, step_folder
 from verl.checkpoint.manifest import MANIFEST, Manifest
@@ -283,7 +283,7 @@ def find_or_fetch(
 ) -> Path | None:
     """As `find_checkpoint`; with ``auto`` a newer complete checkpoint at the remote folder is fetched first.
 
-    With ``auto`` a checkpoint at which process after process died is set aside (`verl.checkpoint.deadly`).
+    With ``auto`` a checkpoint at which process after process died is passed over (`verl.checkpoint.deadly`).
 
     ``resume_path`` may be a URL, whose checkpoint is fetched, too; it never replaces one that the run has saved itself.
     The number of the save (``sequence``) says which of two is newer; a run that was fetched continues the count.
@@ -298,19 +298,30 @@ def find_or_fetch(
                 allowed=".../global_step_N",
             )  # fmt: skip
         return RemoteCheckpoints(parent, "trainer.resume_from_path").fetch(int(match[1]), folder, replaces=False)
-    newest = find_checkpoint(folder, mode, path)
-    if mode == "auto" and newest is not None:
-        newest = unless_deadly(folder, newest)
-    if mode != "auto" or remote is None:
+    if mode != "auto":
+        return find_checkpoint(folder, mode, path)
+    skipped = skipped_checkpoints(folder)
+    newest = _newest(folder, remote, skipped)
+    if newest is not None and skipped:
+        pass_over(folder, skipped)
+    elif skipped and (newest := _newest(folder, remote, ())) is not None:
+        notice(f"checkpoint {newest.name}", "processes died at it; it is read again, because there is no other one")
+    return newest
+
+
+def _newest(root: Path, remote: RemoteCheckpoints | None, skipped: Container[str]) -> Path | None:
+    """The newest sound checkpoint of a run folder and its copies, which is fetched."""
+    newest = find_checkpoint(root, skipped=skipped)
+    if remote is None:
         return newest
     here = -1 if newest is None else Manifest.read(newest).sequence
     for manifest in remote.newest_first():
         if manifest.sequence <= here:
             break
-        if is_quarantined(folder, manifest):
-            continue  # the notice about it here holds for its copy
+        if manifest.label in skipped:
+            continue
         try:
-            return remote.fetch(manifest.step, folder)
+            return remote.fetch(manifest.step, root)
         except CheckpointError as error:  # it is damaged; a place that does not answer ends the run
             notice(f"checkpoint {remote.place.url}/global_step_{manifest.step}", f"{error}; it is not used")
     return newest

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from verl.checkpoint.deadly import forget_reading
 from verl.terminal import tell
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -173,7 +174,7 @@ class StopSignals:
 
 
 _watching: list[StopSignals] = []
-_first_notes: list[Callable[[signal.Signals], object]] = []
+_first_notes: list[Callable[[signal.Signals], object]] = [lambda _: forget_reading()]
 
 
 def on_first(note: Callable[[signal.Signals], object]) -> None:

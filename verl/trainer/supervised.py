@@ -178,25 +178,26 @@ class SupervisedTrainer:
         if self.save_every > 0:
             self.writer = ctx.only_main(self._make_writer)
         try:
-            self.load_checkpoint()
-            ctx.only_main(lambda: runtime.write_config(self.config))
-            config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
-            noted = recorded_end(Path(trainer.default_local_dir), self.total_steps) if ctx.is_main else nullcontext()
-            with noted, Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
-                self.places |= tracking.start(self.total_steps, self.step, self.places)
-                with runtime.page_of_run(self.config, tracking) if ctx.is_main else nullcontext():
-                    self._validate_and_train(tracking)
+            with StopSignals(drop_at_once=False) as stop:
+                self.load_checkpoint()
+                ctx.only_main(lambda: runtime.write_config(self.config))
+                config, logger = to_dict(self.config), trainer.logger if ctx.is_main else []
+                folder = Path(trainer.default_local_dir)
+                noted = recorded_end(folder, self.total_steps) if ctx.is_main else nullcontext()
+                with noted, Tracking(trainer.project_name, trainer.experiment_name, logger, config) as tracking:
+                    self.places |= tracking.start(self.total_steps, self.step, self.places)
+                    with runtime.page_of_run(self.config, tracking) if ctx.is_main else nullcontext():
+                        self._validate_and_train(tracking, stop)
         finally:
             if self.writer is not None:
                 self.writer.close()
 
-    def _validate_and_train(self, tracking: Tracking) -> None:
+    def _validate_and_train(self, tracking: Tracking, stop: StopSignals) -> None:
         if self.config.trainer.val_before_train and self.val_loader is not None and self.step == 0:
             with timed("validating"):
                 metrics = self._validated()
             tracking.log(metrics, 0)
-        with StopSignals(drop_at_once=False) as stop:
-            self._run_steps(tracking, stop)
+        self._run_steps(tracking, stop)
 
     def _make_writer(self) -> CheckpointWriter:
         trainer, remote = self.config.trainer, RemoteCheckpoints.of(self.config.trainer)
