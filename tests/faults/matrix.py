@@ -5,8 +5,8 @@
 The rows are in matrix.toml. Each row is a separate pytest: an interrupted run has the results of the rows before it.
 ``--quick`` leaves out the tests with the marker `slow`. ``--outcomes`` runs nothing: it takes the outcomes that
 `scripts/run_tests.py` has written (.pytest_cache/outcomes/*.jsonl). ``matrix.json`` next to the pages ``faults.md`` and
-``attacks.md`` keeps the results; the pages leave out one of a row whose tests have changed since. Exit status 1: a row
-failed.
+``attacks.md`` keeps the results; the pages leave out one of a row whose test files have changed since. Exit status 1: a
+row failed.
 
 Tests measure by `record_property`: ``noticed_seconds``, ``recovered_seconds``, ``lost``, ``doubled``, ``bits_equal``.
 """
@@ -97,7 +97,7 @@ class Result:
         result: in words.
         seconds: that its tests took.
         date: of the run.
-        tests: `digest` of the tests that were run.
+        tests: `digest` of the tests as they were then.
         measured: by the names of `MEASURES`.
     """
 
@@ -122,8 +122,10 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(tests: Sequence[str]) -> str:
-    """A short name of a list of tests."""
-    return hashlib.sha256("\n".join(tests).encode()).hexdigest()[:12]
+    """A short name of a list of tests and the contents of their files."""
+    files = sorted({ROOT / test.partition("::")[0] for test in tests})
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]  # one that is gone did not run
+    return hashlib.sha256("\n".join([*tests, *texts]).encode()).hexdigest()[:12]
 
 
 def result_of(tests: Sequence[str], lines: Sequence[Mapping[str, Any]], otherwise: str = "did not run") -> Result:
@@ -183,6 +185,7 @@ def page(kind: str, results: Mapping[str, Result]) -> str:
         words = result.result
         if shown and row.slow and result.tests != digest(row.tests(is_quick=False)):
             words += ", slow ones not run"
+        words += f", {result.date}" * bool(shown)
         cells += [", ".join(f"`{file}`" for file in files), words, f"{result.seconds:g}" if shown else "-"]
         table += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
         if row.missing:

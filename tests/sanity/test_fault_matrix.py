@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from pathlib import Path
 
 import pytest
 
@@ -75,8 +76,17 @@ def test_of_several_measures_the_longest_time_and_all_losses_count():
     assert result_of(["t::test_it"], lines).measured == {"noticed_seconds": 0.5, "lost": 3, "bits_equal": False}
 
 
-def test_a_result_of_other_tests_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+def test_a_result_of_other_tests_is_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(matrix, "rows", lambda: {"F1": Row("F1", "done", "promise", quick=("a",), slow=("b",))})
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "tests" / name).write_text("def test(): ...")
     both, quick = digest(["tests/a", "tests/b"]), digest(["tests/a"])
-    for tests, words in ((both, "| 9 passed |"), (quick, "| 9 passed, slow ones not run |"), ("?", "| not run yet |")):
-        assert words in page("F", {"F1": Result("9 passed", 1.0, "2026-01-01", tests)})
+    day = "2026-01-01"
+    for tests, words in (
+        (both, f"| 9 passed, {day} |"), (quick, f"| 9 passed, slow ones not run, {day} |"), ("?", "| not run yet |"),
+    ):  # fmt: skip
+        assert words in page("F", {"F1": Result("9 passed", 1.0, day, tests)})
+    (tmp_path / "tests" / "a").write_text("def test(): pass")
+    assert "| not run yet |" in page("F", {"F1": Result("9 passed", 1.0, day, both)})
