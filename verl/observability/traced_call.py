@@ -80,11 +80,7 @@ class TraceBackend(ABC):
 
 @contextmanager
 def trace_package(name: str, install: str = "") -> Iterator[None]:
-    """Within the block the package of a backend is imported; `MissingDependencyError` where it is not installed.
-
-    Args:
-        install: the sentence that says how; empty: by pip.
-    """
+    """Within the block the package of a backend is imported; `MissingDependencyError` says how to ``install`` it."""
     try:
         yield
     except ImportError as error:
