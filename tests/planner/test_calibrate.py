@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness.ranks import run_cells
 from verl.cli.planning import main
+from verl.errors import ConfigError
 from verl.planner.hardware import Cluster, Device, device, read_device
 from verl.planner.ranges import EFFICIENCY, Reached
 from verl.planner.seconds import seconds_of
@@ -76,6 +77,19 @@ def test_a_calibration_of_this_machine_is_a_file_that_reads_back(tmp_path, monke
     assert "0.0005243 GFLOP/s" in capsys.readouterr().out
     assert main(["calibrate", str(file), "trainer.nnodes=2"]) == 2
     assert "no configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("vendors_name", "name"), [
+    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+    ("NVIDIA GeForce RTX 4090", "RTX4090"), ("AMD Instinct MI300X", "MI300X"),
+])  # fmt: skip
+def test_the_entry_of_a_gpu_is_read_off_its_vendors_name(vendors_name, name):
+    assert calibrate.listed_device(vendors_name).name == name
+
+
+def test_a_gpu_without_an_entry_is_refused():
+    with pytest.raises(ConfigError, match="Tesla T4"):
+        calibrate.listed_device("Tesla T4")
 
 
 def links_of(ranks: object, folder: Path) -> tuple[int, float, float]:

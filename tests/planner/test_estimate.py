@@ -93,6 +93,18 @@ def test_advice_leaves_a_cache_for_one_sequence():
     assert "gpu_memory_utilization=0.4" in problem.fix
 
 
+@pytest.mark.parametrize(("base", "word", "shared"), [
+    ("ppo_trainer", "algorithm.adv_estimator=gae", {"actor", "ref", "critic"}),
+    ("ppo_trainer", "actor_rollout_ref.actor.use_prefix_grouper=false", {"critic"}),
+    ("ppo_trainer", "actor_rollout_ref.model.use_remove_padding=false", {"critic"}),
+    ("ppo_megatron_trainer", "algorithm.adv_estimator=gae", set()),
+])  # fmt: skip
+def test_prompts_are_shared_where_the_engine_shares_them(base, word, shared):
+    words = ["actor_rollout_ref.actor.use_kl_loss=true", "critic.enable=true", word]
+    run = run_plan(read_config(base, words), False, lambda path, key: SHAPE)
+    assert {role.role for role in run.roles if role.shares_prompts} == shared
+
+
 def test_settings_of_a_role_reach_its_plan():
     words = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "critic.ppo_epochs=3",
              "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",

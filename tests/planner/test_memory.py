@@ -65,6 +65,19 @@ def test_peaks_of_an_h100_are_met_within_three_percent(settings, gigabytes):
     assert memory.phase("update").total / 1e9 == pytest.approx(gigabytes, rel=0.025)
 
 
+def test_shared_prompts_leave_room_for_more_logits_in_a_micro_batch():
+    """Four samples of 512 + 3,584 tokens fit into 16,384 with one prompt: 3,584 of 3,712 tokens have float32 logits."""
+    plan, shape = replace(ACTOR, recompute=True, infer_tokens=16_384), ModelShape.from_config(QWEN_1_5B)
+    repeated, shared = (memory_of(p, shape, WORK) for p in (plan, replace(plan, shares_prompts=True)))
+    for phase in ("infer", "update"):
+        more = shared.phase(phase).logits - repeated.phase(phase).logits
+        assert more == pytest.approx(8 * 151_936 * 16_384 * (3584 / 3712 - 3584 / 4096))
+    few = replace(plan, shares_prompts=True, micro_tokens=0, mini_batches=64)  # a prompt and its samples at a time
+    tokens = 512 + 4 * 3584
+    logits = memory_of(few, shape, WORK).phase("update").logits
+    assert logits == pytest.approx(8 * 151_936 * tokens * 3584 / 3712)
+
+
 def mixture() -> ModelShape:
     """Qwen3-30B-A3B."""
     return ModelShape.from_config(

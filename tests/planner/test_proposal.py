@@ -201,6 +201,16 @@ def test_a_plan_is_an_object_in_json(words, capsys):
     assert answer["others"]["the configuration itself"] > answer["seconds"]
 
 
+def test_a_plan_counts_old_log_probs_where_an_admitted_schedule_computes_them(words, capsys):
+    batch = ["--json", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    seconds = []
+    for line in (words, [word for word in words if word != "--schedule=sync"]):
+        assert main([*line, *batch]) == 0
+        pools = json.loads(capsys.readouterr().out)["pools"]
+        seconds += [pool["costs"]["actor"]["preparation"] for pool in pools if "actor" in pool["costs"]]
+    assert seconds[0] == 0 < seconds[1]
+
+
 def test_plan_and_estimate_bill_a_weight_sync_alike():
     """Within a pool over the links of its devices, of two machines the network; to another pool over the cluster's."""
     cluster, (actor, sampler) = Cluster.parse("16xH100"), roles_of(("actor", "rollout"), "fsdp2")

@@ -94,6 +94,17 @@ def test_seconds_that_fall_with_the_work_are_refused():
         Reached.fitted([(1, 1, 4), (8, 1, 1)], "made", latency=5.0)
 
 
+def test_a_prompt_is_computed_once_for_its_samples_in_a_micro_batch():
+    """Of 8 samples of 512 + 3,584 tokens, 4 fit into 16,384 with their prompt: a quarter of the prompts remains."""
+    work, cluster = replace(WORK, prompts=2, samples=8), Cluster.parse("H100")
+    plan = replace(ACTOR, infer_tokens=16_384)
+    repeated, shared = (seconds_of(p, SHAPE, work, cluster) for p in (plan, replace(plan, shares_prompts=True)))
+    for phase, passes in (("infer", 1), ("update", 3)):
+        saved = passes * 12 * 512 * SHAPE.flops_per_token(512) / 989e12
+        share = EFFICIENCY["train" if passes == 3 else "infer"].likely
+        assert repeated.phase(phase).likely - shared.phase(phase).likely == pytest.approx(saved / share)
+
+
 def update_of(**sizes: object) -> float:
     """Likely seconds of an update on 8 devices, whose share of the peak is as for `ACTOR`."""
     settings = {"engine": "megatron", "devices": 8, "micro_tokens": 4096} | sizes

@@ -22,6 +22,7 @@ from verl import env
 from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
+from verl.config.schema.root import skips_old_log_prob
 from verl.errors import ConfigError, VerlError
 from verl.journal.gantt import draw_gantt
 from verl.planner.estimate import HOUR, Estimate
@@ -122,6 +123,10 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
 
     run = run_plan(config, cluster.device.is_cpu, model_shape)
     schedules = (settings.schedule,) if settings.schedule else (SYNC, ASYNC)
+    # Old log-probs are counted where one of these schedules computes them.
+    others = (read_config("ppo_trainer", [*words, f"trainer.v1.trainer_mode={MODES[name]}"]) for name in schedules)
+    infers = not all(skips_old_log_prob(cast(PPOTrainerConfig, other)) for other in others)
+    run = replace(run, roles=(replace(run.roles[0], infers=infers), *run.roles[1:]))
     answer = proposal(run, cluster, schedules, ASYNC if run.overlaps else SYNC)
     if settings.json:
         print(json.dumps(answer.to_json()))

@@ -43,7 +43,7 @@ def write_random_model(fields: JsonObject, folder: Path) -> None:
     Args:
         fields: of its config.json, ``model_type`` among them.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).save_pretrained(folder)
 

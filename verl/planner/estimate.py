@@ -68,9 +68,6 @@ class Estimate:
         seconds = tuple(
             seconds_of(plan, run.shapes[plan.role], run.work, cluster, plan.pool == pool) for plan in run.roles
         )
-        for role in seconds:
-            if run.skips_old_log_prob and role.role == "actor":
-                del role.phases["infer"]
         return cls(run, cluster, memory, seconds)
 
     def peaks(self) -> list[PoolPeak]:

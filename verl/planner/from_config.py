@@ -45,7 +45,6 @@ class RunPlan:
         work: of one step.
         overlaps: samplers of a pool of their own generate while the trainers compute.
         has_pools: the configuration names pools.
-        skips_old_log_prob: the actor has no pass without gradients; `plan` counts it, as other schedules have one.
     """
 
     roles: tuple[RolePlan, ...]
@@ -53,7 +52,6 @@ class RunPlan:
     work: Workload
     overlaps: bool = False
     has_pools: bool = False
-    skips_old_log_prob: bool = False
 
     @property
     def devices(self) -> int:
@@ -93,6 +91,8 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool, shape_of: Callable[[str, st
             devices=topology.pool(part.pool).size,
             parallel=Parallel(sizes.tensor, sizes.pipeline, sizes.data, sizes.expert, sizes.sequence),
             trains=name in ("actor", "critic"),
+            infers=name != "actor" or not skips_old_log_prob(config),
+            shares_prompts=_shares_prompts(config, name, part.backend),
             scalar_head=name in ("critic", "rm"),
             on_cpu=on_cpu,
         )
@@ -105,9 +105,7 @@ def run_plan(config: PPOTrainerConfig, on_cpu: bool, shape_of: Callable[[str, st
         shapes["rollout"] = shapes["actor"]
     pools = {plan.role: plan.pool for plan in plans}
     overlaps = config.trainer.v1.trainer_mode in OVERLAPPING_MODES and pools.get("rollout") != pools["actor"]
-    return RunPlan(
-        tuple(plans), shapes, work, overlaps, bool(config.trainer.resource_pools), skips_old_log_prob(config)
-    )
+    return RunPlan(tuple(plans), shapes, work, overlaps, bool(config.trainer.resource_pools))
 
 
 def _work(config: PPOTrainerConfig) -> Workload:
@@ -125,6 +123,13 @@ def _work(config: PPOTrainerConfig) -> Workload:
 def _model(config: PPOTrainerConfig, role: str) -> ConfigNode:
     sections: dict[str, ConfigNode] = {"critic": config.critic.model, "rm": config.reward.reward_model}
     return sections.get(role, config.actor_rollout_ref.model)
+
+
+def _shares_prompts(config: PPOTrainerConfig, role: str, engine: str) -> bool:
+    """Megatron-Core's rows share none; the setting is of the actor and its reference, other roles do."""
+    shares = role not in ("actor", "ref") or config.actor_rollout_ref.actor.use_prefix_grouper
+    packs = _model(config, role)["use_remove_padding"]
+    return shares and packs and not trainer_costs(engine).optimizer_over_data
 
 
 def _bytes(dtype: str, on_cpu: bool) -> int:

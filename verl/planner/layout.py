@@ -63,6 +63,8 @@ class RolePlan:
         parallel: how they share the work.
         pool: roles of one pool take turns on the same devices.
         trains: it has gradients and an optimizer.
+        infers: a step has a pass of it without gradients.
+        shares_prompts: a prompt is computed once for all its samples in a micro-batch (``use_prefix_grouper``).
         weight_bytes: per weight that the optimizer updates or a frozen role holds (4: float32).
         compute_bytes: per value in matrix products and activations (2: bf16).
         shards: devices over which fsdp2 spreads one copy of the weights.
@@ -100,6 +102,8 @@ class RolePlan:
     parallel: Parallel = Parallel()
     pool: str = "global_pool"
     trains: bool = False
+    infers: bool = True
+    shares_prompts: bool = False
     weight_bytes: int = 4
     compute_bytes: int = 2
     shards: int = 1
@@ -177,11 +181,6 @@ class Workload:
         return self.prompt.longest + self.response.longest
 
     @property
-    def predicted(self) -> float:
-        """Share of the tokens that a response is, whose log-probs are computed."""
-        return self.response.mean / self.mean_length
-
-    @property
     def mean_length(self) -> float:
         """Tokens of a sequence in the mean."""
         return self.prompt.mean + self.response.mean
@@ -190,3 +189,17 @@ class Workload:
     def tokens(self) -> float:
         """Tokens of all sequences of a step."""
         return self.sequences * self.mean_length
+
+
+def computed_prompts(plan: RolePlan, work: Workload, budget: int) -> float:
+    """Share of the prompts of all sequences that a trainer computes: each once for its samples in a micro-batch.
+
+    Args:
+        budget: tokens of a micro-batch per device; 0: those of one device are in one.
+    """
+    if not plan.shares_prompts:
+        return 1.0
+    rows = min(work.samples, work.sequences // (plan.parallel.data * plan.mini_batches))
+    if budget:
+        rows = min(rows, int((budget * plan.parallel.sequence - work.prompt.mean) // work.response.mean))
+    return -(-work.samples // max(1, rows)) / work.samples

@@ -14,7 +14,7 @@ from verl.planner.engines import (
     worked_per_token,
 )
 from verl.planner.hardware import Device
-from verl.planner.layout import RolePlan, Workload
+from verl.planner.layout import RolePlan, Workload, computed_prompts
 from verl.planner.shapes import ModelShape
 
 
@@ -146,7 +146,9 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
         weights=0.0 if plan.param_offload else working.weights,
         optimizer=0.0 if plan.optimizer_offload else working.optimizer,
     )
-    phases = [idle, _inference(plan, shape, work, replace(idle, weights=working.weights))]
+    phases = [idle]
+    if plan.infers:
+        phases.append(_inference(plan, shape, work, replace(idle, weights=working.weights)))
     if plan.trains:
         phases.append(_update(plan, shape, work, working))
     stored = trained if plan.lora_rank else weights  # of a model with an adapter, the adapter alone
@@ -191,7 +193,7 @@ def _inference(plan: RolePlan, shape: ModelShape, work: Workload, resting: Phase
     block = max(shape.blocks, key=lambda block: worked_per_token(plan, shape, block))
     through, layer = _gathered(plan, shape)
     working = tokens * 2 * worked_per_token(plan, shape, block)
-    head = head_bytes(plan, shape, tokens * work.predicted, trains=False)
+    head = head_bytes(plan, shape, tokens * _predicted(plan, work, plan.infer_tokens), trains=False)
     at_head = head > working + 2 * layer
     return replace(
         resting,
@@ -205,7 +207,7 @@ def _inference(plan: RolePlan, shape: ModelShape, work: Workload, resting: Phase
 def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMemory) -> PhaseMemory:
     """The larger of two moments: the head with all activations, or a layer of the backward pass."""
     c, tokens = plan.compute_bytes, _tokens(plan, work, plan.micro_tokens)
-    residual = _residual(plan, shape)
+    residual, predicted = _residual(plan, shape), _predicted(plan, work, plan.micro_tokens)
     saved = [saved_per_token(plan, shape, block) for block in shape.blocks]
     worked = max(worked_per_token(plan, shape, block) for block in shape.blocks)
     if plan.recompute:
@@ -218,8 +220,8 @@ def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMem
     # A pipeline's first stage has its share of the layers, and of as many micro-batches: `layers` is not divided.
     through, layer = _gathered(plan, shape)
     # The last norm, and the input of the head.
-    edge = tokens * (2 * residual + c * shape.hidden * work.predicted)
-    head = edge + head_bytes(plan, shape, tokens * work.predicted, trains=True)
+    edge = tokens * (2 * residual + c * shape.hidden * predicted)
+    head = edge + head_bytes(plan, shape, tokens * predicted, trains=True)
     # Complete gradients: of tied or gathered embeddings until the end of the pass, and of the gathered layer.
     gathers = _gathers(plan)
     embedding = 0.0 if plan.lora_rank else shape.embedding * (c if gathers else 4) * (gathers or shape.tied)
@@ -232,8 +234,14 @@ def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMem
 def _tokens(plan: RolePlan, work: Workload, limit: int) -> float:
     """Tokens of a micro-batch on one device: no more than there are."""
     share = plan.parallel.data * max(1, plan.mini_batches)
-    most = max(work.longest, work.sequences * work.longest / share) / plan.parallel.sequence
+    length = work.response.longest + computed_prompts(plan, work, limit) * work.prompt.longest
+    most = max(work.longest, work.sequences * length / share) / plan.parallel.sequence
     return min(limit or most, most)
+
+
+def _predicted(plan: RolePlan, work: Workload, limit: int) -> float:
+    """Share of a micro-batch's tokens that are of responses, whose log-probs are computed."""
+    return work.response.mean / (work.response.mean + computed_prompts(plan, work, limit) * work.prompt.mean)
 
 
 def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device | None) -> Memory:

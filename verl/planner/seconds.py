@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verl.planner.engines import sampler_costs, trainer_costs
 from verl.planner.hardware import Cluster
-from verl.planner.layout import RolePlan, Workload
+from verl.planner.layout import RolePlan, Workload, computed_prompts
 from verl.planner.memory import local_trained, memory_of, sequence_cache, trained_parameters
 from verl.planner.ranges import Range
 from verl.planner.shapes import ModelShape
@@ -53,7 +53,7 @@ def seconds_of(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Clust
         sync = weight_sync(plan, shape, cluster, shares_pool)
         phases = {"generate": generation(plan, shape, work, cluster), "sync": sync}
     else:
-        phases = {"infer": _pass(plan, shape, work, cluster, trains=False)}
+        phases = {"infer": _pass(plan, shape, work, cluster, trains=False)} if plan.infers else {}
         if plan.trains:
             phases["update"] = _pass(plan, shape, work, cluster, trains=True) * plan.epochs
         if (plan.param_offload or plan.optimizer_offload) and not plan.offload_policy:
@@ -66,7 +66,7 @@ def _transfers(plan: RolePlan, shape: ModelShape, work: Workload) -> dict[str, f
     """Seconds of offloading per phase: weights come before a pass; before and after an update, the optimizer, too."""
     memory = memory_of(plan, shape, work)
     idle, infer = memory.phase("idle"), memory.phase("infer")
-    seconds = {"infer": (infer.weights - idle.weights) / HOST_LINK}
+    seconds = {"infer": (infer.weights - idle.weights) / HOST_LINK} if plan.infers else {}
     if plan.trains:
         update = memory.phase("update")
         seconds["update"] = 2 * (update.weights + update.optimizer - idle.weights - idle.optimizer) / HOST_LINK
@@ -99,16 +99,18 @@ def _pass(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster, t
     """
     parallel, shares = plan.parallel, cluster.device.reached
     link, reached, turns = shares["link"], shares["train" if trains else "infer"], 3 + plan.recompute if trains else 1
-    flops = turns * shape.flops_per_token(work.mean_length) * work.tokens
+    budget, steps = (plan.micro_tokens, plan.mini_batches) if trains else (plan.infer_tokens, 1)
+    repeated = work.sequences * work.prompt.mean * (1 - computed_prompts(plan, work, budget))
+    tokens = work.tokens - repeated
+    flops = shape.flops_per_token(work.mean_length) * work.tokens - shape.flops_per_token(work.prompt.mean) * repeated
+    flops *= turns
     if trains and plan.lora_rank:
-        flops -= 2 * shape.active_parameters * work.tokens  # frozen matrices get no gradient
-    steps = plan.mini_batches if trains else 1
-    budget = (plan.micro_tokens if trains else plan.infer_tokens) * parallel.sequence or work.longest
-    passes = max(float(steps), work.tokens / (parallel.data * budget))
+        flops -= 2 * shape.active_parameters * tokens  # frozen matrices get no gradient
+    passes = max(float(steps), tokens / (parallel.data * (budget * parallel.sequence or work.longest)))
     launches = turns * passes * shape.layers / parallel.pipeline
     computed = reached.seconds(flops, plan.devices * cluster.device.bf16_flops, launches)
     computed = computed * (1 + (parallel.pipeline - 1) * steps / passes)  # a pipeline drains before an optimizer step
-    tensor, sequence = _activations_moved(plan, shape, work, trains)
+    tensor, sequence = _activations_moved(plan, shape, tokens, trains)
     computed += link.seconds(tensor, cluster.link(parallel.tensor))
     computed += link.seconds(sequence, cluster.link(parallel.tensor * parallel.sequence))
     gathers = passes * (2 if trains and not plan.keeps_gathered else 1)
@@ -147,10 +149,10 @@ def _weights_moved(
     return steps * sent * local_trained(plan, shape)
 
 
-def _activations_moved(plan: RolePlan, shape: ModelShape, work: Workload, trains: bool) -> tuple[float, float]:
-    """Bytes that one device sends in all passes of a step for tensor and for sequence parallelism."""
+def _activations_moved(plan: RolePlan, shape: ModelShape, tokens: float, trains: bool) -> tuple[float, float]:
+    """Bytes that one device sends in all passes over a step's tokens for tensor and for sequence parallelism."""
     parallel, costs = plan.parallel, trainer_costs(plan.engine)
-    tokens = work.tokens / (parallel.data * parallel.sequence)
+    tokens /= parallel.data * parallel.sequence
     turns = 2 + plan.recompute if trains else 1
     reduced = 2 * turns * shape.layers * tokens * _reduced_bytes(plan, shape)  # two all-reduces per layer
     others = parallel.sequence - 1

@@ -7,6 +7,7 @@ different sizes, whose work and launches the planner's own formulas count.
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import tempfile
 import time
@@ -26,7 +27,7 @@ from verl.device import device_name, free_host_memory, resolve_device
 from verl.models.shape import model_shape, write_random_model
 from verl.outcomes import run_now
 from verl.planner.engines import BUILT_IN, automatic_tokens
-from verl.planner.hardware import Cluster, Device, device
+from verl.planner.hardware import Cluster, Device, all_devices, device
 from verl.planner.layout import Lengths, RolePlan, Workload
 from verl.planner.ranges import EFFICIENCY, Reached
 from verl.planner.seconds import seconds_of
@@ -91,7 +92,7 @@ def calibrated(kind: str | None = None) -> Device:
     matrix, source = torch.randn(sizes.product, sizes.product).to(kind, dtype), torch.zeros(sizes.copied, device=kind)
     target = torch.empty_like(source)
     machine = replace(
-        device("CPU" if kind == "cpu" else device_name(kind).split()[-1]),
+        device("CPU") if kind == "cpu" else listed_device(device_name(kind)),
         memory=free_host_memory() if kind == "cpu" else torch.cuda.mem_get_info()[1],
         bf16_flops=2 * sizes.product**3 / _timed(lambda: matrix @ matrix, kind),
         memory_bandwidth=2 * source.nbytes / _timed(lambda: target.copy_(source), kind),
@@ -111,6 +112,13 @@ def calibrated(kind: str | None = None) -> Device:
     single = _fitted(machine, BYTES, [step for step in sampling if step.work.prompts == 1])
     batched = _fitted(machine, FLOPS, [step for step in sampling if step.work.prompts > 1], single.latency)
     return replace(machine, reached={**machine.reached, BYTES: single, FLOPS: batched})
+
+
+def listed_device(vendors_name: str) -> Device:
+    """The entry of `hardware.yaml` that ``torch.cuda.get_device_name`` means, as in ``NVIDIA A100-SXM4-80GB``."""
+    name = re.sub(r"[\s_-]", "", vendors_name.upper())
+    fitting = [key for key in all_devices() if all(part in name for part in key.upper().split("-"))]
+    return device(max(fitting, key=len, default=vendors_name))
 
 
 def with_links(machine: Device) -> Device:
