@@ -26,7 +26,7 @@ from verl.config.schema.root import skips_old_log_prob
 from verl.errors import ConfigError, VerlError
 from verl.journal.gantt import draw_gantt
 from verl.planner.estimate import HOUR, Estimate
-from verl.planner.from_config import run_plan
+from verl.planner.from_config import RunPlan, run_plan
 from verl.planner.hardware import Cluster, Device, device, read_device, to_json
 from verl.planner.pace import Conversations, MeasuredSteps, Pace, log_normal
 from verl.planner.proposal import MODES, Proposal, overrides, proposal
@@ -113,16 +113,12 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
     cluster = _cluster(settings)
     if cluster is None:
         raise ConfigError("say what the devices are", key="--devices", allowed="64xH100")
-    config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
-    validate.check_printed(config)
+    config = _printed(words)
     mode, modes = config.trainer.v1.trainer_mode, tuple(MODES.values())
     if mode not in modes:
         raise ConfigError("plan has no costs of this schedule", key="trainer.v1.trainer_mode", got=mode, allowed=modes,
                           fix="Plan with one of these, or use estimate.")  # fmt: skip
-    from verl.models.shape import model_shape  # loads transformers
-
-    run = run_plan(config, cluster.device.is_cpu, model_shape)
-    schedules = (settings.schedule,) if settings.schedule else (SYNC, ASYNC)
+    run, schedules = _run_of(config, cluster), (settings.schedule,) if settings.schedule else (SYNC, ASYNC)
     # Old log-probs are counted where one of these schedules computes them.
     others = (read_config("ppo_trainer", [*words, f"trainer.v1.trainer_mode={MODES[name]}"]) for name in schedules)
     infers = not all(skips_old_log_prob(cast(PPOTrainerConfig, other)) for other in others)
@@ -140,7 +136,8 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
 def _placement(answer: Proposal) -> Table:
     plan = answer.plan
     heads = ["role", "engine", "t p d s e", "tokens", "offload", "recompute", "GB", *STAGES]
-    table = _table("Parallel sizes, tokens of a micro-batch, GB per device, seconds", heads, 2)
+    title = "Tensor, pipeline, data, sequence, expert sizes; tokens of a micro-batch; GB per device; seconds"
+    table = _table(title, heads, 2)
     for pool in plan.pools:
         for role, choice in pool.choices.items():
             cost, sizes = pool.costs[role], choice.parallel
@@ -229,12 +226,22 @@ def _estimate_of(settings: argparse.Namespace, words: list[str]) -> Estimate:
     if cluster is None:
         config = cast(PPOTrainerConfig, load_config("ppo_trainer", words))
         cluster = cluster_of(config, _calibrated(settings))
-    else:  # the machine of the run is another one
-        config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
-        validate.check_printed(config)
+    else:
+        config = _printed(words)
+    return Estimate.of(_run_of(config, cluster), cluster)
+
+
+def _printed(words: list[str]) -> PPOTrainerConfig:
+    """A configuration whose run may be on another machine."""
+    config = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
+    validate.check_printed(config)
+    return config
+
+
+def _run_of(config: PPOTrainerConfig, cluster: Cluster) -> RunPlan:
     from verl.models.shape import model_shape  # loads transformers
 
-    return Estimate.of(run_plan(config, cluster.device.is_cpu, model_shape), cluster)
+    return run_plan(config, cluster.device.is_cpu, model_shape)
 
 
 def _print_tables(*tables: Table) -> None:
@@ -312,9 +319,9 @@ def _calibrate(settings: argparse.Namespace, words: list[str]) -> int:
     machine = calibrated() if size == 1 else with_links(read_device(settings.file))
     if rank == 0:
         settings.file.write_text(json.dumps(to_json(machine), indent=1) + "\n", encoding="utf-8")
-        rates = (machine.bf16_flops, machine.memory_bandwidth, machine.node_link)
-        print("{}: {:.4g} GFLOP/s, {:.4g} GB/s of memory, {:.4g} GB/s of links".format(
-            settings.file, *(rate / 1e9 for rate in rates)))  # fmt: skip
+        links = f", {machine.node_link / 1e9:.4g} GB/s of links" if size > 1 else "; links are not measured"
+        rates = f"{machine.bf16_flops / 1e9:.4g} GFLOP/s, {machine.memory_bandwidth / 1e9:.4g} GB/s of memory"
+        print(f"{settings.file}: {rates}{links}")
     return 0
 
 
@@ -368,18 +375,14 @@ def _number(least: float, kind: Callable[[str], float] = float) -> Callable[[str
 
 
 def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
-    from verl.models.shape import model_shape  # loads transformers
     from verl.trainer.planning.simulation import fitted, simulated  # loads torch
 
     mode = cast(PPOTrainerConfig, read_config("ppo_trainer", words)).trainer.v1.trainer_mode
-    configs: dict[str, PPOTrainerConfig] = {}
-    for name in dict.fromkeys((SYNC, *(settings.schedules or mode).split(","))):
-        words_of = [*words, f"trainer.v1.trainer_mode={name}"]
-        configs[name] = cast(PPOTrainerConfig, read_config("ppo_trainer", words_of))
-        validate.check_printed(configs[name])
+    names = dict.fromkeys((SYNC, *(settings.schedules or mode).split(",")))
+    configs = {name: _printed([*words, f"trainer.v1.trainer_mode={name}"]) for name in names}
     sync = configs[SYNC]
     cluster = _cluster(settings) or cluster_of(sync, _calibrated(settings))
-    estimate = Estimate.of(run_plan(sync, cluster.device.is_cpu, model_shape), cluster)
+    estimate = Estimate.of(_run_of(sync, cluster), cluster)
     pace, step = Pace.of(estimate), estimate.run.work
     steps = None if settings.run is None else MeasuredSteps.of(settings.run)
     lengths = log_normal(step.response, settings.sigma) if steps is None else steps.lengths
@@ -402,8 +405,8 @@ def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
 def _schedules(rows: Sequence[SimulatedSchedule], lost: Sequence[float]) -> tuple[Table, Table]:
     heads = ["", "step", "x sync", "tokens/s", "trainer idle", "sampler idle", "training", "weight sync"]
     seconds, base = _table("Seconds of a step, simulated", heads, 1), rows[0].seconds
-    heads = ["", "slots", "weight sync", "dropped", "lost", "mean age", "samples by age"]
-    shares = _table("Shares; versions by which trained samples are stale", heads, 1)
+    heads = ["", "slots in use", "in weight sync", "groups dropped", "lost to failures", "mean age", "samples by age"]
+    shares = _table("Shares; age: versions by which trained samples are stale", heads, 1)
     for row, share in zip(rows, lost, strict=True):
         step, samples = row.seconds["step"], sum(row.staleness.values())
         names = "trainer_idle", "sampler_idle", "training", "sync"
@@ -421,8 +424,12 @@ def _schedules(rows: Sequence[SimulatedSchedule], lost: Sequence[float]) -> tupl
 def _lost(config: PPOTrainerConfig, step: float, devices: int, hours: float) -> float:
     """Share of the time that failures take, all of which repeat the work since the last checkpoint.
 
-    Until no failure falls into an interval, mtbf (exp(interval / mtbf) - 1) seconds are expected (Daly, "A higher order
-    estimate of the optimum checkpoint interval for restart dumps", 2006, with restarts of 0 s).
+    With a rate of failures r, a stretch of t seconds between checkpoints takes (exp(r t) - 1) / r in the mean (Daly, "A
+    higher order estimate of the optimum checkpoint interval for restart dumps", 2006, with restarts of 0 s).
+
+    Args:
+        step: its seconds.
+        hours: of one device between two failures.
     """
     trainer, rate = config.trainer, devices / (hours * HOUR)
     steps = trainer.save_freq if trainer.save_freq > 0 else trainer.total_training_steps

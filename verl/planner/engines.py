@@ -5,12 +5,15 @@ Rows of `TRAINERS` were read off real steps tensor by tensor (``benchmarks/bench
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from verl.errors import ConfigError, suggest
 from verl.planner.layout import RolePlan
 from verl.planner.shapes import LayerShape, ModelShape
 
+RowT = TypeVar("RowT")
 LOGITS_BYTES = 1 << 28
 """Largest tensor of logits that an engine makes of its own accord."""
 CPU_TOKENS = 2048
@@ -21,7 +24,7 @@ GPU_TOKENS = 16384
 CPU_TILE, GPU_TILE = 1 << 21, 1 << 26
 """Logits of one tile of the fused head in torch (`verl.models.fused_head.tiled`)."""
 ADAM = 8
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, float] = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "adam"), ADAM),
     **dict.fromkeys(("SGD", "sgd", "ASGD"), 0),
     **dict.fromkeys(("Adagrad", "RMSprop", "Muon"), 4),
@@ -111,10 +114,7 @@ def trainer_costs(name: str) -> TrainerCosts:
     Raises:
         ConfigError: there is none.
     """
-    if name not in TRAINERS:
-        raise ConfigError("the planner has no costs of this engine", key="strategy", got=name, allowed=list(TRAINERS),
-                          fix=suggest(name, TRAINERS))  # fmt: skip
-    return TRAINERS[name]
+    return _row(TRAINERS, name, "strategy", "the planner has no costs of this engine")
 
 
 def sampler_costs(name: str) -> SamplerCosts:
@@ -123,10 +123,13 @@ def sampler_costs(name: str) -> SamplerCosts:
     Raises:
         ConfigError: there is none.
     """
-    if name not in SAMPLERS:
-        raise ConfigError("the planner has no costs of this sampler", key="actor_rollout_ref.rollout.name", got=name,
-                          allowed=list(SAMPLERS), fix=suggest(name, SAMPLERS))  # fmt: skip
-    return SAMPLERS[name]
+    return _row(SAMPLERS, name, "actor_rollout_ref.rollout.name", "the planner has no costs of this sampler")
+
+
+def _row(rows: Mapping[str, RowT], name: str, key: str, message: str) -> RowT:
+    if name not in rows:
+        raise ConfigError(message, key=key, got=name, allowed=list(rows), fix=suggest(name, rows))
+    return rows[name]
 
 
 def state_bytes(plan: RolePlan) -> float:
@@ -135,11 +138,9 @@ def state_bytes(plan: RolePlan) -> float:
     Raises:
         ConfigError: an optimizer that is not in `OPTIMIZERS`.
     """
-    if plan.optimizer not in OPTIMIZERS:
-        key = ("critic" if plan.role == "critic" else "actor_rollout_ref.actor") + ".optim.optimizer"
-        raise ConfigError("the planner does not know how much state this optimizer has", key=key, got=plan.optimizer,
-                          allowed=list(OPTIMIZERS), fix=suggest(plan.optimizer, OPTIMIZERS))  # fmt: skip
-    state = OPTIMIZERS[plan.optimizer]
+    key = ("critic" if plan.role == "critic" else "actor_rollout_ref.actor") + ".optim.optimizer"
+    message = "the planner does not know how much state this optimizer has"
+    state = _row(OPTIMIZERS, plan.optimizer, key, message)
     return state * plan.weight_bytes / 4 if state >= 4 else state
 
 

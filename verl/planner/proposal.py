@@ -149,12 +149,10 @@ def _of_trainer(role: str, choice: RolePlan) -> Iterator[str]:
             yield f"{MODELS[role]}.enable_gradient_checkpointing={_word(choice.recompute)}"
         yield f"{section}.use_dynamic_bsz=true"
         yield f"{section}.ppo_max_token_len_per_gpu={choice.micro_tokens}"
-    if role == "actor":
-        yield f"{_ROLLOUT}.log_prob_use_dynamic_bsz=true"
-        yield f"{_ROLLOUT}.log_prob_max_token_len_per_gpu={choice.infer_tokens}"
-    elif role == "ref":
-        yield f"{section}.log_prob_use_dynamic_bsz=true"
-        yield f"{section}.log_prob_max_token_len_per_gpu={choice.infer_tokens}"
+    if role in ("actor", "ref"):
+        place = _ROLLOUT if role == "actor" else section
+        yield f"{place}.log_prob_use_dynamic_bsz=true"
+        yield f"{place}.log_prob_max_token_len_per_gpu={choice.infer_tokens}"
     else:
         yield f"{section}.use_dynamic_bsz=true"
         yield f"{section}.forward_max_token_len_per_gpu={choice.infer_tokens}"

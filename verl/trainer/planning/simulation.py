@@ -231,8 +231,8 @@ class SimulatedRun(ScheduleRun):
         mean = {name: (total - before[name]) / inner for name, total in after.items()}
         step_seconds, counts = mean["step"], self.stream.queue.counts
         seconds = {name: mean[name] for name in ("step", "training", "sync")}
-        seconds["trainer_idle"] = step_seconds - mean["training"] - mean["sync"]
-        seconds["sampler_idle"] = step_seconds - mean["busy"] / replicas
+        idle = {"trainer_idle": mean["training"] + mean["sync"], "sampler_idle": mean["busy"] / replicas}
+        seconds |= {name: max(0.0, step_seconds - busy) for name, busy in idle.items()}  # below zero by rounding
         occupancy = mean["occupied"] / (step_seconds * replicas * self._pace.slots)
         spans = of_steps(self._driver.spans, self._edge + 1, self._edge + inner)
         return SimulatedSchedule(run.config.trainer.v1.trainer_mode, seconds, mean["tokens"], occupancy,
