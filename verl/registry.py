@@ -60,6 +60,7 @@ class LossFacts:
             no old ones, and a pair is never parted.
         settings: settings of ``actor_rollout_ref.actor`` that it reads and most others do not; not checked for a dotted
             path, which may read any.
+        one_row: a term of it is of a sample, which is one row: not for several trajectories of one.
         required: those of them that have no default.
         on_policy: it has no ratio of the new policy to the old one, so samples of an older policy need importance
             weights.
@@ -67,6 +68,7 @@ class LossFacts:
     """
 
     pairs: bool = False
+    one_row: bool = False
     settings: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     on_policy: bool = False
@@ -80,11 +82,13 @@ class ScheduleFacts:
     Attributes:
         reward_model: the model of ``reward.reward_model`` is a role that the schedule adds, and learns.
         off_policy: it trains on samples that older versions of the policy have drawn.
+        one_row: its stages take a row for a sample: not for several trajectories of one.
         queue: groups wait between sampling and training, by the rules of ``trainer.v1.sampler``.
     """
 
     reward_model: bool = False
     off_policy: bool = False
+    one_row: bool = False
     queue: bool = False
 
 
@@ -452,7 +456,7 @@ POLICY_LOSSES = Registry(
             settings=("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
         ),
         "kl_cov": LossFacts(settings=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
-        "geo_mean": LossFacts(aggregation="the mean over sequences"),
+        "geo_mean": LossFacts(one_row=True, aggregation="the mean over sequences"),
         "dro": LossFacts(settings=("policy_loss.dro_beta",), required=("policy_loss.dro_beta",)),
     },
 )

@@ -42,6 +42,6 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
 FACTS = {
     "group_partition": EstimatorFacts(groups=True, old_log_probs=True),
     "learned_partition": EstimatorFacts(groups=True, values=True, old_log_probs=True),
-    "flow_balance": LossFacts(aggregation="seq-mean-token-mean"),
+    "flow_balance": LossFacts(one_row=True, aggregation="seq-mean-token-mean"),
 }
 RECIPE = Recipe("recipe.flowrl", settings={"algorithm": FlowConfig}, problems=_problems)

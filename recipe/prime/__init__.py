@@ -5,7 +5,7 @@ from recipe.prime.settings import ALIASES, IMPLICIT, ImplicitRewardConfig, Prime
 from verl.config.loading.recipes import Recipe
 from verl.registry import ScheduleFacts
 
-FACTS = {"PrimeSchedule": ScheduleFacts(reward_model=True)}
+FACTS = {"PrimeSchedule": ScheduleFacts(reward_model=True, one_row=True)}
 RECIPE = Recipe(
     name="recipe.prime",
     settings={IMPLICIT: ImplicitRewardConfig, "algorithm": PrimeAlgoConfig},

@@ -7,7 +7,7 @@ from verl.config import ConfigNode, PPOTrainerConfig, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
 from verl.config.schema.tree import in_range
-from verl.registry import EstimatorFacts
+from verl.registry import EstimatorFacts, ScheduleFacts
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ def _problems(cfg: PPOTrainerConfig) -> Problems:
     return problems + without_part("trainer.v1.trainer_mode", mode, why, "recipe.rep_exp.schedule:RepExpSchedule")
 
 
-FACTS = {"explored": EstimatorFacts(groups=True)}
+FACTS = {"explored": EstimatorFacts(groups=True), "RepExpSchedule": ScheduleFacts(one_row=True)}
 RECIPE = Recipe("recipe.rep_exp", settings={"algorithm": ExplorationConfig}, problems=_problems)

@@ -7,7 +7,7 @@ from verl.config import ConfigNode, setting
 from verl.config.loading.recipes import Recipe
 from verl.config.rules.checks import Problems
 from verl.config.schema.tree import in_range
-from verl.registry import EstimatorFacts
+from verl.registry import EstimatorFacts, LossFacts
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -24,5 +24,5 @@ def _problems(cfg: Any) -> Problems:
     return in_range(f"{_ACTOR}.sppo_eta", value, "above 0", value > 0)
 
 
-FACTS = {"centred": EstimatorFacts(groups=True)}
+FACTS = {"centred": EstimatorFacts(groups=True), "sppo": LossFacts(one_row=True)}
 RECIPE = Recipe(name="recipe.sppo", settings={_ACTOR: SppoActorConfig}, problems=_problems)

@@ -410,13 +410,12 @@ def trajectory(ids=(1,), mask=None, log_probs=True, **more):
     ("made", "message"),
     [
         ([], "the loop returned no trajectory. Got []"),
-        ("text", "the loop returned no trajectory. Got ['str', 'str', 'str', 'str']"),
+        ("text", "the loop returned no trajectory. Got 'str'"),
         (None, "the loop returned no trajectory. Got 'NoneType'"),
         ([trajectory(), None], "Got ['AgentLoopOutput', 'NoneType']"),
         ([trajectory(log_probs=False), trajectory()], "trajectory 0 of 2 has none, another one has"),
         ([trajectory(), trajectory(log_probs=False)], "the last trajectory has none, another one has"),
         ([trajectory(reward_score=1.0), trajectory()], "has what belongs to the sample"),
-        ([trajectory(), trajectory([7], mask=[0])], "the last trajectory has no sampled token"),
         ([AgentLoopOutput([], [1], [1]), trajectory()], "empty prompt"),
     ],
 )
@@ -431,14 +430,55 @@ def test_trajectories_that_cannot_share_a_score_mask_their_sample(made, message)
     assert batch.meta_info["metrics"]["rollout/agent/failed"].value == 1.0
 
 
-def test_too_many_trajectories_score_zero_and_are_no_mask():
+@pytest.mark.parametrize("made", [[trajectory() for _ in range(65)], [trajectory([1] * 8) for _ in range(9)]])
+def test_too_many_trajectories_are_scored_and_the_last_alone_is_trained_on(made):
     register("several")(Several)
-    loops = {"agent_name": ["several"] * 2, "made": [[trajectory() for _ in range(65)], [trajectory()] * 64]}
+    made[-1].reward_score = -1.0
+    most = [trajectory() for _ in range(63)] + [trajectory(reward_score=0.5)]
+    loops = {"agent_name": ["several"] * 2, "made": [made, most]}
+    batch = manager(Table()).generate_sequences(prompts([[3], [3]], ["a", "b"], **loops))
+    columns, metrics = batch.non_tensor_batch, batch.meta_info["metrics"]
+    assert columns["finish_reason"].tolist() == ["stop", "stop"] and columns["reward_score"].tolist() == [-1.0, 0.5]
+    assert [0 if before is None else len(before) for before in columns["trajectories_before"]] == [0, 63]
+    assert metrics["rollout/agent/dropped_tokens"].value == 64.0, "of 64 with one token, or of 8 with eight"
+    assert any(f"{len(made)} trajectories with" in text and "more than 64" in text for text in notices().values())
+
+
+def test_too_many_trajectories_end_a_run_that_stops_on_errors(tmp_path):
+    file = tmp_path / "loops.yaml"
+    file.write_text(f"- {{name: strict, _target_: {__name__}.Several, on_error: raise}}")
+    agent = SimpleNamespace(default_agent_loop="strict", agent_loop_config_path=str(file))
+    strict = AgentLoopManager(settings(agent=agent), Table(), SimpleNamespace(pad_token_id=0, eos_token_id=9))
+    with pytest.raises(RolloutError, match="65 trajectories"):
+        strict.generate_sequences(prompts([[3]], ["a"], made=[[trajectory() for _ in range(65)]]))
+
+
+def test_a_last_trajectory_without_a_sampled_token_leaves_its_score_to_the_one_before():
+    register("several")(Several)
+    end = trajectory([7], mask=[0], reward_score=-1.0, extra_fields={"tool": "t"}, finish_reason="length")
+    empty = trajectory([], metrics={"num_preempted": 2})
+    made = [trajectory([1, 2], metrics={"num_preempted": 1}), empty, trajectory([3]), end]
+    loops = {"agent_name": ["several"] * 2, "made": [made, [trajectory(reward_score=1.0)]]}
     batch = manager(Table()).generate_sequences(prompts([[3], [3]], ["a", "b"], **loops))
     columns = batch.non_tensor_batch
-    assert columns["finish_reason"].tolist() == ["stop", "stop"] and columns["reward_score"].tolist() == [0.0, None]
-    assert "65 trajectories" in columns["agent_error"][0] and "at most 64" in columns["agent_error"][0]
-    assert [0 if before is None else len(before) for before in columns["trajectories_before"]] == [0, 63]
+    assert batch.batch["responses"].tolist() == [[3], [1]] and batch.batch["rm_scores"].tolist() == [[-1.0], [1.0]]
+    assert columns["tool"].tolist() == ["t", None] and columns["finish_reason"].tolist() == ["length", "stop"]
+    assert [one["response_ids"] for one in columns["trajectories_before"][0]] == [[1, 2]]
+    assert batch.meta_info["metrics"]["timing_s/agent_loop/num_preempted/max"].value == 3.0
+
+
+def test_a_trajectory_whose_prompt_is_too_long_costs_its_sample_alone():
+    register("several")(Several)
+    long = [4] * 407  # a prompt may have 400 tokens, and with its response 408
+    made = [trajectory([1, 2]), AgentLoopOutput(long, [5, 6, 7], [1] * 3, [-1.0] * 3, reward_score=-1.0)]
+    longer = AgentLoopOutput([4] * 409, [5], [1], [-1.0], reward_score=-1.0)
+    nothing = [AgentLoopOutput([4] * 409, [5], [1], [-1.0]), longer]
+    loops = {"agent_name": ["several"] * 3, "made": [made, [trajectory([1, 2]), longer], nothing]}
+    batch = manager(Table()).generate_sequences(prompts([[3]] * 3, ["a", "b", "c"], **loops))
+    assert batch.batch["responses"].tolist() == [[5, 0], [1, 2], [0, 0]] and batch.batch["prompts"].shape == (3, 408)
+    assert batch.batch["rm_scores"].tolist() == [[-1.0, 0.0], [0.0, -1.0], [0.0, 0.0]]
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["length"] * 3
+    assert any("returned trajectory 1 of 2 with 410 tokens" in text for text in notices().values())
 
 
 def test_a_sample_of_which_one_trajectory_was_given_up_is_given_up():

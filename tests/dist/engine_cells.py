@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,6 +28,7 @@ from verl.models import load_model_config
 from verl.models.hf_folder import read_weights
 from verl.protocol import DataProto
 from verl.registry import ENGINES
+from verl.trainer.ppo.sample_rows import as_sequences
 
 # Adam divides by the gradient's own size, which makes noise of gradients that are zero by symmetry: eps keeps it small.
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
@@ -48,6 +50,7 @@ class Case:
         idle: ranks without rows.
         correction: of the sampler, inside the policy's loss.
         sizes: of the images of each row, of a model that sees.
+        samples: the sample of each row, of a loss over samples; the first row is there once more, as if it filled up.
         constant: rows of advantage 0 in a batch that is on policy; the plain engine computes them.
     """
 
@@ -61,9 +64,15 @@ class Case:
     idle: tuple[int, ...] = ()
     correction: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    samples: tuple[int, ...] = ()
     constant: tuple[int, ...] = ()
 
     def batch(self, path: Path) -> DataProto:
+        if self.samples:
+            rows = [*range(ROWS), 0]
+            batch = ragged_batch(rows=ROWS, seed=1).select_idxs(rows)
+            as_sequences(batch, rows, np.array(self.samples))
+            return batch
         if self.constant:
             return on_policy_batch(ROWS, self.constant, seed=1)
         if not self.sizes:
@@ -110,10 +119,12 @@ def order_of(ranks: Ranks, batch: DataProto, idle: tuple[int, ...] = ()) -> list
     return [row for first in range(busy) for row in range(first, len(batch), busy)]
 
 
-def loss_of(kind: str, correction: dict[str, Any] | None = None) -> Any:
+def loss_of(kind: str, correction: dict[str, Any] | None = None, mode: str = "token-mean") -> Any:
     if kind == "value":
         return PPOValueLoss(CriticConfig())
-    return PPOPolicyLoss(from_mapping(ActorConfig, {"policy_loss": {"rollout_correction": correction or {}}}))
+    return PPOPolicyLoss(
+        from_mapping(ActorConfig, {"loss_agg_mode": mode, "policy_loss": {"rollout_correction": correction or {}}})
+    )
 
 
 def flat(weights: Any) -> Tensor:
@@ -134,7 +145,8 @@ def compare(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     outputs = ("values",) if case.kind == "value" else ("log_probs", "entropy")
     engine = sharded(path, case.kind, engine=case.engine, model={**case.both, **case.model})
     batch = case.batch(path)
-    mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind, case.correction)
+    mode = "seq-mean-token-mean" if case.samples else "token-mean"
+    mine, loss_fn = share(ranks, batch, case.idle), loss_of(case.kind, case.correction, mode)
     found = engine.infer(mine, outputs, temperature=0.9, **case.limits)
     answers = ranks.exchange({name: values.tolist() for name, values in found.items()})
     loss, gradient = gradients(engine, mine, loss_fn, whole_gradient, **case.limits)
@@ -248,6 +260,12 @@ def weights_normalised_in_the_loss(ranks: Ranks, folder: Path) -> dict:
     correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 1.1}
     normalised = {**correction, "rollout_is_batch_normalize": True}
     return compare(ranks, folder, Case(limits={"micro_batch_size": 2}, correction=normalised))
+
+
+def several_rows_of_a_sample(ranks: Ranks, folder: Path) -> dict:
+    """Rows of one sample on both ranks, and one that only fills up the ranks."""
+    samples = tuple(row // 3 for row in range(ROWS))
+    return compare(ranks, folder, Case(limits={"micro_batch_size": 2}, samples=samples))
 
 
 def half_precision(ranks: Ranks, folder: Path) -> dict:

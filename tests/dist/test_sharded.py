@@ -29,6 +29,7 @@ CELLS = {
         cells.a_rank_without_tiles,
         cells.tiles_in_padded_rows,
         cells.weights_normalised_in_the_loss,
+        cells.several_rows_of_a_sample,
         cells.kept_gathered_and_reduced_once,
         cells.offloaded,
         cells.replicated,
@@ -108,7 +109,7 @@ def world(*names: str):
 @world("tied_and_uneven", "a_rank_without_rows", "rows_without_a_gradient", "value_model", "mixture",
        "layers_with_a_state", "adapter",
        "kept_gathered_and_reduced_once", "weights_normalised_in_the_loss", "a_rank_without_images",
-       "images_in_padded_rows", "a_rank_without_tiles", "tiles_in_padded_rows")  # fmt: skip
+       "several_rows_of_a_sample", "images_in_padded_rows", "a_rank_without_tiles", "tiles_in_padded_rows")  # fmt: skip
 def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, name):
     errors = runs[size][name][0]["errors"]
     assert {"loss", "gradient", "weights"} < set(errors)

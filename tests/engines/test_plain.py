@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -16,12 +17,14 @@ from tests.harness.engines import (
     ragged_batch,
     relative_error,
 )
+from verl.algorithms.aggregation import agg_loss
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss, SFTLoss
 from verl.config import ActorConfig, CriticConfig
 from verl.engines.rows import AlignedRows
 from verl.errors import ConfigError, DataError, EngineError
 from verl.metrics import notices
 from verl.protocol import DataProto
+from verl.trainer.ppo.sample_rows import as_sequences
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,6 +81,25 @@ def test_attention_runs_without_a_mask(qwen2, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     make_engine(qwen2, trains=False).infer(ragged_batch())
     assert seen and all(mask is None and causal is True for mask, causal in seen)
+
+
+class MeanOfSequences:
+    """A user's loss that looks at no column for shares: 1 for every token."""
+
+    outputs = ("log_probs",)
+
+    def __call__(self, outputs, batch, norm):
+        ones = outputs["log_probs"] * 0 + 1
+        return agg_loss(ones, batch["response_mask"], "seq-mean-token-mean", norm), {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_loss_counts_a_sample_of_several_rows_once(qwen2, size):
+    batch = ragged_batch(rows=4)
+    assert batch.batch["response_mask"].any(-1).sum() == 3, "one row is trained on nowhere"
+    as_sequences(batch, range(4), np.array([0, 0, 0, 0]))
+    loss, _ = gradients(make_engine(qwen2), batch, MeanOfSequences(), micro_batch_size=size)
+    assert loss == pytest.approx(1.0, abs=1e-6), "over three rows it is 3 where rows count"
 
 
 def test_the_head_sees_only_positions_that_predict_a_trained_token(qwen2):

@@ -22,7 +22,11 @@ OF_RUN = ("unscorable", "learned", "early_reward", "unfinished", "uid", "sample_
           TRAJECTORY_NUMBER)  # fmt: skip
 """Columns that no loop's ``extra_fields`` may make, as they decide what is trained on."""
 MOST_TRAJECTORIES = 64
-"""Of a sample."""
+"""Of a sample; what an agent loop returns beyond that is not trained on, and the endpoint samples none."""
+MOST_RESPONSES = 8
+"""Most tokens of a sample, in ``data.max_response_length``: estimators pad a batch to its longest sample."""
+OF_SAMPLE = ("reward_score", "unfinished", "failure", "finish_reason", "extra_fields", "metrics", "measures")
+"""What the last trajectory has of its sample, where that has no sampled token, and an earlier one is the last."""
 NO_VERSION = -1
 """Stands in ``token_versions`` where no sampler drew the token: padding and inserted text."""
 
@@ -71,8 +75,11 @@ def checked(output: AgentLoopOutput, max_length: int) -> AgentLoopOutput:
     )
 
 
-def in_one(made: AgentLoopOutput | Sequence[AgentLoopOutput], max_length: int) -> AgentLoopOutput:
+def in_one(made: AgentLoopOutput | Sequence[AgentLoopOutput], max_length: int, max_prompt: int) -> AgentLoopOutput:
     """What a loop returned, checked: its trajectory, or the last of several with the earlier ones as ``before``.
+
+    Of several, one whose prompt is too long for its response loses the end of it, with a notice, and those without a
+    sampled token are left out: the score of the sample is on the last one that has some.
 
     Raises:
         RolloutError: no trajectory, or some that cannot share one score; and as `checked`.
@@ -80,19 +87,33 @@ def in_one(made: AgentLoopOutput | Sequence[AgentLoopOutput], max_length: int) -
     if isinstance(made, AgentLoopOutput):
         return checked(made, max_length)
     if not isinstance(made, Sequence) or not made or not all(isinstance(one, AgentLoopOutput) for one in made):
-        kinds = [type(one).__name__ for one in made] if isinstance(made, Sequence) else type(made).__name__
+        kinds = [type(one).__name__ for one in made] if isinstance(made, list | tuple) else type(made).__name__
         raise RolloutError("the loop returned no trajectory", got=kinds, allowed="one AgentLoopOutput or more")
-    *before, last = (checked(one, max_length) for one in made)
-    for number, one in enumerate(before):
-        _check_earlier(f"trajectory {number} of {len(made)}", one, last)
-    is_aborted = any(one.finish_reason == "abort" for one in (*before, last))
-    if before and not is_aborted and not any(last.response_mask):
-        why = "the last trajectory has no sampled token, which the score of the sample would be of"
-        raise RolloutError(why, key="response_mask", fix="Return the trajectory with the answer last.")
-    for one in before:
-        last.measures.merge(one.measures)
-        last.metrics.tool_calls += one.metrics.tool_calls
-    return replace(last, before=before, finish_reason="abort") if is_aborted else replace(last, before=before)
+    if len(made) == 1:
+        return checked(made[0], max_length)
+    names = [f"trajectory {number} of {len(made)}" for number in range(len(made))]
+    *every, end = (_fitted(name, one, max_length, max_prompt) for name, one in zip(names, made))
+    for name, one in zip(names, every):
+        _check_earlier(name, one, end)
+        end.measures.merge(one.measures)
+        for metric, value in vars(one.metrics).items():
+            if value >= 0:  # below it is unknown
+                setattr(end.metrics, metric, max(0, getattr(end.metrics, metric)) + value)
+    every.append(end)
+    *before, last = [one for one in every if any(one.response_mask)] or [end]
+    if last is not end:
+        last = replace(last, **{name: getattr(end, name) for name in OF_SAMPLE})
+    is_aborted = any(one.finish_reason == "abort" for one in every)
+    return replace(last, before=before, finish_reason="abort" if is_aborted else last.finish_reason)
+
+
+def _fitted(name: str, one: AgentLoopOutput, max_length: int, max_prompt: int) -> AgentLoopOutput:
+    most, size = max_prompt + max_length, len(one.prompt_ids) + len(one.response_ids)
+    if size > most:
+        limit = "data.max_prompt_length + data.max_response_length"
+        notice("an agent loop", f"returned {name} with {size} tokens; it is trained on up to {limit} = {most}")
+        one = replace(one, prompt_ids=one.prompt_ids[:most])
+    return checked(one, max(0, min(max_length, most - len(one.prompt_ids))))
 
 
 def _check_earlier(which: str, one: AgentLoopOutput, last: AgentLoopOutput) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import MOST_TRAJECTORIES, in_one
-from verl.agent_loop.choose import LoopLoader
+from verl.agent_loop.batch import MOST_RESPONSES, MOST_TRAJECTORIES, in_one
+from verl.agent_loop.choose import LoadedLoop, LoopLoader
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop
 from verl.agent_loop.failed import RunStops, failed
@@ -20,6 +20,7 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.data.vision.videos import VideoLimits
 from verl.errors import ConfigError, NotBuiltError, ReplayError, RolloutError
+from verl.metrics import notice
 from verl.protocol.tokenizer import Tokenizer
 from verl.rollout.base import Sampler
 from verl.rollout.lost import EngineLostError
@@ -135,17 +136,26 @@ class RowRunner:
     async def end(self, stop: Stop) -> None:
         """Its loops see the ``stop`` itself."""
 
-    def _row(self, made: AgentLoopOutput | Sequence[AgentLoopOutput], chosen: object, where: str) -> AgentLoopOutput:
-        """What a loop returned, as one row; too many trajectories score 0, as an action may be the cause."""
-        output = in_one(made, int(self.config.response_length))
+    def _row(
+        self, made: AgentLoopOutput | Sequence[AgentLoopOutput], chosen: LoadedLoop, where: str
+    ) -> AgentLoopOutput:
+        """What a loop returned, as one row. Of too many trajectories the last alone is trained on, with its score."""
+        length = int(self.config.response_length)
+        output = in_one(made, length, int(self.config.prompt_length))
         if output.before and self.processor is not None:
             fix = "Return one, or train a model that has no processor of pictures."
             raise NotBuiltError("several trajectories of a sample with a model that sees pictures", fix=fix)
-        if len(output.before) < MOST_TRAJECTORIES:
+        count = sum(len(one.response_ids) for one in (*output.before, output))
+        if len(output.before) < MOST_TRAJECTORIES and count <= MOST_RESPONSES * length:
             return output
-        why = f"{len(output.before) + 1} trajectories, of which the last alone is trained on"
-        many = RolloutError(why, allowed=f"at most {MOST_TRAJECTORIES} of a sample")
-        return failed(replace(output, before=()), f"the agent loop {chosen}", many, "zero", where)
+        many = f"{len(output.before) + 1} trajectories with {count} tokens, more than {MOST_TRAJECTORIES} trajectories "
+        many += f"or {MOST_RESPONSES} times data.max_response_length = {length} tokens"
+        if chosen.kwargs.get("on_error") == "raise":
+            raise RunStops(many)
+        notice(f"trajectories of the agent loop {chosen}", f"on {where} {many}: the last alone is trained on")
+        dropped = sum(sum(one.response_mask) for one in output.before)
+        output.measures.add("rollout/agent/dropped_tokens", float(dropped), "sum")
+        return replace(output, before=())
 
     def _nothing(self, row: Mapping[str, Any]) -> AgentLoopOutput:
         """The output of a row whose loop gave none: its prompt, if it is known in tokens, and no response."""

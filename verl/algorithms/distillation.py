@@ -31,7 +31,7 @@ from torch import Tensor
 from verl.algorithms.aggregation import LossNorm, agg_loss, loss_metric, token_means
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.logprob import candidate_log_probs, top_k_from_logits
-from verl.algorithms.losses import Fields, PPOPolicyLoss, SFTLoss, field, norm_of_rows, optional_field
+from verl.algorithms.losses import Fields, PPOPolicyLoss, SFTLoss, field, optional_field, with_length
 from verl.algorithms.masked import at_least_float32, zero_outside
 from verl.algorithms.policy_losses import aggregation_of, call_policy_loss
 from verl.config import replace as replace_settings
@@ -154,15 +154,15 @@ class DistilledPolicyLoss:
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask, mode = field(batch, "response_mask"), self.task.config.loss_agg_mode
-        scaled = norm_of_rows(norm, batch, self.task.scale)
+        norm = with_length(norm, self.task.scale)
         tokens, metrics = self.divergence(outputs, batch, mask)
         metrics["distillation/loss"] = loss_metric(
-            as_float(agg_loss(tokens.detach(), mask, mode, scaled)), mask, mode, scaled
+            as_float(agg_loss(tokens.detach(), mask, mode, norm)), mask, mode, norm
         )
         if self.settings.use_policy_gradient:
-            loss = self._policy_gradient(zero_outside(outputs["log_probs"], mask), tokens.detach(), batch, scaled)
+            loss = self._policy_gradient(zero_outside(outputs["log_probs"], mask), tokens.detach(), batch, norm)
         else:
-            loss = agg_loss(tokens, mask, mode, scaled)
+            loss = agg_loss(tokens, mask, mode, norm)
         total = self.settings.distillation_loss_coef * loss
         if self.settings.use_task_rewards:
             of_task, measured = self.task(outputs, batch, norm)

@@ -98,15 +98,13 @@ def mean_weight(
     return weights / number if number else None
 
 
-def shares_of(batch: Fields) -> Tensor | None:
-    """(b,) as in `LossNorm`; None where each row is a sequence."""
-    return optional_field(batch, SHARES)
+def norm_of_rows(norm: LossNorm, rows: Fields) -> LossNorm:
+    """The norm of a mini-batch for these rows of it, with their shares: what an engine calls a loss with."""
+    return replace(norm, shares=optional_field(rows, SHARES))
 
 
-def norm_of_rows(norm: LossNorm, batch: Fields, scale: float | None) -> LossNorm:
-    """The norm with what a micro-batch and the configuration know: the rows' shares, and the constant length."""
-    shares = shares_of(batch)
-    norm = norm if shares is None else replace(norm, shares=shares)
+def with_length(norm: LossNorm, scale: float | None) -> LossNorm:
+    """The norm with the constant length, where the configuration says one."""
     return norm if scale is None else replace(norm, loss_scale_factor=float(scale))
 
 
@@ -152,7 +150,7 @@ class PPOPolicyLoss:
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
-        norm = norm_of_rows(norm, batch, self.scale)
+        norm = with_length(norm, self.scale)
         log_prob = zero_outside(outputs["log_probs"], mask)
         loss, metrics = call_policy_loss(
             self.policy_loss,
@@ -254,7 +252,7 @@ class PPOValueLoss:
         self, outputs: Mapping[str, Tensor], batch: Fields, norm: LossNorm
     ) -> tuple[Tensor, dict[str, Metric]]:
         mode, mask = self.config.loss_agg_mode, field(batch, "response_mask")
-        norm = norm_of_rows(norm, batch, self.scale)
+        norm = with_length(norm, self.scale)
         vpreds = outputs["values"]
         loss, clipfrac = value_loss(
             vpreds, field(batch, "returns"), field(batch, "values"), mask, self.config.cliprange_value, mode, norm

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.losses import LossFn, without_gradient
+from verl.algorithms.losses import LossFn, norm_of_rows, without_gradient
 from verl.distributed import Ranks
 from verl.metrics import Metric
 from verl.protocol import DataProto
@@ -53,5 +53,6 @@ class GradientRows:
         if self.constant is None:
             return 0.0, {}
         anything = torch.zeros(self.constant.tensors["response_mask"].shape)
-        loss, metrics = loss_fn({"log_probs": anything}, self.constant.tensors, norm)
+        rows = self.constant.tensors
+        loss, metrics = loss_fn({"log_probs": anything}, rows, norm_of_rows(norm, rows))
         return float(loss), metrics

@@ -285,13 +285,15 @@ def _answers(samples: DataProto, requests: Mapping[str, Any], drawn_before: Mapp
     A row has the tokens of its requests one after the other, between what was inserted (version -1). In which order the
     trajectories of a sample have them, where it has several, is not known: a replay says that they are missing.
     """
+    from verl.protocol.fields import BEFORE  # it imports torch, which a reader of a journal need not have
+
     tensors = samples.tensors
     if "token_versions" not in tensors.keys():
         return {}
     columns, answers = samples.non_tensor_batch, dict[str, Any]()
     drawn = tensors["token_versions"] >= 0
     has_log_probs = "rollout_log_probs" in tensors.keys()
-    several = columns.get("trajectories_before", [None] * len(drawn))
+    several = columns.get(BEFORE, [None] * len(drawn))
     for row, (uid, index) in enumerate(zip(columns["uid"], columns["sample_index"], strict=True)):
         if several[row] is not None:
             continue

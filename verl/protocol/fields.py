@@ -22,8 +22,9 @@ from verl.errors import BatchError, ConfigError, suggest
 CANDIDATES = "candidate_ids"
 """(B, T, K) int32: tokens of which a model gives the log-probs at each position, besides the sampled one."""
 TURN_STATES = "turn_states"
-BEFORE, TRAJECTORY_NUMBER, SHARES = "trajectories_before", "trajectory_number", "sequence_shares"
 """(B,) lists: (place in the response where an action begins, state of the environment) of every action, in order."""
+BEFORE, TRAJECTORY_NUMBER, SHARES = "trajectories_before", "trajectory_number", "sequence_shares"
+"""Columns of samples with several trajectories: the earlier ones; the number of a row in its sample; its share."""
 TIME_SYMBOLS = ("P", "T", "P+T")
 PaddingRule = Literal["pad_token", "edge"]
 PaddingValue = float | bool | PaddingRule

@@ -68,6 +68,7 @@ def settings(**changes: Any) -> SimpleNamespace:
     base = {
         "seed": 42,
         "response_length": 400,
+        "prompt_length": 400,
         "max_model_len": None,
         "ignore_eos": False,
         "over_sample_rate": 0.0,

@@ -175,6 +175,26 @@ def test_every_branch_is_a_row_and_each_sampled_token_is_trained_on_once():
     assert metrics["rollout/agent/dropped_tokens"].value == 0 and metrics["rollout/agent/calls"].value == 4
 
 
+@pytest.mark.parametrize("text", ["a", "a" * 63])
+def test_branches_end_where_a_sample_has_64_or_eight_responses_of_tokens(text):
+    refused = []
+
+    def agent(base_url, api_key, row, model):
+        found = client(base_url, api_key)
+        try:
+            for _ in range(100):
+                found.chat.completions.create(model=model, messages=[USER])
+        except openai.BadRequestError as error:
+            refused.append(error.code)
+        return -1.0
+
+    made = rollout(Scripted(*[text] * 100), agent, branches="rows")
+    (before,) = made.non_tensor_batch["trajectories_before"]
+    # 8 x 400 tokens are fifty answers of 64
+    assert refused == ["context_length_exceeded"] and len(before) + 1 == (64 if text == "a" else 50)
+    assert made.non_tensor_batch["reward_score"].tolist() == [-1.0]
+
+
 def test_a_history_that_was_rewritten_fails_the_row_and_shows_the_tokens_of_both_sides():
     def agent(base_url, api_key, row, model):
         found = client(base_url, api_key)

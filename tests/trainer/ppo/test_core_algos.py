@@ -1,9 +1,12 @@
 """The names and call forms that users' code has from upstream."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.harness.algorithms import actor_config, loss_batch, outcome_batch, policy_loss_config
+from verl.algorithms.aggregation import loss_norm, normalised_by
 from verl.errors import ConfigError
 from verl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl.trainer.ppo import core_algos
@@ -19,6 +22,15 @@ def test_estimators_take_positional_arguments_in_upstreams_order():
     assert advantages[:, 0].tolist() == pytest.approx([0.625, -0.375, 0.125, -0.375, 0, 0, 0])
     _, returns = core_algos.compute_gae_advantage_return(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
     assert returns[0].tolist() == [1, 1, 1, 0]
+
+
+def test_numbers_of_a_loss_leave_the_shares_of_a_sample_in_its_norm():
+    shares = torch.tensor([0.6, 0.4])
+    with normalised_by(loss_norm(MASK, shares=shares)) as running:
+        running.norm = replace(running.norm, shares=shares)
+        loss = core_algos.agg_loss(LOSS_MAT, MASK, "seq-mean-token-mean", dp_size=2)
+    # one sample: 2 x (0.6 x (-2.78 / 3) + 0.4 x (3.8 / 2))
+    assert loss.item() == pytest.approx(0.408, abs=1e-6)
 
 
 def test_the_enum_holds_exactly_the_estimators_that_exist_and_its_members_are_their_names():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,16 +18,18 @@ from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
 from verl.agent_loop.unfinished import output_of, plain_output, trajectories_before
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
-from verl.algorithms.losses import PPOPolicyLoss
+from verl.algorithms.losses import PPOPolicyLoss, norm_of_rows
 from verl.errors import ConfigError, ReplayError
 from verl.journal.schedule import Notes, end_entry, recorded_draws
 from verl.protocol import DataProto
 from verl.protocol.fields import SHARES
-from verl.trainer.ppo import accounting, stages
+from verl.trainer.ppo import accounting, group_filter, stages
+from verl.trainer.ppo.callbacks import ShowSamples
 from verl.trainer.ppo.group_filter import DETAILS
 from verl.trainer.ppo.groups import oldest_versions
+from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.sample_rows import as_sequences, last_rows, sample_numbers
-from verl.trainer.ppo.trajectories import as_rows, sampled_tokens
+from verl.trainer.ppo.trajectories import as_rows, check_branches, sampled_tokens
 
 
 def output(prompt: list[int], response: list[int], version: int = 3, **more) -> AgentLoopOutput:
@@ -111,13 +114,17 @@ def test_a_critics_advantages_go_through_trajectories_in_their_order():
 
 
 def loss_of(batch: DataProto, log_probs: torch.Tensor, mode: str) -> torch.Tensor:
-    tensors = batch.tensors
-    norm = loss_norm(tensors["response_mask"], shares=tensors.get(SHARES, None))
-    return PPOPolicyLoss(actor_config(loss_agg_mode=mode), 10)({"log_probs": log_probs}, tensors, norm)[0]
+    """The sum over micro-batches of one and two rows."""
+    norm = loss_norm(batch.tensors["response_mask"], shares=batch.tensors[SHARES])
+    loss, parts = PPOPolicyLoss(actor_config(loss_agg_mode=mode), 10), []
+    for rows in (slice(0, 1), slice(1, 3)):
+        tensors = batch.batch[rows]
+        parts.append(loss({"log_probs": log_probs[rows]}, tensors, norm_of_rows(norm, tensors))[0])
+    return sum(parts)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_two_rows_of_a_sample_have_the_loss_and_gradient_of_one(mode):
+def test_rows_of_a_sample_in_two_micro_batches_have_the_loss_and_gradient_of_one(mode):
     cut_mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
     advantages, log_probs = torch.tensor([[2.0, 2.0], [2.0, 0.0], [-1.0, -1.0]]), torch.tensor([-1.0, -2, -3, -4, -5])
     old = log_probs - torch.tensor([0.1, -0.05, 0.15, 0.0, -0.1])
@@ -182,6 +189,10 @@ def test_a_mini_batch_has_whole_samples_and_as_many_rows_for_each_rank(ranks):
         ("algorithm.use_pf_ppo", True),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", "geo_mean"),
         ("algorithm.adv_estimator", "gigpo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "recipe.sppo.core:sppo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "recipe.flowrl.core:flow_balance"),
+        ("trainer.v1.trainer_mode", "recipe.prime.schedule:PrimeSchedule"),
+        ("trainer.v1.trainer_mode", "recipe.rep_exp.schedule:RepExpSchedule"),
     ],
 )
 def test_a_method_that_takes_rows_for_samples_is_refused_by_name(key, value):
@@ -189,20 +200,89 @@ def test_a_method_that_takes_rows_for_samples_is_refused_by_name(key, value):
         as_rows(samples(turn_states=[None, None]), context(**{key: value}))
 
 
+def test_the_policy_loss_of_a_distillation_is_one_of_the_methods():
+    changes = {"enabled": True, "distillation_loss.use_policy_gradient": True}
+    changes = {f"distillation.{key}": value for key, value in changes.items()}
+    key = "distillation.distillation_loss.policy_loss_mode"
+    with pytest.raises(ConfigError, match=f"{key}: this method takes each row for a sample"):
+        as_rows(samples(), context(**changes, **{key: "geo_mean"}))
+
+
+@pytest.mark.parametrize("branches", ["rows", "last"])
+def test_an_agent_whose_branches_are_rows_is_refused_before_the_first_step(tmp_path, branches):
+    file = tmp_path / "loops.yaml"
+    file.write_text(f"- {{name: a, _target_: b.C, branches: {branches}}}")
+    words = {"actor_rollout_ref.rollout.agent.agent_loop_config_path": str(file), "algorithm.use_pf_ppo": True}
+    refused = pytest.raises(ConfigError, match="use_pf_ppo: this method") if branches == "rows" else nullcontext()
+    with refused:
+        check_branches(context(**words).config)
+
+
+def test_the_kl_in_the_reward_is_measured_over_samples():
+    rows, ctx = as_rows(samples(), context()), context(**{"algorithm.kl_ctrl.kl_coef": 0.5})
+    rows.tensors["old_log_probs"] = torch.zeros(4, 3)
+    rows.tensors["ref_log_prob"] = torch.tensor([[-1.0, -1, 9], [-10.0, 9, 9], [0.0, 0, 0], [-3.0, 9, 9]])
+    seen = []
+    ctx.run.kl_controller.update = lambda current_kl, n_steps: seen.append((current_kl, n_steps))
+    stages.charge_kl(rows, ctx.run.kl_controller)
+    # means of 12 / 6 and 3 / 1 over the tokens of the two samples; those of the four rows are 1, 10, 0 and 3
+    assert seen == [(pytest.approx(2.5), 2)]
+    expected = [[-0.5, -0.5, 0], [-5.0, 0, 0], [0, 0, 1.0], [-1.5, 0, 0]]
+    torch.testing.assert_close(rows.tensors["token_level_rewards"], torch.tensor(expected), atol=0, rtol=0)
+
+
+def test_right_answers_and_calls_of_tools_are_counted_over_samples():
+    ctx = context(**{"actor_rollout_ref.actor.positive_lm_coef": 0.1})
+    rows = as_rows(samples(tool_call_counts=[4, 2]), ctx)
+    stages.add_advantages(rows, ctx)
+    metrics = compute_data_metrics(rows, use_critic=False)
+    assert metrics["tool_call_counts/mean"] == 3.0, "over the four rows it were 3.5"
+    assert ctx.metrics.values()["training/positive_samples"] == 0.5, "over the four rows it were 0.75"
+
+
+def test_samples_on_the_console_have_the_score_of_their_last_row():
+    rows, shown = as_rows(samples(), context()), []
+
+    class Trainer(SimpleNamespace):
+        def describe_samples(self, batch):
+            shown.extend(group_filter.outcomes(batch, None).tolist())
+            return {"inputs": [], "outputs": [], "scores": [], "gts": [], "reward_extra_infos": {}}
+
+    texts = SimpleNamespace(questions=lambda *_: [], pictures=lambda *_: [])
+    settings = SimpleNamespace(trainer=SimpleNamespace(log_train_generations=1, test_freq=0))
+    trainer = Trainer(config=settings, ctx=SimpleNamespace(step=1), texts=texts, show_samples=lambda *_: None)
+    ShowSamples().on_step_end(trainer, rows)
+    assert shown == [1.0]
+
+
+class Ledger:
+    """Keeps what an update trained on, and why not on the rest."""
+
+    def __init__(self):
+        self.keys, self.dropped = [], {}
+
+    def trained(self, step, keys, by_reason):
+        self.keys, self.dropped = keys, by_reason
+
+
+@pytest.mark.parametrize(("error", "reason"), [("it broke", "failed_loop"), (None, "given_up")])
+def test_the_ledger_says_of_a_sample_why_its_last_row_is_masked(error, reason):
+    made = samples(unscorable=[True, False], finish_reason=["abort", "stop"], agent_error=[error, None])
+    made.tensors["response_mask"][0] = 0
+    ledger = Ledger()
+    run = SimpleNamespace(ledger=ledger, learns_from_pairs=False)
+    accounting.trained(as_rows(made, context()), SimpleNamespace(step=1, run=run))
+    assert ledger.keys == [("a", 1)] and ledger.dropped == {reason: [("a", 0)]}
+
+
 def test_a_sample_is_trained_on_if_any_of_its_rows_is():
-    dropped, trained_keys = dict[str, list](), []
-
-    class Ledger:
-        def trained(self, step, keys, by_reason):
-            trained_keys.extend(keys)
-            dropped.update(by_reason)
-
+    ledger = Ledger()
     batch = as_rows(samples(), context())
     batch.tensors["rollout_rs_mask"] = batch.tensors["response_mask"].clone()
     batch.tensors["rollout_rs_mask"][[1, 2, 3]] = 0  # rejected, all but the first trajectory of the first sample
-    run = SimpleNamespace(ledger=Ledger(), learns_from_pairs=False)
+    run = SimpleNamespace(ledger=ledger, learns_from_pairs=False)
     accounting.trained(batch, SimpleNamespace(step=1, run=run))
-    assert trained_keys == [("a", 0)] and dropped == {"rejected": [("a", 1)]}
+    assert ledger.keys == [("a", 0)] and ledger.dropped == {"rejected": [("a", 1)]}
 
 
 STEPS = (*WORDS, "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",

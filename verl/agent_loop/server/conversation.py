@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.agent_loop.batch import MOST_RESPONSES, MOST_TRAJECTORIES
 from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.server.errors import ApiError, bad, refused, unknown_model
 from verl.agent_loop.server.prompts import Located, Prompts
@@ -69,6 +70,7 @@ class Conversation:
         parser: finds tool calls in an answer: ``extract_tool_calls(token_ids, tools) -> (text, calls)``.
         key: what authorizes a client.
         responses: name of a response -> the messages up to and with it.
+        trains_on_all: every branch is a row, so that they have limits together.
     """
 
     client: SamplerClient
@@ -85,6 +87,7 @@ class Conversation:
     lost: EngineLostError | None = None
     overridden: int = 0
     responses: dict[str, list[JsonObject]] = field(default_factory=dict)
+    trains_on_all: bool = False
 
     @property
     def sees(self) -> bool:
@@ -159,11 +162,15 @@ class Conversation:
         if self.context is not None:
             before = inserted if parent is None else len(parent.tokens) + inserted
             left = min(left, self.context - before)
+        if self.trains_on_all:
+            left = min(left, self._left_of_all(ask.n, parent, inserted))
         if ask.max_tokens is not None and ask.max_tokens > self.budget:
             raise bad("max_tokens", f"max_tokens={ask.max_tokens} is more than the {self.budget} tokens that a whole "
                       f"rollout may have after its first prompt ({self.limit}).")  # fmt: skip
         if left < 1:
             context = "" if self.context is None else f" of {self.context}"
+            most = f", or its {MOST_TRAJECTORIES} branches, or their {MOST_RESPONSES * self.budget} tokens"
+            context += most if self.trains_on_all else ""
             raise ApiError(
                 400,
                 f"This conversation has used up its {self.budget} tokens after the first prompt "
@@ -178,6 +185,14 @@ class Conversation:
         if stops:
             parameters["stop_token_ids"] = tuple(stops)
         return {**parameters, **self._asked(ask)}
+
+    def _left_of_all(self, n: int, parent: Answer | None, inserted: int) -> int:
+        """Tokens that all branches have left for each of ``n`` answers; none where these would be too many branches."""
+        leaves, answers = self.record.leaves, self.record.answers
+        if len(leaves) + n - (parent in leaves) > MOST_TRAJECTORIES:
+            return 0
+        used = sum(len(one.done.token_ids) + (len(one.inserted) if one.parent else 0) for one in answers)
+        return (MOST_RESPONSES * self.budget - used) // n - (inserted if parent else 0)
 
     def _asked(self, ask: CompletionRequest) -> dict[str, Any]:
         """What of the request's own sampling counts."""

@@ -70,9 +70,9 @@ class OpenAIAgentLoop(AgentLoopBase):
             outcome = await self._outcome(access)
         if conversation.lost is not None:
             raise conversation.lost  # not the agent's fault: the batch ends as it does with any other loop
+        before = list(self._before(conversation, kwargs))
         output = await self._output(conversation, outcome, kwargs)
         output.metrics.tool_calls = max(0.0, time.perf_counter() - start - conversation.client.seconds)
-        before = list(self._before(conversation, kwargs))
         return [*before, output] if before else output
 
     async def _outcome(self, access: dict[str, Any]) -> AgentOutcome | AgentFailure:
@@ -91,27 +91,26 @@ class OpenAIAgentLoop(AgentLoopBase):
             await asyncio.gather(work, return_exceptions=True)
 
     def _conversation(self, sampling_params: dict[str, Any]) -> Conversation:
-        client, shared = self.server_manager, self.shared
+        client, shared, context = self.server_manager, self.shared, self.config.max_model_len
+        if shared.settings.branches == "rows":
+            longest = int(self.config.prompt_length) + client.response_length
+            context = min(context or longest, longest)
         return Conversation(
             client=client,
             sampling={**sampling_params, "seed": client.seed},
             budget=client.response_length,
             prompts=Prompts(self.tokenizer, shared.template_kwargs),
-            context=self.config.max_model_len,
+            context=context,
+            trains_on_all=shared.settings.branches == "rows",
             models=shared.settings.models,
             follows_request=shared.settings.sampling == "request",
             parser=shared.parser,
         )
 
-    def _leaves_before(self, conversation: Conversation) -> list[Answer]:
-        """The ends of earlier trajectories, where they are rows."""
-        return conversation.record.leaves[:-1] if self.shared.settings.branches == "rows" else []
-
     def _before(self, conversation: Conversation, row: dict[str, Any]) -> Iterator[AgentLoopOutput]:
-        """Earlier trajectories; each sampled token is in one alone."""
-        leaves = self._leaves_before(conversation)
-        for number, leaf in enumerate(leaves):
-            output = trajectory(leaf, self._text, row, leaves[:number]).output()
+        """Earlier trajectories, where they are rows; each sampled token is in one alone."""
+        for leaf in conversation.record.leaves[:-1] if conversation.trains_on_all else ():
+            output = trajectory(leaf, self._text, row, conversation.record.trained).output()
             output.num_turns = leaf.num_messages
             yield output
 
@@ -123,7 +122,6 @@ class OpenAIAgentLoop(AgentLoopBase):
     ) -> AgentLoopOutput:
         settings, record = self.shared.settings, conversation.record
         error = outcome if isinstance(outcome, AgentFailure) else None
-        before = self._leaves_before(conversation)
         last: Answer | None
         try:
             last, dropped = record.chosen(keep_last=settings.branches != "error" or error is not None)
@@ -133,9 +131,9 @@ class OpenAIAgentLoop(AgentLoopBase):
         if last is None:
             data = AgentData(row, prompt_ids=await self.prompt_ids(row))
         else:
-            data = trajectory(last, self._text, row, before)
+            data = trajectory(last, self._text, row, record.trained)
         data.metrics.add("rollout/agent/calls", len(record.answers), "mean")
-        data.metrics.add("rollout/agent/dropped_tokens", 0 if before else dropped, "sum")
+        data.metrics.add("rollout/agent/dropped_tokens", 0 if conversation.trains_on_all else dropped, "sum")
         data.metrics.add("rollout/agent/overridden_requests", conversation.overridden, "sum")
         data.metrics.add("rollout/agent/failed", 0, "sum")
         output = data.output()

@@ -70,10 +70,11 @@ class Answer:
 
 
 class Record:
-    """The answers of one conversation, in the order in which they reached the agent."""
+    """The answers of one conversation, in the order in which they reached the agent; some are in trajectories."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
+        self.trained: set[Answer] = set()
 
     def add(self, answer: Answer) -> None:
         """Keep an answer that the agent gets."""
@@ -121,16 +122,17 @@ class Record:
 
 
 def trajectory(
-    last: Answer, text_of: Callable[[Sequence[int]], str], row: dict[str, Any], before: Sequence[Answer] = ()
+    last: Answer, text_of: Callable[[Sequence[int]], str], row: dict[str, Any], trained: set[Answer]
 ) -> AgentData:
     """The path to ``last``: its tokens, masks and log-probs, and for people a record of what was said.
 
     Args:
-        before: ends of other trajectories; answers that these have are part of the prompt.
+        trained: answers of other trajectories, which are part of the prompt; gets those of this one.
     """
-    trained = {id(answer) for end in before for answer in end.path}
-    shared = [answer for answer in last.path if id(answer) in trained]
-    first, *rest = last.path[len(shared) :]
+    path = last.path
+    shared = [answer for answer in path if answer in trained]
+    first, *rest = path[len(shared) :]
+    trained.update(path)
     data = AgentData(row, prompt_ids=[*(shared[-1].tokens if shared else ()), *first.inserted])
     _add_answer(data, first, text_of)
     for answer in rest:

@@ -8,6 +8,7 @@ and `Metric`. Nothing in the library calls these forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,7 +255,8 @@ def _norm(
     if dp_size == 1 and tokens is None and sequences is None and scale is None:
         return None
     here = aggregation.running_norm() or loss_norm(mask)
-    return LossNorm(
+    return replace(
+        here,
         num_tokens=here.num_tokens if tokens is None else float(tokens),
         num_sequences=here.num_sequences if sequences is None else float(sequences),
         dp_size=dp_size,

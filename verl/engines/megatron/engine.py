@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verl import distributed
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.losses import LossFn
+from verl.algorithms.losses import LossFn, norm_of_rows
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.state import StateSection
 from verl.config.schema.model import HFModelConfig
@@ -286,7 +286,8 @@ class MegatronEngine(TorchEngine):
             if not len(micro.index):
                 return output.float().sum() * 0.0  # zero, with a graph
             outputs = self.forward.read(output, part, loss_fn.outputs, temperature)
-            loss, values = loss_fn(outputs, tensors[micro.index].to(self.device), norm)
+            rows = tensors[micro.index].to(self.device)
+            loss, values = loss_fn(outputs, rows, norm_of_rows(norm, rows))
             metrics.merge(values)
             value = float(loss.detach())
             losses.append(value)

@@ -168,7 +168,7 @@ class ShowSamples(Callback):
         count = config.log_train_generations
         if count <= 0 or (step != 1 and (config.test_freq <= 0 or step % config.test_freq)):
             return
-        first = batch.slice(0, count)
+        first = last_rows(batch).slice(0, count)
         rows = trainer.describe_samples(first)
         columns = [rows[name] for name in ("inputs", "outputs", "scores", "gts")]
         columns += [

@@ -17,7 +17,7 @@ from verl.algorithms.rollout_correction.mismatch import probability_difference
 from verl.config import AlgoConfig
 from verl.config.schema.algorithm import importance_sampling
 from verl.errors import DataError, RolloutError
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto
 from verl.single_controller.base import collected
 from verl.trainer.ppo.context import StepContext
 from verl.workers.options import InferOptions
@@ -114,8 +114,7 @@ def check_reloaded(roles: Roles, ctx: StepContext, version: int) -> None:
     with ctx.timed("check_weights"):
         drawn = collected(roles["rollout"].group, SamplingWorker.probe)(version)
         ctx.metrics.merge(drawn.meta_info.pop("metrics"))
-        padded, pad = pad_dataproto_to_divisor(drawn, roles["actor"].num_parts)
-        made = unpad_dataproto(roles["actor"].infer(padded, InferOptions()), pad)
+        made = roles["actor"].infer(drawn, InferOptions())
         compare_reloaded(drawn, made, rollout.quantization_tolerance, ctx)
 
 

@@ -20,6 +20,7 @@ from verl.metrics import MetricSet
 from verl.protocol import DataProto
 from verl.trainer.ppo import accounting, group_filter
 from verl.trainer.ppo.context import StepContext
+from verl.trainer.ppo.sample_rows import last_rows
 
 
 def rows_to_train(batch: DataProto, ctx: StepContext) -> DataProto:
@@ -86,7 +87,8 @@ def mark_right_answers(batch: DataProto, ctx: StepContext) -> None:
     """Adds positive (B,), where the loss on right answers is on (``actor.positive_lm_coef``)."""
     if ctx.config.actor_rollout_ref.actor.positive_lm_coef:
         batch.tensors["positive"] = right_answers(batch)
-        ctx.metrics.add("training/positive_samples", batch.tensors["positive"].mean().item(), weight=len(batch))
+        marks = last_rows(batch.select(batch_keys=["positive"])).tensors["positive"]
+        ctx.metrics.add("training/positive_samples", marks.mean().item(), weight=len(marks))
 
 
 def weigh_right_answers(mini_batch: DataProto) -> None:

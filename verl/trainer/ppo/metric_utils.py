@@ -14,7 +14,7 @@ from verl.algorithms.validation import bootstrap_metric, calc_maj_val, process_v
 from verl.algorithms.variance_proxies import variance_proxies
 from verl.metrics import Metric, as_float
 from verl.protocol import DataProto
-from verl.trainer.ppo.sample_rows import per_sample
+from verl.trainer.ppo.sample_rows import last_rows, per_sample
 
 __all__ = [
     "bootstrap_metric",
@@ -66,8 +66,9 @@ def compute_data_metrics(
     )
     metrics["response/aborted_ratio"] = 1.0 - produced.float().mean().item()
     metrics |= _length_metrics("prompt_length", prompt_lengths, max_prompt_length or widths[0])
+    of_samples = last_rows(batch.select(batch_keys=["response_mask"])).non_tensor_batch
     for name, key in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
-        column = [value for value in batch.non_tensor_batch.get(key, ()) if value is not None]  # other loops have none
+        column = [value for value in of_samples.get(key, ()) if value is not None]  # other loops have none
         if column:
             metrics |= _spread(name, torch.tensor(np.asarray(column, dtype=np.float64)))
     return metrics

@@ -56,6 +56,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.sample_rows import shared
 from verl.trainer.ppo.schedules import ScheduleRun
+from verl.trainer.ppo.trajectories import check_branches
 from verl.trainer.ppo.validation import ValidationSamples, Validator
 from verl.trainer.signals import StepDropped, StopSignals
 from verl.trainer.watchdog import Watchdog
@@ -106,6 +107,7 @@ class RayPPOTrainer:
         refuse_while_loading()
         typed = config if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
         self.config = typed = cast(PPOTrainerConfig, typed)
+        check_branches(typed)
         self.tokenizer, self.processor = tokenizer, processor
         self.texts = SampleTexts(tokenizer, processor)
         self.role_worker_mapping = placement.plain_classes(role_worker_mapping)

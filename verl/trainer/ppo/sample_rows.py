@@ -28,9 +28,12 @@ def sample_numbers(batch: DataProto) -> np.ndarray | None:
 
 
 def last_rows(batch: DataProto) -> DataProto:
-    """The row of each sample that has its score."""
+    """The row of each sample that has its score, which is a sample again."""
     samples = sample_numbers(batch)
-    return batch if samples is None else batch.select_idxs(_last_of(samples))
+    if samples is not None:
+        batch = batch.select_idxs(_last_of(samples))
+        del batch.non_tensor_batch[TRAJECTORY_NUMBER]
+    return batch
 
 
 def _last_of(samples: np.ndarray) -> np.ndarray:

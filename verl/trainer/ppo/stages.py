@@ -239,7 +239,7 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     algorithm = ctx.config.algorithm
     if algorithm.use_kl_in_reward:
         charged = charge_kl(batch, ctx.run.kl_controller, algorithm.kl_penalty)
-        filled = int(batch.tensors["response_mask"].bool().any(-1).sum())
+        filled = int(sample_rows.per_sample(batch, batch.tensors["response_mask"].sum(-1)).count_nonzero())
         ctx.metrics.add("actor/reward_kl_penalty", charged.pop("actor/reward_kl_penalty"), weight=filled)
         for name, value in charged.items():
             ctx.metrics.add(name, value, "last")
@@ -252,9 +252,10 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
 
 
 def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, float]:
-    """Adds token_level_rewards: scores minus the KL to the reference; returns its metrics."""
-    tensors = batch.tensors
-    tensors["token_level_rewards"], metrics = apply_kl_penalty(
+    """Adds token_level_rewards: scores minus the KL to the reference; returns its metrics, which are over samples."""
+    trajectories = sample_rows.OneRowEach.of(batch)
+    tensors = batch.tensors if trajectories is None else trajectories.batch(batch).tensors
+    rewards, metrics = apply_kl_penalty(
         tensors["token_level_scores"],
         tensors["old_log_probs"],
         tensors.get("ref_log_prob", None),
@@ -263,6 +264,7 @@ def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, 
         kind,
         tensors.get("ref_kl", None) if kind == "full" else None,
     )
+    batch.tensors["token_level_rewards"] = rewards if trajectories is None else trajectories.parted(rewards)
     return metrics
 
 

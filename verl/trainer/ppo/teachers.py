@@ -8,7 +8,7 @@ from verl.algorithms.distillation import OF_CANDIDATES, OF_TOKEN
 from verl.config.schema.algorithm import TOP_K_KINDS
 from verl.config.schema.root import Teacher, teachers_of
 from verl.errors import DataError
-from verl.protocol import CANDIDATES, DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import CANDIDATES, DataProto
 from verl.protocol.lazy import fetched, scattered_rows
 from verl.trainer.ppo import experts
 from verl.trainer.ppo.context import StepContext
@@ -42,9 +42,7 @@ def add_teacher_log_probs(batch: DataProto, roles: Roles, ctx: StepContext) -> N
             names = [f"row {row} of the batch of step {ctx.step}" for row in rows]
             tensors = ctx.run.teachers.infer(teacher.name, inputs, names, ctx.metrics)
         else:
-            role = roles[teacher.name]
-            padded, pad = pad_dataproto_to_divisor(inputs, role.num_parts)  # any number of rows may be this teacher's
-            tensors = unpad_dataproto(role.infer(padded, options), pad).tensors
+            tensors = roles[teacher.name].infer(inputs, options).tensors
         for output, column in outputs.items():
             values = scattered_rows(tensors[output], rows, len(batch))
             earlier = batch.tensors.get(column, None)

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from verl.agent_loop.batch import to_batch
+from verl.agent_loop.choose import read_loops
 from verl.agent_loop.unfinished import output_of
+from verl.config import PPOTrainerConfig
+from verl.config.schema.root import of_loss, of_schedule
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
 from verl.protocol.fields import BEFORE, TRAJECTORY_NUMBER, TURN_STATES, declared_field
 from verl.protocol.lazy import row_bounds, zero_rows
+from verl.registry import POLICY_LOSSES
 from verl.trainer.ppo import group_filter
 from verl.trainer.ppo.context import StepContext
 
@@ -40,7 +44,7 @@ def as_rows(batch: DataProto, ctx: StepContext) -> DataProto:
         del batch.non_tensor_batch[BEFORE]
     if not earlier:
         return batch
-    _check(batch, ctx)
+    _check(ctx.config, has_states=TURN_STATES in batch.non_tensor_batch)
     owners = np.array([row for row, plain in earlier for _ in plain])
     made = _rows_of([one for _, plain in earlier for one in plain], batch, owners)
     names = made.non_tensor_batch.keys() - batch.non_tensor_batch.keys()
@@ -56,12 +60,22 @@ def as_rows(batch: DataProto, ctx: StepContext) -> DataProto:
     return rows
 
 
-def _check(batch: DataProto, ctx: StepContext) -> None:
-    algorithm, loss_mode = ctx.config.algorithm, ctx.config.actor_rollout_ref.actor.policy_loss.loss_mode
+def check_branches(config: PPOTrainerConfig) -> None:
+    """The same before the first step, for agents at the endpoint whose branches are rows."""
+    entries = read_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+    if any(entry.get("branches") == "rows" for entry in entries.values()):
+        _check(config, has_states=False)
+
+
+def _check(config: PPOTrainerConfig, has_states: bool) -> None:
+    algorithm, loss, teaching = config.algorithm, of_loss(config), config.distillation.distillation_loss
+    taught = teaching.use_policy_gradient and POLICY_LOSSES.facts(teaching.policy_loss_mode).one_row
     methods = {
         "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
-        "actor_rollout_ref.actor.policy_loss.loss_mode": ctx.run.learns_from_pairs or loss_mode == "geo_mean",
-        "algorithm.adv_estimator": algorithm.adv_estimator == "gigpo" and TURN_STATES in batch.non_tensor_batch,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": loss.pairs or loss.one_row,
+        "distillation.distillation_loss.policy_loss_mode": config.distillation.enabled and taught,
+        "trainer.v1.trainer_mode": of_schedule(config).one_row,
+        "algorithm.adv_estimator": algorithm.adv_estimator == "gigpo" and has_states,
     }
     for key, takes_rows in methods.items():
         if takes_rows:
@@ -98,6 +112,8 @@ def _rows_of(plain: Sequence[Plain], batch: DataProto, owners: np.ndarray) -> Da
     tensors["response_mask"] = zero_rows(tensors["response_mask"], left_out)
     details = batch.meta_info.get(group_filter.DETAILS, ())
     columns = {name: column for name, column in made.non_tensor_batch.items() if name not in details}
+    reasons = columns["finish_reason"]
+    reasons[left_out] = of_samples.non_tensor_batch.get("finish_reason", reasons)[left_out]
     return DataProto.from_dict(
         tensors=tensors, non_tensors={**of_samples.non_tensor_batch, **columns}, meta_info=batch.meta_info
     )
