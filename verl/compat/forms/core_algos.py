@@ -255,10 +255,5 @@ def _norm(
     if dp_size == 1 and tokens is None and sequences is None and scale is None:
         return None
     here = aggregation.running_norm() or loss_norm(mask)
-    return replace(
-        here,
-        num_tokens=here.num_tokens if tokens is None else float(tokens),
-        num_sequences=here.num_sequences if sequences is None else float(sequences),
-        dp_size=dp_size,
-        loss_scale_factor=here.loss_scale_factor if scale is None else float(scale),
-    )
+    numbers = {"num_tokens": tokens, "num_sequences": sequences, "loss_scale_factor": scale}
+    return replace(here, dp_size=dp_size, **{name: float(x) for name, x in numbers.items() if x is not None})
