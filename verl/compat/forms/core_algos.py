@@ -256,4 +256,5 @@ def _norm(
         return None
     here = aggregation.running_norm() or loss_norm(mask)
     numbers = {"num_tokens": tokens, "num_sequences": sequences, "loss_scale_factor": scale}
-    return replace(here, dp_size=dp_size, **{name: float(x) for name, x in numbers.items() if x is not None})
+    changes: dict[str, Any] = {name: float(x) for name, x in numbers.items() if x is not None}
+    return replace(here, dp_size=dp_size, **changes)

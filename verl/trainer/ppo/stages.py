@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from verl.algorithms.advantages import call_estimator
 from verl.algorithms.balancing import balance_within_mini_batches, log_seqlen_unbalance, members_of
 from verl.algorithms.groups import same_outcome
-from verl.algorithms.kl import apply_kl_penalty
+from verl.algorithms.kl import KLController, apply_kl_penalty
 from verl.algorithms.masked import masked_mean
 from verl.algorithms.micro_batches import mini_batches
 from verl.config.schema.root import of_estimator, updates_once
@@ -251,7 +251,7 @@ def add_advantages(batch: DataProto, ctx: StepContext) -> None:
     ctx.metrics.add("training/zero_advantage_groups", group_filter.share_without_advantage(batch), weight=number)
 
 
-def charge_kl(batch: DataProto, controller: Any, kind: str = "kl") -> dict[str, float]:
+def charge_kl(batch: DataProto, controller: KLController, kind: str = "kl") -> dict[str, float]:
     """Adds token_level_rewards: scores minus the KL to the reference; returns its metrics, which are over samples."""
     trajectories = sample_rows.OneRowEach.of(batch)
     tensors = batch.tensors if trajectories is None else trajectories.batch(batch).tensors
