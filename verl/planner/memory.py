@@ -146,9 +146,8 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
         weights=0.0 if plan.param_offload else working.weights,
         optimizer=0.0 if plan.optimizer_offload else working.optimizer,
     )
-    phases = [idle]
-    if plan.infers:
-        phases.append(_inference(plan, shape, work, replace(idle, weights=working.weights)))
+    inference = _inference(plan, shape, work, replace(idle, weights=working.weights))
+    phases = [idle, inference][: 1 + plan.infers]
     if plan.trains:
         phases.append(_update(plan, shape, work, working))
     stored = trained if plan.lora_rank else weights  # of a model with an adapter, the adapter alone
