@@ -431,7 +431,7 @@ def test_trajectories_that_cannot_share_a_score_mask_their_sample(made, message)
 
 
 @pytest.mark.parametrize("made", [[trajectory() for _ in range(65)], [trajectory([1] * 8) for _ in range(9)]])
-def test_too_many_trajectories_are_scored_and_the_last_alone_is_trained_on(made):
+def test_of_too_many_trajectories_the_last_alone_is_scored_and_trained_on(made):
     register("several")(Several)
     made[-1].reward_score = -1.0
     most = [trajectory() for _ in range(63)] + [trajectory(reward_score=0.5)]
@@ -453,7 +453,7 @@ def test_too_many_trajectories_end_a_run_that_stops_on_errors(tmp_path):
         strict.generate_sequences(prompts([[3]], ["a"], made=[[trajectory() for _ in range(65)]]))
 
 
-def test_a_last_trajectory_without_a_sampled_token_leaves_its_score_to_the_one_before():
+def test_the_score_of_a_last_trajectory_without_tokens_is_on_the_one_before():
     register("several")(Several)
     end = trajectory([7], mask=[0], reward_score=-1.0, extra_fields={"tool": "t"}, finish_reason="length")
     empty = trajectory([], metrics={"num_preempted": 2})
@@ -467,7 +467,7 @@ def test_a_last_trajectory_without_a_sampled_token_leaves_its_score_to_the_one_b
     assert batch.meta_info["metrics"]["timing_s/agent_loop/num_preempted/max"].value == 3.0
 
 
-def test_a_trajectory_whose_prompt_is_too_long_costs_its_sample_alone():
+def test_a_trajectory_with_a_long_prompt_costs_its_sample_alone():
     register("several")(Several)
     long = [4] * 407  # a prompt may have 400 tokens, and with its response 408
     made = [trajectory([1, 2]), AgentLoopOutput(long, [5, 6, 7], [1] * 3, [-1.0] * 3, reward_score=-1.0)]

@@ -176,7 +176,7 @@ def test_every_branch_is_a_row_and_each_sampled_token_is_trained_on_once():
 
 
 @pytest.mark.parametrize("text", ["a", "a" * 63])
-def test_branches_end_where_a_sample_has_64_or_eight_responses_of_tokens(text):
+def test_branches_end_where_a_sample_has_64_or_its_tokens_are_used_up(text):
     refused = []
 
     def agent(base_url, api_key, row, model):

@@ -124,7 +124,7 @@ def loss_of(batch: DataProto, log_probs: torch.Tensor, mode: str) -> torch.Tenso
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_rows_of_a_sample_in_two_micro_batches_have_the_loss_and_gradient_of_one(mode):
+def test_rows_of_a_sample_in_two_micro_batches_have_the_loss_of_one(mode):
     cut_mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
     advantages, log_probs = torch.tensor([[2.0, 2.0], [2.0, 0.0], [-1.0, -1.0]]), torch.tensor([-1.0, -2, -3, -4, -5])
     old = log_probs - torch.tensor([0.1, -0.05, 0.15, 0.0, -0.1])
@@ -209,7 +209,7 @@ def test_the_policy_loss_of_a_distillation_is_one_of_the_methods():
 
 
 @pytest.mark.parametrize("branches", ["rows", "last"])
-def test_an_agent_whose_branches_are_rows_is_refused_before_the_first_step(tmp_path, branches):
+def test_an_agent_with_branches_as_rows_is_refused_before_the_first_step(tmp_path, branches):
     file = tmp_path / "loops.yaml"
     file.write_text(f"- {{name: a, _target_: b.C, branches: {branches}}}")
     words = {"actor_rollout_ref.rollout.agent.agent_loop_config_path": str(file), "algorithm.use_pf_ppo": True}

@@ -69,11 +69,11 @@ def check_branches(config: PPOTrainerConfig) -> None:
 
 def _check(config: PPOTrainerConfig, has_states: bool) -> None:
     algorithm, loss, teaching = config.algorithm, of_loss(config), config.distillation.distillation_loss
-    taught = teaching.use_policy_gradient and POLICY_LOSSES.facts(teaching.policy_loss_mode).one_row
+    of_teachers = teaching.use_policy_gradient and POLICY_LOSSES.facts(teaching.policy_loss_mode).one_row
     methods = {
         "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss.pairs or loss.one_row,
-        "distillation.distillation_loss.policy_loss_mode": config.distillation.enabled and taught,
+        "distillation.distillation_loss.policy_loss_mode": config.distillation.enabled and of_teachers,
         "trainer.v1.trainer_mode": of_schedule(config).one_row,
         "algorithm.adv_estimator": algorithm.adv_estimator == "gigpo" and has_states,
     }
