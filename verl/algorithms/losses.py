@@ -59,7 +59,7 @@ def known_slopes(loss_fn: LossFn, batch: Fields, norm: LossNorm) -> Tensor | Non
     if not getattr(loss_fn, "slopes_known", lambda _: False)(batch):
         return None
     anywhere = torch.zeros_like(field(batch, "response_mask"), dtype=torch.float32).requires_grad_()
-    loss, _ = loss_fn({"log_probs": anywhere}, batch, norm)
+    loss, _ = loss_of_rows(loss_fn, {"log_probs": anywhere}, batch, norm)
     return torch.autograd.grad(loss, anywhere)[0]
 
 
@@ -98,9 +98,16 @@ def mean_weight(
     return weights / number if number else None
 
 
-def norm_of_rows(norm: LossNorm, rows: Fields) -> LossNorm:
-    """The norm of a mini-batch for these rows of it, with their shares: what an engine calls a loss with."""
-    return replace(norm, shares=optional_field(rows, SHARES))
+def shares_of(rows: Fields) -> Tensor | None:
+    """(b,) of `LossNorm`; None where each row is a sequence."""
+    return optional_field(rows, SHARES)
+
+
+def loss_of_rows(
+    loss_fn: LossFn, outputs: Mapping[str, Tensor], rows: Fields, norm: LossNorm
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The loss of some rows of a mini-batch, whose norm gets their shares."""
+    return loss_fn(outputs, rows, replace(norm, shares=shares_of(rows)))
 
 
 def with_length(norm: LossNorm, scale: float | None) -> LossNorm:

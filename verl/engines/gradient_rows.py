@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.losses import LossFn, norm_of_rows, without_gradient
+from verl.algorithms.losses import LossFn, loss_of_rows, without_gradient
 from verl.distributed import Ranks
 from verl.metrics import Metric
 from verl.protocol import DataProto
@@ -54,5 +54,5 @@ class GradientRows:
             return 0.0, {}
         anything = torch.zeros(self.constant.tensors["response_mask"].shape)
         rows = self.constant.tensors
-        loss, metrics = loss_fn({"log_probs": anything}, rows, norm_of_rows(norm, rows))
+        loss, metrics = loss_of_rows(loss_fn, {"log_probs": anything}, rows, norm)
         return float(loss), metrics

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.aggregation import LossNorm, loss_norm
 from verl.algorithms.kl import Measure, full_kl
-from verl.algorithms.losses import LossFn, known_slopes, mean_weight, norm_of_rows, optional_field
+from verl.algorithms.losses import LossFn, known_slopes, loss_of_rows, mean_weight, shares_of
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.part import prepare_weights, write_hf
@@ -70,7 +70,6 @@ from verl.models.vision import family_of, freeze_tower, tower_flops, tower_modul
 from verl.models.weights import named_tensors, names_on_disk
 from verl.planner.engines import automatic_tokens
 from verl.protocol import DataProto
-from verl.protocol.fields import SHARES
 from verl.protocol.sharding import ShardSpec
 from verl.protocol.tokenizer import Tokenizer
 
@@ -284,8 +283,7 @@ class TorchEngine(Engine):
         self.model.train()
         tensors: Any = split.trained.batch
         mask, count = batch.tensors["response_mask"].cpu(), lambda number: self.ranks.sum(number) / self.num_peers
-        shares = optional_field(batch.tensors, SHARES)
-        norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count, shares)
+        norm = loss_norm(mask, self.ranks.size // self.num_peers, work.num_responses, count, shares_of(batch.tensors))
         if norm.num_tokens == 0:
             return StepReport(0.0, float(self.optimizer.param_groups[0]["lr"]), skipped_empty=True).metrics(0.0)
         mean = mean_weight(loss_fn, lambda: self._log_probs(work, tensors, temperature), self.ranks.sum)
@@ -328,8 +326,7 @@ class TorchEngine(Engine):
                 with self.activations.offloaded_activations() if self.activations else nullcontext():
                     outputs = self.forward(micro, loss_fn.outputs, temperature)
                 if len(micro.index):
-                    rows = tensors[micro.index].to(self.device)
-                    loss, measured = loss_fn(outputs, rows, norm_of_rows(norm, rows))
+                    loss, measured = loss_of_rows(loss_fn, outputs, tensors[micro.index].to(self.device), norm)
                     metrics.merge(measured)
                 else:
                     loss = torch.stack([values.sum() for values in outputs.values()]).sum()  # zero, with a graph
@@ -344,8 +341,7 @@ class TorchEngine(Engine):
         """With the slopes of the loss where it tells them, and the fused head can use them."""
         if not len(micro.index) or getattr(self.forward, "fused", None) is None:
             return micro
-        rows = tensors[micro.index].to(self.device)
-        slopes = known_slopes(loss_fn, rows, norm_of_rows(norm, rows))
+        slopes = known_slopes(loss_fn, tensors[micro.index].to(self.device), norm)
         if slopes is None:
             return micro
         return replace(micro, slopes=self.loss_scale.times(slopes.flatten().index_select(0, micro.places)))

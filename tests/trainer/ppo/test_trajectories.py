@@ -18,7 +18,7 @@ from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.batch import to_batch
 from verl.agent_loop.unfinished import output_of, plain_output, trajectories_before
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
-from verl.algorithms.losses import PPOPolicyLoss, norm_of_rows
+from verl.algorithms.losses import PPOPolicyLoss, loss_of_rows
 from verl.errors import ConfigError, ReplayError
 from verl.journal.schedule import Notes, end_entry, recorded_draws
 from verl.protocol import DataProto
@@ -119,7 +119,7 @@ def loss_of(batch: DataProto, log_probs: torch.Tensor, mode: str) -> torch.Tenso
     loss, parts = PPOPolicyLoss(actor_config(loss_agg_mode=mode), 10), []
     for rows in (slice(0, 1), slice(1, 3)):
         tensors = batch.batch[rows]
-        parts.append(loss({"log_probs": log_probs[rows]}, tensors, norm_of_rows(norm, tensors))[0])
+        parts.append(loss_of_rows(loss, {"log_probs": log_probs[rows]}, tensors, norm)[0])
     return sum(parts)
 
 

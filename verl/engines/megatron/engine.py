@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verl import distributed
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.losses import LossFn, norm_of_rows
+from verl.algorithms.losses import LossFn, loss_of_rows
 from verl.algorithms.schedules import build_schedule
 from verl.checkpoint.state import StateSection
 from verl.config.schema.model import HFModelConfig
@@ -286,8 +286,7 @@ class MegatronEngine(TorchEngine):
             if not len(micro.index):
                 return output.float().sum() * 0.0  # zero, with a graph
             outputs = self.forward.read(output, part, loss_fn.outputs, temperature)
-            rows = tensors[micro.index].to(self.device)
-            loss, values = loss_fn(outputs, rows, norm_of_rows(norm, rows))
+            loss, values = loss_of_rows(loss_fn, outputs, tensors[micro.index].to(self.device), norm)
             metrics.merge(values)
             value = float(loss.detach())
             losses.append(value)

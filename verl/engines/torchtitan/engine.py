@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from verl.algorithms.aggregation import LossNorm
-from verl.algorithms.losses import LossFn, norm_of_rows
+from verl.algorithms.losses import LossFn, loss_of_rows
 from verl.checkpoint.state import StateSection
 from verl.config.schema.node import key_of
 from verl.config.schema.role import FSDPEngineConfig, MegatronEngineConfig
@@ -175,8 +175,7 @@ class TorchTitanEngine(FSDP2Engine):
         def loss_of(micro: MicroBatch, outputs: dict[str, Tensor]) -> Tensor:
             if not len(micro.index):
                 return torch.stack([values.sum() for values in outputs.values()]).sum()  # zero, with a graph
-            rows = tensors[micro.index].to(self.device)
-            loss, measured = loss_fn(outputs, rows, norm_of_rows(norm, rows))
+            loss, measured = loss_of_rows(loss_fn, outputs, tensors[micro.index].to(self.device), norm)
             metrics.merge(measured)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
