@@ -453,7 +453,7 @@ def test_too_many_trajectories_end_a_run_that_stops_on_errors(tmp_path):
         strict.generate_sequences(prompts([[3]], ["a"], made=[[trajectory() for _ in range(65)]]))
 
 
-def test_the_score_of_a_last_trajectory_without_tokens_is_on_the_one_before():
+def test_the_score_of_a_trajectory_without_tokens_is_on_the_one_before():
     register("several")(Several)
     end = trajectory([7], mask=[0], reward_score=-1.0, extra_fields={"tool": "t"}, finish_reason="length")
     empty = trajectory([], metrics={"num_preempted": 2})
