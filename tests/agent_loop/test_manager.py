@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from verl.agent_loop.batch import to_batch
 from verl.agent_loop.client import SamplerClient, within_response
 from verl.agent_loop.failed import RunStops
 from verl.errors import ConfigError, DataError, RolloutError
-from verl.metrics import notices
+from verl.metrics import Metric, MetricSet, notices
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request
 from verl.rollout.lost import EngineLostError
@@ -465,6 +466,28 @@ def test_the_score_of_a_trajectory_without_tokens_is_on_the_one_before():
     assert columns["tool"].tolist() == ["t", None] and columns["finish_reason"].tolist() == ["length", "stop"]
     assert [one["response_ids"] for one in columns["trajectories_before"][0]] == [[1, 2]]
     assert batch.meta_info["metrics"]["timing_s/agent_loop/num_preempted/max"].value == 3.0
+
+
+def test_what_trajectories_share_counts_once_and_is_left_as_it_is():
+    register("several")(Several)
+    shared = MetricSet({"calls": Metric(3.0, "sum")})
+    first = trajectory([1, 2], measures=shared, metrics={"tool_calls": 2.0})
+    made = [first, replace(first, response_ids=[4, 5]), trajectory(measures=MetricSet({"calls": Metric(1.0, "sum")}))]
+    loops = {"agent_name": ["several"], "made": [made]}
+    metrics = manager(Table()).generate_sequences(prompts([[3]], ["a"], **loops)).meta_info["metrics"]
+    assert metrics["calls"].value == 4.0 and metrics["timing_s/agent_loop/tool_calls/max"].value == 2.0
+    assert shared.values() == {"calls": 3.0} and made[-1].measures.values() == {"calls": 1.0}
+    assert first.metrics.tool_calls == 2.0 and made[-1].metrics.tool_calls == 0.0
+
+
+def test_rewards_of_steps_without_a_sampled_token_are_refused():
+    register("several")(Several)
+    end = trajectory([7], mask=[0], reward_score=1.0, step_rewards=[(0, 1.0)], num_turns=5)
+    whole = trajectory([7], mask=[0], reward_score=1.0, num_turns=5)
+    loops = {"agent_name": ["several"] * 2, "made": [[trajectory(), end], [trajectory(num_turns=2), whole]]}
+    columns = manager(Table()).generate_sequences(prompts([[3]] * 2, ["a", "b"], **loops)).non_tensor_batch
+    assert "step_rewards: the last trajectory has no sampled token" in columns["agent_error"][0]
+    assert columns["agent_error"][1] is None and columns["__num_turns__"].tolist()[1] == 5
 
 
 def test_a_trajectory_with_a_long_prompt_costs_its_sample_alone():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.agent_loop.base import AgentLoopOutput
+from verl.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.errors import RolloutError
 from verl.metrics import Metric, MetricSet, notice
 from verl.models.router_replay import NO_RECORD
@@ -22,10 +22,11 @@ OF_RUN = ("unscorable", "learned", "early_reward", "unfinished", "uid", "sample_
           TRAJECTORY_NUMBER)  # fmt: skip
 """Columns that no loop's ``extra_fields`` may make, as they decide what is trained on."""
 MOST_TRAJECTORIES = 64
-"""Of a sample; what an agent loop returns beyond that is not trained on, and the endpoint samples none."""
+"""Of a sample; what an agent loop returns beyond that is not trained on. The endpoint refuses requests for more."""
 MOST_RESPONSES = 8
 """Most tokens of a sample, in ``data.max_response_length``: estimators pad a batch to its longest sample."""
-OF_SAMPLE = ("reward_score", "unfinished", "failure", "finish_reason", "extra_fields", "metrics", "measures")
+SEVERAL_WITH_PICTURES = "several trajectories of a sample with a model that sees pictures"
+OF_SAMPLE = ("reward_score", "unfinished", "failure", "finish_reason", "extra_fields", "num_turns")
 """What the last trajectory has of its sample, where that has no sampled token, and an earlier one is the last."""
 NO_VERSION = -1
 """Stands in ``token_versions`` where no sampler drew the token: padding and inserted text."""
@@ -95,16 +96,28 @@ def in_one(made: AgentLoopOutput | Sequence[AgentLoopOutput], max_length: int, m
     *every, end = (_fitted(name, one, max_length, max_prompt) for name, one in zip(names, made))
     for name, one in zip(names, every):
         _check_earlier(name, one, end)
-        end.measures.merge(one.measures)
-        for metric, value in vars(one.metrics).items():
-            if value >= 0:  # below it is unknown
-                setattr(end.metrics, metric, max(0, getattr(end.metrics, metric)) + value)
+    if end.step_rewards and not any(made[-1].response_mask):
+        raise RolloutError("the last trajectory has no sampled token for them", key="step_rewards", fix="Leave it out.")
     every.append(end)
     *before, last = [one for one in every if any(one.response_mask)] or [end]
     if last is not end:
         last = replace(last, **{name: getattr(end, name) for name in OF_SAMPLE})
     is_aborted = any(one.finish_reason == "abort" for one in every)
-    return replace(last, before=before, finish_reason="abort" if is_aborted else last.finish_reason)
+    reason = "abort" if is_aborted else last.finish_reason
+    metrics, measures = _metrics_of_all(every)
+    return replace(last, before=before, finish_reason=reason, metrics=metrics, measures=measures)
+
+
+def _metrics_of_all(every: Sequence[AgentLoopOutput]) -> tuple[AgentLoopMetrics, MetricSet]:
+    """New sums; what trajectories share counts once."""
+    metrics, measures = AgentLoopMetrics(), MetricSet()
+    for one in {id(one.measures): one.measures for one in every}.values():
+        measures.merge(one)
+    for single in {id(one.metrics): one.metrics for one in every}.values():
+        for name, value in vars(single).items():
+            if value >= 0:  # below it is unknown
+                setattr(metrics, name, max(0, getattr(metrics, name)) + value)
+    return metrics, measures
 
 
 def _fitted(name: str, one: AgentLoopOutput, max_length: int, max_prompt: int) -> AgentLoopOutput:

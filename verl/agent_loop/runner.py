@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.agent_loop.base import AgentLoopOutput
-from verl.agent_loop.batch import MOST_RESPONSES, MOST_TRAJECTORIES, in_one
+from verl.agent_loop.batch import MOST_RESPONSES, MOST_TRAJECTORIES, SEVERAL_WITH_PICTURES, in_one
 from verl.agent_loop.choose import LoadedLoop, LoopLoader
 from verl.agent_loop.client import SamplerClient
 from verl.agent_loop.early_stop import Stop
@@ -144,7 +144,7 @@ class RowRunner:
         output = in_one(made, length, int(self.config.prompt_length))
         if output.before and self.processor is not None:
             fix = "Return one, or train a model that has no processor of pictures."
-            raise NotBuiltError("several trajectories of a sample with a model that sees pictures", fix=fix)
+            raise NotBuiltError(SEVERAL_WITH_PICTURES, fix=fix)
         count = sum(len(one.response_ids) for one in (*output.before, output))
         if len(output.before) < MOST_TRAJECTORIES and count <= MOST_RESPONSES * length:
             return output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import openai
 import pytest
 
@@ -193,6 +196,54 @@ def test_branches_end_where_a_sample_has_64_or_its_tokens_are_used_up(text):
     # 8 x 400 tokens are fifty answers of 64
     assert refused == ["context_length_exceeded"] and len(before) + 1 == (64 if text == "a" else 50)
     assert made.non_tensor_batch["reward_score"].tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("on_error", ["mask", "raise"])
+def test_an_agent_that_a_limit_of_the_sample_ends_is_not_masked(on_error):
+    def agent(base_url, api_key, row, model):
+        for _ in range(65 if row["uid"] == "u0" else 1):
+            client(base_url, api_key).chat.completions.create(model=model, messages=[USER])
+
+    if on_error == "raise":
+        with pytest.raises(RolloutError, match="used up its 400 tokens"):
+            rollout(Scripted(*["a"] * 64), agent, branches="rows", on_error="raise")
+        return
+    made = rollout(Scripted(*["a"] * 65), agent, rows(2), branches="rows")
+    columns = made.non_tensor_batch
+    assert "used up its 400 tokens" in columns["agent_error"][0] and columns["reward_score"].tolist()[0] == 0.0
+    assert columns["finish_reason"].tolist()[0] == "stop" and made.batch["response_mask"][0].sum() == 2
+
+
+@pytest.mark.parametrize(("answers", "most"), [(16, 4), (1, 8)])
+def test_requests_in_flight_count_as_branches_and_with_their_tokens(answers, most):
+    """Of requests at the same time, four have 64 answers, and eight have 8 x 400 tokens."""
+
+    async def agent(base_url, api_key, row, model):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as found:
+            size = {"max_tokens": 2} if answers > 1 else {}
+            create = found.chat.completions.create
+            calls = [create(model=model, messages=[USER], n=answers, **size) for _ in range(most)]
+            calls = [asyncio.ensure_future(call) for call in calls]
+            assert await asyncio.to_thread(all_in_flight.wait, 50)
+            with pytest.raises(openai.BadRequestError, match="used up its 400 tokens"):
+                await create(model=model, messages=[USER], max_tokens=1)
+            loops[0].call_soon_threadsafe(gate.set)
+            await asyncio.gather(*calls)
+            if answers == 1:
+                await create(model=model, messages=[USER], max_tokens=1)
+        return 1.0
+
+    class Counting(Scripted):
+        async def generate(self, request):
+            loops.append(asyncio.get_running_loop())
+            if len(loops) == most * answers:
+                all_in_flight.set()
+            return await super().generate(request)
+
+    all_in_flight, gate, loops = threading.Event(), asyncio.Event(), []
+    made = rollout(Counting(*["a"] * 65, gate=gate), agent, branches="rows")
+    assert made.non_tensor_batch["reward_score"].tolist() == [1.0]
+    assert len(made.non_tensor_batch["trajectories_before"][0]) + 1 == (64 if answers > 1 else 9)
 
 
 def test_a_history_that_was_rewritten_fails_the_row_and_shows_the_tokens_of_both_sides():

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.agent_loop.server.scripted import Scripted, rollout, rows
+from verl.agent_loop.failed import RunStops
 
 RED, BLUE = Image.new("RGB", (56, 56), "red"), Image.new("RGB", (84, 56), "blue")
 
@@ -52,6 +53,12 @@ def test_a_call_has_the_images_of_its_messages_and_goes_on_by_tokens(seeing_toke
     assert seen.sum() == 6 and not (seen & batch.batch["response_mask"].bool()).any()
     (inputs,), (data,) = (batch.non_tensor_batch[name] for name in ("multi_modal_inputs", "multi_modal_data"))
     assert inputs["pixel_values"].shape == (16 + 24, 1176) and len(data["images"]) == 2
+
+
+def test_branches_as_rows_are_refused_before_the_agent_makes_any(seeing_tokenizer, processor):
+    sampler = Scripted("a", tokenizer=seeing_tokenizer)
+    with pytest.raises(RunStops, match="branches: several trajectories of a sample with a model that sees"):
+        rollout(sampler, lambda **_: 1.0, processor=processor, branches="rows")
 
 
 def test_an_image_of_the_row_that_is_not_sent_is_no_image_of_the_trajectory(seeing_tokenizer, processor):

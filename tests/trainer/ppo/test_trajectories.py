@@ -19,7 +19,7 @@ from verl.agent_loop.batch import to_batch
 from verl.agent_loop.unfinished import output_of, plain_output, trajectories_before
 from verl.algorithms.aggregation import LOSS_AGG_MODES, loss_norm
 from verl.algorithms.losses import PPOPolicyLoss, loss_of_rows
-from verl.errors import ConfigError, ReplayError
+from verl.errors import ConfigError, NotBuiltError, ReplayError
 from verl.journal.schedule import Notes, end_entry, recorded_draws
 from verl.protocol import DataProto
 from verl.protocol.fields import SHARES
@@ -28,6 +28,7 @@ from verl.trainer.ppo.callbacks import ShowSamples
 from verl.trainer.ppo.group_filter import DETAILS
 from verl.trainer.ppo.groups import oldest_versions
 from verl.trainer.ppo.metric_utils import compute_data_metrics
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.sample_rows import as_sequences, last_rows, sample_numbers
 from verl.trainer.ppo.trajectories import as_rows, check_branches, sampled_tokens
 
@@ -215,7 +216,15 @@ def test_an_agent_with_branches_as_rows_is_refused_before_the_first_step(tmp_pat
     words = {"actor_rollout_ref.rollout.agent.agent_loop_config_path": str(file), "algorithm.use_pf_ppo": True}
     refused = pytest.raises(ConfigError, match="use_pf_ppo: this method") if branches == "rows" else nullcontext()
     with refused:
-        check_branches(context(**words).config)
+        check_branches(context(**words).config, sees=False)
+
+
+def test_a_trainer_of_a_model_that_sees_refuses_branches_as_rows(tmp_path):
+    file = tmp_path / "loops.yaml"
+    file.write_text("- {name: a, _target_: b.C, branches: rows}")
+    config = context(**{"actor_rollout_ref.rollout.agent.agent_loop_config_path": str(file)}).config
+    with pytest.raises(NotBuiltError, match=r"agent_loop_config_path, branches: .* a model that sees pictures"):
+        RayPPOTrainer(config, None, {}, None, processor=object())
 
 
 def test_the_kl_in_the_reward_is_measured_over_samples():

@@ -71,6 +71,8 @@ class Conversation:
         key: what authorizes a client.
         responses: name of a response -> the messages up to and with it.
         trains_on_all: every branch is a row, so that they have limits together.
+        in_flight: of each request that is sampled, its parent, the number of its answers and most tokens of these.
+        is_full: a request was refused because nothing is left.
     """
 
     client: SamplerClient
@@ -88,6 +90,8 @@ class Conversation:
     overridden: int = 0
     responses: dict[str, list[JsonObject]] = field(default_factory=dict)
     trains_on_all: bool = False
+    in_flight: list[tuple[Answer | None, int, int]] = field(default_factory=list)
+    is_full: bool = False
 
     @property
     def sees(self) -> bool:
@@ -104,12 +108,17 @@ class Conversation:
         parent, inserted = prompt.parent, prompt.inserted
         parameters = self._parameters(ask, parent, len(inserted))
         before, seen = ((), []) if parent is None else (parent.tokens, parent.seen)
-        dones = await self._sample([*before, *inserted], [*seen, *prompt.images], parameters, ask.n)
-        if any(done.finish_reason == "abort" for done in dones):
-            raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
-        choices = [
-            await self._choice(ask, Answer(parent, inserted, done, None, 0, images=prompt.images)) for done in dones
-        ]
+        reserved = (parent, ask.n, ask.n * (parameters["max_tokens"] + (len(inserted) if parent else 0)))
+        self.in_flight.append(reserved)
+        try:
+            dones = await self._sample([*before, *inserted], [*seen, *prompt.images], parameters, ask.n)
+            if any(done.finish_reason == "abort" for done in dones):
+                raise ApiError(410, "The rollout has ended: enough samples of this batch are done.", "rollout_over")
+            choices = [
+                await self._choice(ask, Answer(parent, inserted, done, None, 0, images=prompt.images)) for done in dones
+            ]
+        finally:
+            self.in_flight.remove(reserved)
         return ModelReply(ask, tuple(choices), prompt.length)
 
     def prompt_of(self, ask: CompletionRequest) -> Located:
@@ -171,6 +180,7 @@ class Conversation:
             context = "" if self.context is None else f" of {self.context}"
             most = f", or its {MOST_TRAJECTORIES} branches, or their {MOST_RESPONSES * self.budget} tokens"
             context += most if self.trains_on_all else ""
+            self.is_full = True
             raise ApiError(
                 400,
                 f"This conversation has used up its {self.budget} tokens after the first prompt "
@@ -187,11 +197,16 @@ class Conversation:
         return {**parameters, **self._asked(ask)}
 
     def _left_of_all(self, n: int, parent: Answer | None, inserted: int) -> int:
-        """Tokens that all branches have left for each of ``n`` answers; none where these would be too many branches."""
-        leaves, answers = self.record.leaves, self.record.answers
-        if len(leaves) + n - (parent in leaves) > MOST_TRAJECTORIES:
+        """Tokens that all branches have left for each of ``n`` answers; none where these would be too many branches.
+
+        Requests in flight count with the most that they may sample.
+        """
+        leaves, answers, requests = self.record.leaves, self.record.answers, [*self.in_flight, (parent, n, 0)]
+        ended = {one for one, *_ in requests}.intersection(leaves)
+        if len(leaves) - len(ended) + sum(count for _, count, _ in requests) > MOST_TRAJECTORIES:
             return 0
         used = sum(len(one.done.token_ids) + (len(one.inserted) if one.parent else 0) for one in answers)
+        used += sum(tokens for *_, tokens in requests)
         return (MOST_RESPONSES * self.budget - used) // n - (inserted if parent else 0)
 
     def _asked(self, ask: CompletionRequest) -> dict[str, Any]:

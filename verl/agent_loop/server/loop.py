@@ -11,7 +11,8 @@ from typing import Any
 
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.agent_loop.failed import COLUMN, failed
+from verl.agent_loop.batch import SEVERAL_WITH_PICTURES
+from verl.agent_loop.failed import COLUMN, OnError, failed
 from verl.agent_loop.parsers import ToolParser
 from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, run_agent
 from verl.agent_loop.server.conversation import Conversation
@@ -63,6 +64,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         if self.server_manager.seen.videos:
             fix = "Give some of the frames as images, or use another agent loop for these rows."
             raise NotBuiltError("an agent cannot send videos yet, and the row has some", key="agent_name", fix=fix)
+        if self.shared.settings.branches == "rows" and self.processor is not None:
+            raise NotBuiltError(SEVERAL_WITH_PICTURES, key="branches", got="rows", allowed="error, last")
         conversation = self._conversation(sampling_params)
         start = time.perf_counter()
         async with shared_endpoint().open(conversation) as base_url:
@@ -145,7 +148,9 @@ class OpenAIAgentLoop(AgentLoopBase):
             output.finish_reason = "abort"
             return output
         if error is not None:
-            return failed(output, f"the agent {settings.agent}", error, settings.on_error)
+            is_full = conversation.is_full and last is not None  # the policy can bring that about: no mask
+            on_error: OnError = "zero" if is_full and settings.on_error == "mask" else settings.on_error
+            return failed(output, f"the agent {settings.agent}", error, on_error)
         assert isinstance(outcome, AgentOutcome)
         output.extra_fields.update(outcome.extra)
         output.reward_score = outcome.reward

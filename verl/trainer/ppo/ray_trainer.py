@@ -107,7 +107,7 @@ class RayPPOTrainer:
         refuse_while_loading()
         typed = config if isinstance(config, PPOTrainerConfig) else config_from("ppo_trainer", config)
         self.config = typed = cast(PPOTrainerConfig, typed)
-        check_branches(typed)
+        check_branches(typed, sees=processor is not None)
         self.tokenizer, self.processor = tokenizer, processor
         self.texts = SampleTexts(tokenizer, processor)
         self.role_worker_mapping = placement.plain_classes(role_worker_mapping)

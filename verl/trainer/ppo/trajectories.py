@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.agent_loop.batch import to_batch
-from verl.agent_loop.choose import read_loops
+from verl.agent_loop.batch import SEVERAL_WITH_PICTURES, to_batch
+from verl.agent_loop.choose import KEY, read_loops
 from verl.agent_loop.unfinished import output_of
 from verl.config import PPOTrainerConfig
 from verl.config.schema.root import of_loss, of_schedule
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NotBuiltError
 from verl.protocol import DataProto
 from verl.protocol.columns import object_array
 from verl.protocol.fields import BEFORE, TRAJECTORY_NUMBER, TURN_STATES, declared_field
@@ -60,10 +60,16 @@ def as_rows(batch: DataProto, ctx: StepContext) -> DataProto:
     return rows
 
 
-def check_branches(config: PPOTrainerConfig) -> None:
-    """The same before the first step, for agents at the endpoint whose branches are rows."""
+def check_branches(config: PPOTrainerConfig, sees: bool) -> None:
+    """The same before the first step, for agents at the endpoint whose branches are rows.
+
+    Args:
+        sees: whether the model has a processor of pictures.
+    """
     entries = read_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     if any(entry.get("branches") == "rows" for entry in entries.values()):
+        if sees:
+            raise NotBuiltError(SEVERAL_WITH_PICTURES, key=f"{KEY}, branches", got="rows", allowed="error, last")
         _check(config, has_states=False)
 
 
