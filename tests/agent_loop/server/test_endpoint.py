@@ -201,8 +201,9 @@ def test_branches_end_where_a_sample_has_64_or_its_tokens_are_used_up(text):
 @pytest.mark.parametrize("on_error", ["mask", "raise"])
 def test_an_agent_that_a_limit_of_the_sample_ends_is_not_masked(on_error):
     def agent(base_url, api_key, row, model):
-        for _ in range(65 if row["uid"] == "u0" else 1):
-            client(base_url, api_key).chat.completions.create(model=model, messages=[USER])
+        api = client(base_url, api_key)
+        for answers in [16] * 4 + [1] if row["uid"] == "u0" else [1]:
+            api.chat.completions.create(model=model, messages=[USER], n=answers)
 
     if on_error == "raise":
         with pytest.raises(RolloutError, match="used up its 400 tokens"):
@@ -219,9 +220,9 @@ def test_requests_in_flight_count_as_branches_and_with_their_tokens(answers, mos
     """Of requests at the same time, four have 64 answers, and eight have 8 x 400 tokens."""
 
     async def agent(base_url, api_key, row, model):
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as found:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as api:
             size = {"max_tokens": 2} if answers > 1 else {}
-            create = found.chat.completions.create
+            create = api.chat.completions.create
             calls = [create(model=model, messages=[USER], n=answers, **size) for _ in range(most)]
             calls = [asyncio.ensure_future(call) for call in calls]
             assert await asyncio.to_thread(all_in_flight.wait, 50)
