@@ -1,4 +1,4 @@
-"""Bytes and seconds that the planner predicts beside those of real runs, the worst row on top.
+"""Bytes and seconds that the planner predicts, next to those of real runs, the worst row on top.
 
     python benchmarks/bench_planner.py [--quick] [--seconds [--wall] [--hardware FILE] [--rows NUMBER ...]]
 

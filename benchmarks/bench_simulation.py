@@ -5,7 +5,7 @@
 
 The runs are those of `bench_schedules.py`. `python -m verl.planner simulate --from` reads the seconds of the run under
 ``sync``, and the waits of the environments from the command line; all other schedules are predictions.
-A folder keeps the runs: another call measures only what it lacks.
+A folder keeps the runs: another call with the same arguments measures only what it lacks.
 
 ``--recorded`` measures nothing. It takes the runs of docs/howto/async.md (`bench_schedules.py --steps 4`), of a
 machine of two cores with no other load but for a minute.
@@ -34,6 +34,8 @@ from verl.planner.pace import Conversations, MeasuredSteps, Pace
 from verl.trainer.planning.simulation import fitted, simulated
 
 INNER = 16
+SIZES = {"prompts": 32, "samples": 4, "turns": 4, "tokens": 32, "steps": 8}
+"""Arguments that change a run, with their defaults."""
 RECORDED_SYNC = MeasuredSteps(sampling=8.41, training=3.97, update=0.0, lengths=(128,))
 RECORDED = {"sync": 12.38, "one_step_off": 7.84, "separate_async": 7.80, "fully_async": 5.76,
             "fully_async, completion": 5.25}  # fmt: skip
@@ -87,7 +89,7 @@ def compare_recorded(folder: Path, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, number in {"prompts": 32, "samples": 4, "turns": 4, "tokens": 32, "steps": 8}.items():
+    for name, number in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--schedules", nargs="*", default=["one_step_off", "fully_async"], choices=list(SCHEDULES))
     parser.add_argument("--folder", type=Path)
@@ -103,9 +105,14 @@ def main() -> None:
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(arguments.folder or name).absolute()
+        sizes = {name: getattr(arguments, name) for name in SIZES}
+        place = folder / "arguments.json"
         if not (folder / "prompts.parquet").exists():
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps(sizes))
             make_inputs(folder, arguments)
+        elif not place.exists() or json.loads(place.read_text()) != sizes:
+            parser.error(f"the runs in {folder} are of other arguments: repeat those, or name another --folder")
         for schedule in ["sync", *arguments.schedules]:
             clock = clock_of(folder, schedule, arguments)
             load, seconds = clock["load"], figures_of([clock], arguments.prompts * arguments.samples)["step, s"]

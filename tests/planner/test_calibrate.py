@@ -57,6 +57,20 @@ def test_the_shares_of_a_machine_are_recovered_from_its_seconds(machine):
         assert (share.likely, share.latency) == pytest.approx((there.likely, there.latency), rel=1e-6), name
 
 
+def test_models_that_do_not_fit_are_not_measured(machine, monkeypatch):
+    """Of width 4,096, two layers and embeddings of 4,096 tokens have 436 million weights, of 16 bytes each."""
+    write = calibrate.write_random_model
+
+    def write_small(model: dict[str, object], path: Path) -> None:
+        assert model["hidden_size"] != 4096
+        write(model, path)
+
+    monkeypatch.setattr(calibrate, "write_random_model", write_small)
+    monkeypatch.setattr(calibrate, "free_host_memory", lambda: 1e9)
+    monkeypatch.setattr(calibrate, "ON_CPU", calibrate.ON_CPU._replace(hidden=(16, 32, 4096)))
+    assert calibrate.calibrated("cpu").reached["train"].likely == pytest.approx(0.5, rel=1e-6)
+
+
 def test_a_calibration_of_this_machine_is_a_file_that_reads_back(tmp_path, monkeypatch, capsys):
     clock = itertools.count(1)
 
@@ -81,23 +95,49 @@ def test_a_calibration_of_this_machine_is_a_file_that_reads_back(tmp_path, monke
 
 @pytest.mark.parametrize(("vendors_name", "name"), [
     ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-    ("NVIDIA GeForce RTX 4090", "RTX4090"), ("AMD Instinct MI300X", "MI300X"),
+    ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("AMD Instinct MI300X", "MI300X"),
 ])  # fmt: skip
 def test_the_entry_of_a_gpu_is_read_off_its_vendors_name(vendors_name, name):
     assert calibrate.listed_device(vendors_name).name == name
 
 
-def test_a_gpu_without_an_entry_is_refused():
-    with pytest.raises(ConfigError, match="Tesla T4"):
-        calibrate.listed_device("Tesla T4")
+@pytest.mark.parametrize("vendors_name", ["Tesla T4", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H100 PCIe",
+                                          "NVIDIA H100 NVL", "NVIDIA A100-PCIE-40GB"])  # fmt: skip
+def test_a_gpu_without_an_entry_is_refused(vendors_name):
+    with pytest.raises(ConfigError, match=f"unknown device.*{vendors_name}"):
+        calibrate.listed_device(vendors_name)
 
 
-def links_of(ranks: object, folder: Path) -> tuple[int, float, float]:
-    measured = calibrate.with_links(device("CPU"))
-    return measured.node, measured.node_link, measured.reached["link"].latency
+def test_links_of_several_machines_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE: .*several"):
+        calibrate.with_links(device("CPU"))
+
+
+@pytest.mark.parametrize(("kind", "vendors_name"), [("cpu", ""), ("cuda", "NVIDIA H200")])
+def test_links_of_another_device_are_refused(monkeypatch, kind, vendors_name):
+    monkeypatch.setattr(calibrate, "resolve_device", lambda name: kind)
+    monkeypatch.setattr(calibrate, "device_name", lambda kind: vendors_name)
+    with pytest.raises(ConfigError, match=r"another device.*H100"):
+        calibrate.with_links(device("H100"))
+
+
+def links_of(ranks: object, folder: Path) -> tuple[list[int], float, list[float]]:
+    clock = iter([[0.003, 0.002, 0.001], [4.0, 1.0, 2.0]] * 2)
+
+    def each(work: Callable[[], object], kind: str) -> list[float]:
+        work()
+        return next(clock)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_each", each)
+        measured, larger = (calibrate.with_links(replace(device("CPU"), node=node)) for node in (1, 8))
+    link = measured.reached["link"]
+    return [measured.node, larger.node], measured.node_link, [link.low, link.likely, link.high, link.latency]
 
 
 def test_ranks_measure_the_links_between_them(tmp_path):
-    (node, link, latency), second = run_cells(2, [links_of], tmp_path)["links_of"]
-    assert node == second[0] == 2
-    assert 0 < latency < 60 and 0 < link < 1e12
+    """A ring of two sends as many bytes as the block has, 4 for each of 2^24 values, in 2 s."""
+    answer = [[2, 8], 4 * 2**24 / 2, [0.5, 1.0, 2.0, 0.002]]
+    assert run_cells(2, [links_of], tmp_path)["links_of"] == [answer, answer]

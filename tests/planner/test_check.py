@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pyarrow.parquet import write_table
 
 from tests.harness.configs import changed
 from tests.harness.models import tiny_model_dir
@@ -21,6 +22,7 @@ from verl.metrics import notices, reset_notices
 from verl.planner.hardware import Cluster, device, to_json
 from verl.planner.ranges import EFFICIENCY, Reached
 from verl.rewards import RewardFunction, Scorer, ScoringLimits
+from verl.storage.formats import read_table
 
 SOUND = [
     "actor_rollout_ref.model.path=model",
@@ -169,6 +171,20 @@ def test_without_a_number_of_steps_rows_and_epochs_say_it(here, capsys, monkeypa
     assert ("6 step(s)" in capsys.readouterr().out) is bool(missing)
     assert main(["estimate", *words]) == 0
     assert "device hours per step" in " ".join(capsys.readouterr().out.split())
+
+
+def test_rows_are_counted_without_the_data_and_at_most(here, capsys, monkeypatch):
+    """The prompts that a filter leaves out are not known yet."""
+    from verl.trainer.planning import check
+
+    write_table(read_table(Path("rows.jsonl")), "rows.parquet")
+    usage, sound = shutil.disk_usage("."), changed(SOUND, "data.train_files=rows.parquet")
+    steps = changed(sound, "trainer.total_training_steps=null")
+    monkeypatch.setattr(check, "read_table", lambda file: pytest.fail("all rows were read"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    for words, number in (([*steps, "trainer.total_epochs=3"], "at most 6"), (sound, "2")):
+        assert main(["check", *words, "trainer.save_freq=2", "data.filter_overlong_prompts=true"]) == 1
+        assert f"checkpoints of {number} step(s)" in capsys.readouterr().out
 
 
 def test_the_reward_function_has_the_limits_of_the_run(here, monkeypatch):

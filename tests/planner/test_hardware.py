@@ -59,6 +59,12 @@ def test_a_calibrated_device_reads_back_and_takes_its_name(tmp_path):
         Cluster.parse("8xH100", measured)
 
 
+def test_processes_share_the_memory_of_a_calibrated_cpu():
+    machine = replace(device("CPU"), memory=32e9)
+    assert Cluster.parse("4xCPU", machine) == Cluster(replace(machine, memory=8e9), 4)
+    assert Cluster.parse("4xCPU").device.memory == 16e9, "the table has figures of one device"
+
+
 def test_every_bad_field_of_a_calibration_is_named(tmp_path):
     entry = to_json(device("CPU"))
     del entry["memory"]

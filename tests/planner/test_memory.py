@@ -76,6 +76,7 @@ def test_shared_prompts_leave_room_for_more_logits_in_a_micro_batch():
     tokens = 512 + 4 * 3584
     logits = memory_of(few, shape, WORK).phase("update").logits
     assert logits == pytest.approx(8 * 151_936 * tokens * 3584 / 3712)
+    assert memory_of(few, shape, WORK).phase("infer") == shared.phase("infer"), "it has no mini-batches"
 
 
 def mixture() -> ModelShape:

@@ -89,6 +89,18 @@ def test_a_share_and_a_latency_are_recovered_from_measurements():
     assert (1 / uneven.low, 1 / uneven.likely, 1 / uneven.high) == pytest.approx((3, slowness, 2))
 
 
+def test_the_range_has_every_measurement_it_was_fitted_to():
+    points = [(1.0, 10.0, 3.0), (8.0, 10.0, 16.0), (2.0, 40.0, 8.0), (1.0, 100.0, 4.0)]
+    reached = Reached.fitted(points, "made")
+    ranges = [(reached.seconds(ideal, 1.0, launches), seconds) for ideal, launches, seconds in points]
+    assert reached.latency > 0
+    assert max(seconds / span.high for span, seconds in ranges) == pytest.approx(1)
+    assert min(seconds / span.low for span, seconds in ranges) == pytest.approx(1)
+    # 4 / 0.5 + 10 x 0.1 s; twice as fast or as slow, launches included
+    slow_or_fast = Reached(0.25, 0.5, 1.0, "made", latency=0.1).seconds(4.0, 1.0, 10.0)
+    assert (slow_or_fast.low, slow_or_fast.likely, slow_or_fast.high) == pytest.approx((4.5, 9, 18))
+
+
 def test_seconds_that_fall_with_the_work_are_refused():
     with pytest.raises(ConfigError, match="do not grow with the work"):
         Reached.fitted([(1, 1, 4), (8, 1, 1)], "made", latency=5.0)
@@ -103,6 +115,11 @@ def test_a_prompt_is_computed_once_for_its_samples_in_a_micro_batch():
         saved = passes * 12 * 512 * SHAPE.flops_per_token(512) / 989e12
         share = EFFICIENCY["train" if passes == 3 else "infer"].likely
         assert repeated.phase(phase).likely - shared.phase(phase).likely == pytest.approx(saved / share)
+    # Of 16 optimizer steps each has one row, and no prompt in common; a pass without gradients has no such steps.
+    few = replace(plan, mini_batches=16, shares_prompts=True)
+    divided, undivided = (seconds_of(p, SHAPE, work, cluster) for p in (few, replace(plan, shares_prompts=True)))
+    assert divided.phase("infer") == undivided.phase("infer")
+    assert divided.phase("update").likely == pytest.approx(repeated.phase("update").likely)
 
 
 def update_of(**sizes: object) -> float:

@@ -21,6 +21,7 @@ from verl.planner.from_config import RunPlan
 from verl.planner.hardware import Cluster
 from verl.planner.layout import Lengths, RolePlan, Workload
 from verl.planner.pace import Conversations, MeasuredSteps, Pace, log_normal
+from verl.planner.ranges import EFFICIENCY
 from verl.planner.seconds import generation
 from verl.planner.shapes import ModelShape
 from verl.trainer.planning.simulation import SimulatedSchedule, fitted, simulated
@@ -121,7 +122,8 @@ def test_the_inner_steps_are_a_gantt_chart():
 
 
 @pytest.mark.parametrize("word", ["algorithm.filter_groups.enable=true", "data.oversample_factor=2",
-                                  "actor_rollout_ref.rollout.over_sample_rate=0.1"])  # fmt: skip
+                                  "actor_rollout_ref.rollout.over_sample_rate=0.1",
+                                  "algorithm.adv_estimator=remax"])  # fmt: skip
 def test_settings_without_a_simulation_are_refused(word):
     with pytest.raises(NotBuiltError, match=word.partition("=")[0]):
         run("sync", word)
@@ -213,6 +215,30 @@ def test_the_command_takes_seconds_and_lengths_of_a_run(words, tmp_path, capsys)
     assert row["seconds"]["sync"] == pytest.approx(3)
     assert row["seconds"]["training"] == pytest.approx(10, rel=0.01), "prompts of 256 tokens, responses of 7 and 9"
     assert 4 * 2 * (256 + 7) <= row["tokens"] <= 4 * 2 * (256 + 9)
+
+
+def test_schedules_train_longer_where_they_compute_old_log_probs(words, tmp_path, capsys):
+    """One update on policy needs none under `sync`; the pass adds a third to the operations at equal shares."""
+    words = [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "--schedules=one_step_off", "--json"]
+    run = f"--from={journal(tmp_path / 'run', *TURNS)}"
+    ratios = []
+    for more in ([], [run]):
+        assert main([*words, *more]) == 0
+        sync, ahead = json.loads(capsys.readouterr().out)
+        ratios.append((ahead["seconds"]["training"] / ahead["tokens"]) / (sync["seconds"]["training"] / sync["tokens"]))
+    # Without recomputation an update is three passes; with it, as here, four.
+    infer, train = (EFFICIENCY[name].likely for name in ("infer", "train"))
+    assert ratios == pytest.approx([1 + train / infer / 4] * 2)
+
+
+def test_a_simulation_says_what_does_not_fit(words, capsys):
+    words = [*words, "--schedules=one_step_off", "--devices=1xH100"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("does not fit: ") == 1
+    assert main([*words, "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out):
+        (problem,) = row["problems"]
+        assert "more processes than there are devices" in problem
 
 
 def test_failures_cost_what_a_poisson_process_says(words, capsys):

@@ -11,6 +11,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -382,23 +383,28 @@ def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
     configs = {name: _printed([*words, f"trainer.v1.trainer_mode={name}"]) for name in names}
     sync = configs[SYNC]
     cluster = _cluster(settings) or cluster_of(sync, _calibrated(settings))
-    estimate = Estimate.of(_run_of(sync, cluster), cluster)
-    pace, step = Pace.of(estimate), estimate.run.work
+    estimates = [Estimate.of(_run_of(config, cluster), cluster) for config in configs.values()]
+    paces, run = [Pace.of(estimate) for estimate in estimates], estimates[0].run
+    problems = [list(map(str, estimate.problems())) for estimate in estimates]
     steps = None if settings.run is None else MeasuredSteps.of(settings.run)
-    lengths = log_normal(step.response, settings.sigma) if steps is None else steps.lengths
-    work = Conversations(lengths, round(step.prompt.mean), settings.turns, settings.tool, settings.tool_sigma,
+    lengths = log_normal(run.work.response, settings.sigma) if steps is None else steps.lengths
+    work = Conversations(lengths, round(run.work.prompt.mean), settings.turns, settings.tool, settings.tool_sigma,
                          settings.seed)  # fmt: skip
-    if steps is not None:
-        pace = fitted(sync, pace, work, settings.steps, steps)
-    pace = replace(pace, straggler=settings.straggler)
-    rows = [simulated(config, pace, work, settings.steps) for config in configs.values()]
+    if steps is not None:  # other schedules may add the pass over old log-probs to the training of the measured run
+        measured = fitted(sync, paces[0], work, settings.steps, steps)
+        paces = [replace(measured, train=measured.train * pace.train / paces[0].train) for pace in paces]
+    paces = [replace(pace, straggler=settings.straggler) for pace in paces]
+    rows = [simulated(config, pace, work, settings.steps) for config, pace in zip(configs.values(), paces, strict=True)]
     if settings.gantt is not None:
         settings.gantt.write_text(draw_gantt(rows[-1].spans, f"{rows[-1].name}, simulated"), encoding="utf-8")
-    lost = [_lost(sync, row.seconds["step"], estimate.run.devices, settings.mtbf) for row in rows]
+    lost = [_lost(sync, row.seconds["step"], run.devices, settings.mtbf) for row in rows]
     if settings.json:
-        print(json.dumps([{**asdict(replace(row, spans=())), "lost": share} for row, share in zip(rows, lost)]))
+        print(json.dumps([{**asdict(replace(row, spans=())), "lost": share, "problems": misfits}
+                          for row, share, misfits in zip(rows, lost, problems, strict=True)]))  # fmt: skip
     else:
         _print_tables(*_schedules(rows, lost))
+        for text in dict.fromkeys(chain.from_iterable(problems)):
+            print(f"does not fit: {text}")
     return 0
 
 

@@ -60,7 +60,7 @@ class Cluster:
         """``64xH100``: a number, an x, a name; the name alone is one device.
 
         Args:
-            calibrated: this one is meant; None: one of `hardware.yaml`.
+            calibrated: this one is meant, and a CPU's memory is divided by its processes; None: one of `hardware.yaml`.
 
         Raises:
             ConfigError: another form, no device, an unknown name, or another one than the calibrated device's.
@@ -71,7 +71,10 @@ class Cluster:
         if calibrated is not None and _form(match[2]) != _form(calibrated.name):
             raise ConfigError("the file of --hardware is of another device", key="--devices", got=match[2],
                               allowed=calibrated.name, fix="Calibrate on a machine with these devices.")  # fmt: skip
-        return cls(calibrated or device(match[2]), int(match[1] or 1))
+        devices = int(match[1] or 1)
+        if calibrated is not None and calibrated.is_cpu:
+            calibrated = replace(calibrated, memory=calibrated.memory / devices)
+        return cls(calibrated or device(match[2]), devices)
 
     def link(self, devices: int) -> float:
         """Bytes per second and device of a collective over neighbours: the network once a machine is full."""

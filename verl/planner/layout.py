@@ -191,15 +191,16 @@ class Workload:
         return self.sequences * self.mean_length
 
 
-def computed_prompts(plan: RolePlan, work: Workload, budget: int) -> float:
+def computed_prompts(plan: RolePlan, work: Workload, budget: int, mini_batches: int) -> float:
     """Share of the prompts of all sequences that a trainer computes: each once for its samples in a micro-batch.
 
     Args:
         budget: tokens of a micro-batch per device; 0: those of one device are in one.
+        mini_batches: into which the batch is divided first; 1 for a pass without gradients.
     """
     if not plan.shares_prompts:
         return 1.0
-    rows = min(work.samples, work.sequences // (plan.parallel.data * plan.mini_batches))
+    rows = min(work.samples, work.sequences // (plan.parallel.data * mini_batches))
     if budget:
         rows = min(rows, int((budget * plan.parallel.sequence - work.prompt.mean) // work.response.mean))
     return -(-work.samples // max(1, rows)) / work.samples

@@ -154,7 +154,7 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
     checkpoint = stored * plan.weight_bytes + trained * state if plan.trains else 0.0
     offload = held - idle.weights + optimizer - idle.optimizer + gradients * plan.offload_policy
     if plan.activation_offload:
-        offload += _tokens(plan, work, plan.micro_tokens) * _residual(plan, shape) * shape.layers
+        offload += _tokens(plan, work, plan.micro_tokens, plan.mini_batches) * _residual(plan, shape) * shape.layers
     snapshot = (stored / weights * held + optimizer) * plan.async_save
     return Memory(plan.role, tuple(phases), checkpoint, offload, snapshot)
 
@@ -188,11 +188,11 @@ def _gathered(plan: RolePlan, shape: ModelShape) -> tuple[float, float]:
 
 def _inference(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMemory) -> PhaseMemory:
     """A pass without gradients: a layer's widest tensors, then the head."""
-    tokens = _tokens(plan, work, plan.infer_tokens)
+    tokens = _tokens(plan, work, plan.infer_tokens, 1)
     block = max(shape.blocks, key=lambda block: worked_per_token(plan, shape, block))
     through, layer = _gathered(plan, shape)
     working = tokens * 2 * worked_per_token(plan, shape, block)
-    head = head_bytes(plan, shape, tokens * _predicted(plan, work, plan.infer_tokens), trains=False)
+    head = head_bytes(plan, shape, tokens * _predicted(plan, work, plan.infer_tokens, 1), trains=False)
     at_head = head > working + 2 * layer
     return replace(
         resting,
@@ -205,8 +205,9 @@ def _inference(plan: RolePlan, shape: ModelShape, work: Workload, resting: Phase
 
 def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMemory) -> PhaseMemory:
     """The larger of two moments: the head with all activations, or a layer of the backward pass."""
-    c, tokens = plan.compute_bytes, _tokens(plan, work, plan.micro_tokens)
-    residual, predicted = _residual(plan, shape), _predicted(plan, work, plan.micro_tokens)
+    limits = plan.micro_tokens, plan.mini_batches
+    c, tokens = plan.compute_bytes, _tokens(plan, work, *limits)
+    residual, predicted = _residual(plan, shape), _predicted(plan, work, *limits)
     saved = [saved_per_token(plan, shape, block) for block in shape.blocks]
     worked = max(worked_per_token(plan, shape, block) for block in shape.blocks)
     if plan.recompute:
@@ -230,17 +231,18 @@ def _update(plan: RolePlan, shape: ModelShape, work: Workload, resting: PhaseMem
     return replace(resting, activations=layers + tokens * worked, transient=through + in_layer + embedding)
 
 
-def _tokens(plan: RolePlan, work: Workload, limit: int) -> float:
+def _tokens(plan: RolePlan, work: Workload, limit: int, mini_batches: int) -> float:
     """Tokens of a micro-batch on one device: no more than there are."""
-    share = plan.parallel.data * max(1, plan.mini_batches)
-    length = work.response.longest + computed_prompts(plan, work, limit) * work.prompt.longest
+    share = plan.parallel.data * mini_batches
+    length = work.response.longest + computed_prompts(plan, work, limit, mini_batches) * work.prompt.longest
     most = max(work.longest, work.sequences * length / share) / plan.parallel.sequence
     return min(limit or most, most)
 
 
-def _predicted(plan: RolePlan, work: Workload, limit: int) -> float:
+def _predicted(plan: RolePlan, work: Workload, limit: int, mini_batches: int) -> float:
     """Share of a micro-batch's tokens that are of responses, whose log-probs are computed."""
-    return work.response.mean / (work.response.mean + computed_prompts(plan, work, limit) * work.prompt.mean)
+    prompt = computed_prompts(plan, work, limit, mini_batches) * work.prompt.mean
+    return work.response.mean / (work.response.mean + prompt)
 
 
 def _sampler(plan: RolePlan, shape: ModelShape, work: Workload, device: Device | None) -> Memory:

@@ -49,7 +49,7 @@ class Reached:
     Args:
         low, likely, high: shares; the low one makes the phase slow.
         source: where they are from.
-        latency: seconds of each launch, whatever its work: a layer of a pass, an all-reduce.
+        latency: likely seconds of each launch, whatever its work: a layer of a pass, an all-reduce.
     """
 
     low: float
@@ -60,8 +60,8 @@ class Reached:
 
     def seconds(self, amount: float, rate: float, launches: float = 0.0) -> Range:
         """Of an amount of work at a nominal rate."""
-        ideal, delay = amount / rate, self.latency * launches
-        return Range(ideal / self.high + delay, ideal / self.likely + delay, ideal / self.low + delay, self.source)
+        likely = amount / rate / self.likely + self.latency * launches
+        return Range(likely * self.likely / self.high, likely, likely * self.likely / self.low, self.source)
 
     @classmethod
     def fitted(cls, points: Sequence[tuple[float, float, float]], source: str, latency: float | None = None) -> Reached:

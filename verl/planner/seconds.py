@@ -100,7 +100,7 @@ def _pass(plan: RolePlan, shape: ModelShape, work: Workload, cluster: Cluster, t
     parallel, shares = plan.parallel, cluster.device.reached
     link, reached, turns = shares["link"], shares["train" if trains else "infer"], 3 + plan.recompute if trains else 1
     budget, steps = (plan.micro_tokens, plan.mini_batches) if trains else (plan.infer_tokens, 1)
-    repeated = work.sequences * work.prompt.mean * (1 - computed_prompts(plan, work, budget))
+    repeated = work.sequences * work.prompt.mean * (1 - computed_prompts(plan, work, budget, steps))
     tokens = work.tokens - repeated
     flops = shape.flops_per_token(work.mean_length) * work.tokens - shape.flops_per_token(work.prompt.mean) * repeated
     flops *= turns

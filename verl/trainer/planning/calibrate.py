@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from verl import distributed
+from verl import distributed, env
 from verl.algorithms.losses import PPOPolicyLoss
 from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig, RolloutConfig
 from verl.device import device_name, free_host_memory, resolve_device
+from verl.errors import ConfigError
+from verl.metrics import notice
 from verl.models.shape import model_shape, write_random_model
 from verl.outcomes import run_now
 from verl.planner.engines import BUILT_IN, automatic_tokens
@@ -40,12 +42,14 @@ REPEATS = 3
 """Of each measurement after one that is not counted; the median counts."""
 LINK_VALUES = 1 << 24
 """Of the all-reduce that measures links."""
+VARIANTS = {"PCIE", "NVL"}
+"""Words in a vendor's name of a GPU whose links are not those of the board in `hardware.yaml`."""
 VOCABULARY, PROMPT = 4096, 8
 MODEL = {"model_type": "qwen2", "vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 2,
          "max_position_embeddings": 4096, "tie_word_embeddings": False}  # fmt: skip
 BYTES, FLOPS = "decode built in", "decode built in flops"
 EXACT = Reached(1.0, 1.0, 1.0, "")
-FREE = Reached(float("inf"), float("inf"), float("inf"), "")
+FREE = Reached(1e300, 1e300, 1e300, "")
 COUNTED = replace(FREE, latency=1.0)
 
 
@@ -103,6 +107,10 @@ def calibrated(kind: str | None = None) -> Device:
         for hidden in sizes.hidden:
             path = Path(folder, str(hidden))
             more = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": sizes.layers}
+            # 16 bytes per weight are of an optimizer step, and as many are left for activations.
+            if steps and 32 * ModelShape.from_config(MODEL | more).parameters > machine.memory:
+                notice("calibrate", f"no room for the model of width {hidden}: smaller ones are measured")
+                continue
             write_random_model(MODEL | more, path)
             steps += [*_trained(kind, path, sizes), *_sampled(kind, path, sizes)]
     shares = {name: _fitted(machine, name, [step for step in steps if step.phase == phase])
@@ -115,22 +123,41 @@ def calibrated(kind: str | None = None) -> Device:
 
 
 def listed_device(vendors_name: str) -> Device:
-    """The entry of `hardware.yaml` that ``torch.cuda.get_device_name`` means, as in ``NVIDIA A100-SXM4-80GB``."""
-    name = re.sub(r"[\s_-]", "", vendors_name.upper())
-    fitting = [key for key in all_devices() if all(part in name for part in key.upper().split("-"))]
+    """The entry of `hardware.yaml` that ``torch.cuda.get_device_name`` means, as in ``NVIDIA A100-SXM4-80GB``.
+
+    Raises:
+        ConfigError: there is none; a variant with other links (`VARIANTS`) needs an entry with that word in its name.
+    """
+    name = re.sub(r"(?<=[A-Z]) (?=\d)", "", vendors_name.upper())  # RTX 4090
+    words = set(re.split(r"[\s_-]", f"{vendors_name.upper()} {name}"))
+    fitting = [key for key in all_devices() if words & VARIANTS <= set(key.upper().split("-")) <= words]
     return device(max(fitting, key=len, default=vendors_name))
 
 
 def with_links(machine: Device) -> Device:
-    """The same device with the links between the ranks of this machine, which torchrun started. Collective."""
+    """The same device with the links between the ranks of this machine, which torchrun started. Collective.
+
+    Raises:
+        ConfigError: the ranks are on several machines, or this machine's devices are of another kind.
+    """
+    size = env.get_int("WORLD_SIZE", 1)
+    local = env.get_int("LOCAL_WORLD_SIZE", size)
+    if local != size:
+        raise ConfigError("calibrate measures the links within one machine, and these ranks are on several",
+                          key="LOCAL_WORLD_SIZE", got=local, allowed=str(size), fix="Take --nnodes=1.")  # fmt: skip
     kind = "cpu" if machine.is_cpu else resolve_device(None)
+    here = device("CPU") if kind == "cpu" else listed_device(device_name(kind))
+    if here.name != machine.name:
+        raise ConfigError("the file is of another device than this machine's", key="calibrate", got=machine.name,
+                          allowed=here.name, fix="Calibrate in one process here first, without torchrun.")  # fmt: skip
     ranks = distributed.join_group(device=kind)
     scalar, block = torch.zeros(1, device=kind), torch.zeros(LINK_VALUES, device=kind)
     latency, seconds = _timed(lambda: dist.all_reduce(scalar), kind), _each(lambda: dist.all_reduce(block), kind)
     num_bytes, likely = 2 * (ranks.size - 1) / ranks.size * block.nbytes, statistics.median(seconds)
     share = Reached(likely / max(seconds), 1.0, likely / min(seconds), "measured links", latency)
     distributed.leave_group()
-    return replace(machine, node_link=num_bytes / likely, node=ranks.size, reached={**machine.reached, "link": share})
+    return replace(machine, node_link=num_bytes / likely, node=max(machine.node, ranks.size),
+                   reached={**machine.reached, "link": share})  # fmt: skip
 
 
 def _fitted(on: Device, name: str, steps: Sequence[MeasuredStep], latency: float | None = None) -> Reached:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+from pyarrow.parquet import read_metadata
+
 from verl.config import PPOTrainerConfig, replace
 from verl.config.loading.configuration import read_config
 from verl.config.machine.topology import schedule_of
 from verl.config.rules import validate
 from verl.config.schema.root import prompts_at_once
 from verl.data import RLHFDataset, hf_tokenizer, processor_of, tokenizer_of
-from verl.data.files import read_files
+from verl.data.files import check_files
 from verl.data.look import look_at_prompts
 from verl.errors import ConfigError, RewardError, VerlError
 from verl.metrics import notice
@@ -24,6 +26,8 @@ from verl.planner.hardware import Cluster
 from verl.rewards import RewardFunction, Scorer, ScoringLimits, default_compute_score, get_custom_reward_fn
 from verl.rewards.check import candidates, make_samples, try_one
 from verl.rewards.loading import LIMIT_NAMES
+from verl.storage import copy_to_local
+from verl.storage.formats import read_table
 from verl.trainer.build import check_rewards, dataset
 
 ROWS = 4
@@ -148,7 +152,10 @@ def _steps(config: PPOTrainerConfig) -> int | None:
     if config.data.custom_cls.path:
         return None
     data, schedule = config.data, schedule_of(config)
-    rows = len(read_files(data.train_files, key="data.train_files", cache_dir=data.cache_dir)[0])
+    rows, key = 0, "data.train_files"
+    for file in check_files(data.train_files, key):
+        path = Path(copy_to_local(file, cache_dir=data.cache_dir, key=key))
+        rows += read_metadata(path).num_rows if path.suffix.lower() == ".parquet" else len(read_table(path))
     rows = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
     return schedule.length_of(config, schedule.steps_of(config, rows // prompts_at_once(data)))
 
@@ -174,5 +181,7 @@ def _disk(config: PPOTrainerConfig, estimate: Estimate) -> Iterator[VerlError]:
     if needed > free:
         fix = ("Name a folder on a larger disk, or keep fewer (trainer.max_actor_ckpt_to_keep, "
                "trainer.max_critic_ckpt_to_keep).")  # fmt: skip
-        message = f"the checkpoints of {steps} step(s) take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        may_be_fewer = config.data.filter_overlong_prompts and not trainer.total_training_steps
+        count = f"at most {steps}" if may_be_fewer else str(steps)
+        message = f"the checkpoints of {count} step(s) take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         yield ConfigError(message, key="trainer.default_local_dir", got=str(folder), fix=fix)

@@ -209,7 +209,7 @@ class SimulatedRun(ScheduleRun):
         shares = topology.part("actor").pool == topology.pool_of("rollout").name
         role = SimpleNamespace(group=SimpleNamespace(shares_processes=lambda _: shares))
         self._roles = cast(Roles, {"actor": role, "rollout": role})
-        takes_turns = self.stream.admission.by_batch or self._run.needs_reward_baselines or shares
+        takes_turns = self.stream.admission.by_batch or shares
         limit = config.async_training.concurrent_samples_per_replica * pace.replicas
         self._driver = SimulatedDriver(pace, work, limit, takes_turns, loop)
 
@@ -291,13 +291,14 @@ def simulated(config: PPOTrainerConfig, pace: Pace, work: Conversations, inner: 
     """The schedule of a configuration, as `SimulatedRun`; the same arguments give the same result.
 
     Raises:
-        NotBuiltError: which groups are trained on depends on rewards, or responses stay unfinished.
+        NotBuiltError: groups depend on rewards or have a greedy response, or responses stay unfinished.
     """
     rate = config.actor_rollout_ref.rollout.over_sample_rate
     used = {"algorithm.filter_groups.enable": config.algorithm.filter_groups.enable, "data.oversample_factor":
-            config.data.oversample_factor > 1, "actor_rollout_ref.rollout.over_sample_rate": rate > 0}  # fmt: skip
+            config.data.oversample_factor > 1, "actor_rollout_ref.rollout.over_sample_rate": rate > 0,
+            "algorithm.adv_estimator": RunState(config, dict, inner).needs_reward_baselines}  # fmt: skip
     if (key := next((key for key, is_used in used.items() if is_used), None)) is not None:
-        raise NotBuiltError("simulate has no rewards and no unfinished responses", key=key, fix="Leave it out.")
+        raise NotBuiltError("simulate has no rewards, greedy or unfinished responses", key=key, fix="Change it.")
     loop = SimulatedClock()
     try:
         return SimulatedRun(config, pace, work, inner, loop).simulate()
