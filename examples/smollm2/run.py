@@ -98,7 +98,9 @@ def by_reinforcement(
     """GRPO: ``prompts`` a step, 8 samples each; ``kind`` of prompts, by default those of the task's name."""
     kind = kind or run.task
     data = run.out / kind
-    adapter = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=32")
+    actor = "actor_rollout_ref.actor.fsdp_config"
+    frozen = in_bf16(f"{actor}.model_dtype")  # the base, as the sampler has it: they share one copy
+    adapter = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=32", *frozen)
     train = [
         "-m",
         "verl.trainer.main_ppo",
@@ -115,7 +117,7 @@ def by_reinforcement(
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
         f"actor_rollout_ref.actor.optim.lr={RATE * (LORA_RATE if run.lora else 1):g}",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-        *in_bf16("actor_rollout_ref.actor.fsdp_config.dtype", "actor_rollout_ref.rollout.dtype"),
+        *in_bf16(f"{actor}.dtype", "actor_rollout_ref.rollout.dtype"),
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         f"reward.custom_reward_function.path={HERE}/reward.py",
         *run.ends(steps),

@@ -24,7 +24,7 @@ from verl.engines.rows import MicroBatch
 from verl.engines.settings import PassSettings
 from verl.errors import ConfigError, EngineError
 from verl.metrics import notice
-from verl.models import attention
+from verl.models import attention, lora
 from verl.models.fused_head import FusedHead, fusable
 from verl.models.head import output_head, select_positions
 from verl.models.router_replay import COLUMN, RouterReplay
@@ -56,6 +56,8 @@ class TokenForward:
         self.reference: Any = None
         self.measure: Measure = full_kl
         self.routing = RouterReplay(model) if self.passes.router_replay and kind == "causal_lm" else None
+        if dtype != torch.float32:
+            lora.leave_casts_to_autocast(model)
 
     @property
     def logits_per_token(self) -> int:

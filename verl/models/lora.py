@@ -73,6 +73,8 @@ class LoraSettings:
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, also: nn.Module | None = None) -> None:
     """Freeze a model and give it an adapter, which starts as no change at all or as what ``adapter_path`` holds.
 
+    The adapter is float32, also over a base of 16 bits.
+
     Args:
         seed: of the first factor; the second is zero.
         also: a module that is trained as a whole besides (a value head), and gets no adapter.
@@ -110,6 +112,9 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, also:
             key="target_modules",
             got=targets,
         ) from error
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name and parameter.itemsize < 4:
+            parameter.data = parameter.data.float()  # 16 bits would round its updates away; peft's own models do so, too
     key, got = ("lora_adapter_path", settings.adapter_path) if settings.adapter_path else ("target_modules", targets)
     _refuse_unmergeable(model, key, got)
     if also is not None:
@@ -203,6 +208,13 @@ def is_adapter(names: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """Give adapters their input as it is; peft casts it to float32 first, which autocast undoes: two copies of it."""
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+
+
 def merge_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights as the base model names them, the adapter's product added to those it changes.
 
