@@ -51,6 +51,29 @@ def test_only_the_adapter_is_trained_and_it_starts_as_no_change(qwen2):
     assert changed and changed <= names
 
 
+def test_an_adapter_over_a_base_of_16_bits_keeps_updates_that_16_bits_would_lose(qwen2):
+    """An update of 1e-4 of the largest factor is below half a unit in the last place of bfloat16, 2e-3."""
+    engine = make_engine(qwen2, model=LORA, engine={"model_dtype": "bfloat16"}, optim={"lr": 1e-6})
+    assert {p.dtype for p in engine.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    factors = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in factors.values()} == {torch.float32}
+    before = {name: p.detach().clone() for name, p in factors.items()}
+    for seed in range(2):  # the first factors move once the second are not zero
+        engine.train_batch(ragged_batch(seed=seed), SFTLoss())
+    assert all((p != before[name]).any() for name, p in factors.items())
+
+
+@pytest.mark.parametrize(("dtype", "read"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_the_input_of_an_adapter_is_cast_by_autocast_where_it_is_on(qwen2, dtype, read):
+    """Hidden states of a bfloat16 base are bfloat16; without autocast a product with float32 factors needs float32."""
+    engine, reads = make_engine(qwen2, model=LORA, engine={"model_dtype": "bfloat16", "dtype": dtype}), set()
+    for name, module in engine.model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda _, inputs: reads.add(inputs[0].dtype))
+    assert torch.isfinite(engine.infer(ragged_batch())["log_probs"]).all()
+    assert reads == {read}
+
+
 def test_the_gradient_is_that_of_the_two_factors_written_out(qwen2):
     """For W + s B A with B = 0: dB = s dW A^T, dA = 0, with dW from a model without adapter."""
     batch = ragged_batch()

@@ -114,7 +114,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, also:
         ) from error
     for name, parameter in model.named_parameters():
         if ".lora_" in name and parameter.itemsize < 4:
-            parameter.data = parameter.data.float()  # 16 bits would round its updates away; peft's own models do so, too
+            parameter.data = parameter.data.float()  # 16 bits would round its updates away
     key, got = ("lora_adapter_path", settings.adapter_path) if settings.adapter_path else ("target_modules", targets)
     _refuse_unmergeable(model, key, got)
     if also is not None:
