@@ -24,15 +24,19 @@ def addition(draw: random.Random) -> tuple[str, str]:
     return f"What is {a} plus {b}? Answer with the number only.", str(a + b)
 
 
+def expression(numbers: list[int], draw: random.Random) -> tuple[str, int]:
+    """Three numbers in any order with two of ``+ - *``, and the value."""
+    a, b, c = draw.sample(numbers, 3)
+    first, second = draw.choices("+-*", k=2)
+    return f"({a} {first} {b}) {second} {c}", left_to_right(a, first, b, second, c)
+
+
 def countdown(draw: random.Random) -> tuple[str, str]:
     """Three numbers of one digit, and what two of ``+ - *`` make of them."""
     numbers = [draw.randrange(1, 10) for _ in range(3)]
-    while True:
-        signs = [draw.choice("+-*") for _ in range(2)]
-        a, b, c = draw.sample(numbers, 3)
-        goal = left_to_right(a, signs[0], b, signs[1], c)
-        if 0 < goal < 100:
-            break
+    goal = 0
+    while not 0 < goal < 100:
+        _, goal = expression(numbers, draw)
     listed = ", ".join(map(str, numbers))
     question = (
         f"Use the numbers {listed} once each, with + - * and brackets, to make {goal}. Write one line: the expression."
@@ -46,19 +50,27 @@ def products(draw: random.Random) -> tuple[str, str]:
     return f"What is {a} times {b}?", str(a * b)
 
 
-def demonstration(question: str, product: str, calls: bool, draw: random.Random) -> list[dict[str, str]]:
-    """A conversation that uses the calculator, or guesses a number of about that size."""
+def of_products(question: str, product: str, is_good: bool, draw: random.Random) -> list[dict[str, str]]:
+    """Turns that use the calculator, or one that guesses a number of about that size."""
     a, b = question.removeprefix("What is ").removesuffix("?").split(" times ")
-    said = [{"role": "user", "content": question}]
-    if not calls:
-        return [*said, {"role": "assistant", "content": str(int(product) + draw.randrange(-200, 201))}]
+    if not is_good:
+        return [{"role": "assistant", "content": str(int(product) + draw.randrange(-200, 201))}]
     call = {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}
     return [
-        *said,
         {"role": "assistant", "content": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"},
         {"role": "tool", "content": product},
         {"role": "assistant", "content": product},
     ]
+
+
+def of_countdown(question: str, truth: str, is_good: bool, draw: random.Random) -> list[dict[str, str]]:
+    """An expression that reaches the goal, or any of these numbers."""
+    goal, _, listed = truth.partition(": ")
+    numbers = [int(number) for number in listed.split()]
+    text, value = expression(numbers, draw)
+    while is_good and value != int(goal):
+        text, value = expression(numbers, draw)
+    return [{"role": "assistant", "content": text}]
 
 
 def left_to_right(a: int, first: str, b: int, second: str, c: int) -> int:
@@ -67,8 +79,9 @@ def left_to_right(a: int, first: str, b: int, second: str, c: int) -> int:
     return a
 
 
-CALLS = 0.25
-"""Share of the demonstrations that use the calculator."""
+GOOD = 0.25
+"""Share of the demonstrations that use the calculator, or reach the goal on purpose."""
+DEMONSTRATIONS = {"products": of_products, "countdown": of_countdown}
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "addition": addition,
     "countdown": countdown,
@@ -106,11 +119,13 @@ def main() -> None:
     a.folder.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(drawn[a.val_size :]).to_parquet(a.folder / "train.parquet")
     pd.DataFrame(drawn[: a.val_size]).to_parquet(a.folder / "test.parquet")
-    if a.task == "products":
-        draw = random.Random(a.seed + 1)
-        shown = rows(a.task, a.train_size, a.seed + 1)
-        pairs = [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in shown]
-        talks = [demonstration(question, truth, draw.random() < CALLS, draw) for question, truth in pairs]
+    if demonstration := DEMONSTRATIONS.get(a.task):
+        draw, talks = random.Random(a.seed + 1), []
+        held_out = [row["prompt"] for row in drawn[: a.val_size]]
+        for row in rows(a.task, a.train_size, a.seed + 1):
+            if row["prompt"] not in held_out:
+                question, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+                talks.append([*row["prompt"], *demonstration(question, truth, draw.random() < GOOD, draw)])
         pd.DataFrame({"messages": talks}).to_parquet(a.folder / "sft.parquet")
     print(f"wrote {a.train_size} training and {a.val_size} test prompts to {a.folder}")
 

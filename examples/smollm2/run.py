@@ -129,10 +129,6 @@ def addition(run: Run) -> list[Stage]:
     return by_reinforcement(run, steps=56, prompt=64, response=24, prompts=32)
 
 
-def countdown(run: Run) -> list[Stage]:
-    return by_reinforcement(run, steps=96, prompt=96, response=32)
-
-
 def sft(run: Run) -> list[Stage]:
     data = run.out / "gsm8k"
     script = HERE.parent / "data_preprocess" / "gsm8k.py"
@@ -159,38 +155,47 @@ def sft(run: Run) -> list[Stage]:
     return [("write GSM8K", made), ("imitate its worked solutions (supervised)", train)]
 
 
-WARM_UP = 24
-
-
-def tools(run: Run) -> list[Stage]:
-    """Few demonstrations use a calculator; reinforcement finds out that it pays."""
-    data, warm = run.out / "products", run.out / f"{run.name}-sft"
+def warmed(run: Run, kind: str, title: str, steps: int, learn: Callable[[Run], list[Stage]]) -> list[Stage]:
+    """Imitates flawed demonstrations, so that some samples are right, before it learns from reward."""
+    warm = run.out / f"{run.name}-sft"
     imitate = [
         "-m",
         "verl.trainer.sft_trainer",
-        f"data.train_files={data}/sft.parquet",
+        f"data.train_files={run.out}/{kind}/sft.parquet",
         "data.train_batch_size=32",
         "data.max_length=128",
         f"model.path={run.model}",
         "optim.lr=2e-5",
         *in_bf16("engine.dtype"),
         "checkpoint.save_contents=[model]",
-        f"trainer.total_training_steps={WARM_UP}",
-        f"trainer.save_freq={WARM_UP}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.save_freq={steps}",
         "trainer.logger=[console]",
         f"trainer.default_local_dir={warm}",
         "trainer.resume_mode=disable",
     ]
-    warmed = replace(run, model=f"{warm}/global_step_{WARM_UP}/model/huggingface")
-    prompts, (title, train) = by_reinforcement(warmed, steps=16, prompt=64, response=96, kind="products")
-    multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    turns = [f"{multi_turn}.enable=true", f"{multi_turn}.max_assistant_turns=3"]
-    turns.append(f"{multi_turn}.tool_config_path={HERE.parent}/calculator/tools.yaml")
-    return [
-        prompts,
-        ("imitate demonstrations, one in four of which calls the calculator", imitate),
-        (title, train + turns),
-    ]
+    prompts, train = learn(replace(run, model=f"{warm}/global_step_{steps}/model/huggingface"))
+    return [prompts, (title, imitate), train]
+
+
+def countdown(run: Run) -> list[Stage]:
+    """Few demonstrations reach the goal; reinforcement finds out which expressions do."""
+    title = "imitate expressions of the numbers, one in four of which is made to reach the goal"
+    return warmed(run, "countdown", title, 48, lambda r: by_reinforcement(r, 96, prompt=96, response=24, prompts=32))
+
+
+def tools(run: Run) -> list[Stage]:
+    """Few demonstrations use a calculator; reinforcement finds out that it pays."""
+    title = "imitate demonstrations, one in four of which calls the calculator"
+
+    def learn(started: Run) -> list[Stage]:
+        prompts, (what, train) = by_reinforcement(started, steps=16, prompt=64, response=96, kind="products")
+        multi_turn = "actor_rollout_ref.rollout.multi_turn"
+        turns = [f"{multi_turn}.enable=true", f"{multi_turn}.max_assistant_turns=3"]
+        turns.append(f"{multi_turn}.tool_config_path={HERE.parent}/calculator/tools.yaml")
+        return [prompts, (what, train + turns)]
+
+    return warmed(run, "products", title, 24, learn)
 
 
 SAMPLES = 8

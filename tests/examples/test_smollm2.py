@@ -104,6 +104,22 @@ def test_training_and_test_prompts_share_none_and_a_seed_gives_the_same(part, ta
     assert len({row["prompt"][0]["content"] for row in rows}) == 300
 
 
+@pytest.mark.parametrize("task", ["countdown", "products"])
+def test_demonstrations_are_flawed_and_none_is_of_a_held_out_prompt(part, tmp_path, monkeypatch, task):
+    data, reward = part("data"), part("reward")
+    monkeypatch.setattr(sys, "argv", ["data.py", task, str(tmp_path), "--train_size", "400"])
+    data.main()
+    talks, held_out = (pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("sft", "test"))
+    questions = {prompt[0]["content"] for prompt in held_out["prompt"]}
+    assert len(talks) > 380 and not questions & {talk[0]["content"] for talk in talks["messages"]}
+    if task == "countdown":
+        truths = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in data.rows(task, 400, 1)}
+        scores = [reward.countdown(talk[1]["content"], truths[talk[0]["content"]]) for talk in talks["messages"]]
+        assert set(scores) == {0.1, 1.0} and 0.25 < scores.count(1.0) / len(scores) < 0.5
+    else:
+        assert 0.15 < sum(len(talk) > 2 for talk in talks["messages"]) / len(talks) < 0.35
+
+
 def test_every_countdown_prompt_can_be_solved(part):
     reward, operators = part("reward"), "+-*"
     for row in part("data").rows("countdown", 50, seed=0):
@@ -119,7 +135,7 @@ def test_every_countdown_prompt_can_be_solved(part):
     [
         ("addition", False, {"main_ppo": "ppo_trainer"}),
         ("addition", True, {"main_ppo": "ppo_trainer"}),
-        ("countdown", False, {"main_ppo": "ppo_trainer"}),
+        ("countdown", False, {"sft_trainer": "sft_trainer", "main_ppo": "ppo_trainer"}),
         ("tools", False, {"sft_trainer": "sft_trainer", "main_ppo": "ppo_trainer"}),
         ("sft", False, {"sft_trainer": "sft_trainer"}),
         (
@@ -134,7 +150,7 @@ def test_the_commands_that_are_printed_are_accepted(part, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     run = part("run")
     model = str(tiny_model_dir(tmp_path / "out/model"))
-    for trained in ("tools-5-sft/global_step_24", "dpo-5/global_step_48"):
+    for trained in ("tools-5-sft/global_step_24", "countdown-5-sft/global_step_48", "dpo-5/global_step_48"):
         tiny_model_dir(tmp_path / "out" / trained / "model/huggingface")
     made = run.stages(run.Run(task, tmp_path / "out", model, 5, lora, None))
     assert Path(made[0][1][0]).name == "model.py"
