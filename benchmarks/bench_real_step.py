@@ -8,7 +8,8 @@ reference, no gradient checkpointing: the steps of `examples/smollm2`, with real
 them. ``--length 256`` lets them be long: answers differ in length by an order of magnitude then. TRL takes its step in
 passes of 16 rows, which is faster than one pass of all 128, and such a pass took 22 GB; ``--lora`` adds an adapter of
 ours. A line comes after each run. The table gives medians over all steps but the first, by the clock, and the peak of
-the resident set. The profile is of one step of ours: seconds in operations of each kind, and what is left of the clock.
+the resident set. The profile is of one step of ours: seconds in operations of each kind, and what is left of the clock;
+then its training half beside the machine's products.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 from bench_grpo_step import OURS, PROMPTS, run_ours, run_peer
-from figures import ROOT, Figures, Run, add_json
+from figures import ROOT, Figures, Run, add_json, linear_seconds
 
 EXAMPLE = ROOT / "examples" / "smollm2"
 sys.path.insert(0, str(EXAMPLE))
@@ -32,10 +33,20 @@ STEPS, WARMUP, PEER_PASSES = 4, 1, 8
 LORA = ["actor_rollout_ref.model.lora_rank=32"]
 PROFILE = """
 import os
+import torch
 from torch.profiler import ProfilerActivity, profile
+
+flop = [0]
+
+def counted(self, x, forward=torch.nn.Linear.forward):
+    flop[0] += 3 * 2 * x.numel() * self.out_features * torch.is_grad_enabled()  # forwards, and backwards twice
+    return forward(self, x)
+
+torch.nn.Linear.forward = counted
 
 class Profile(Callback):
     def on_step_end(self, trainer, batch):
+        counts.append(flop[0])
         if trainer.ctx.step == 1:
             self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self.profile.start()
@@ -45,10 +56,15 @@ class Profile(Callback):
             self.profile.stop()
             averages = self.profile.key_averages(group_by_input_shape=True)
             rows = [(row.key, str(row.input_shapes), row.self_cpu_time_total / 1e6) for row in averages]
-            json.dump([seconds, rows], open(os.environ["PROFILE"], "w"))
+            self.rows = [seconds, rows]
+        if trainer.ctx.step == STEPS:
+            json.dump([*self.rows, counts[-1] - counts[-2]], open(os.environ["PROFILE"], "w"))
+
+counts = []
 
 class Runner"""
-PROFILED = OURS.replace("class Runner", PROFILE).replace("append(Clock())", "extend([Clock(), Profile()])")
+PROFILED = OURS.replace("class Runner", PROFILE.replace("STEPS", str(STEPS)))
+PROFILED = PROFILED.replace("append(Clock())", "extend([Clock(), Profile()])")
 KINDS = {
     "LM head and loss": ("{vocab}",),
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn", "onednn"),
@@ -70,20 +86,40 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     return folder / "prompts.parquet", folder / "prompts.json"
 
 
-def profile_of(model: Path, length: int, more: list[str]) -> dict[str, float]:
-    """Seconds of one step of ours in operations of each kind, and in Python and everything else."""
+def profile_of(model: Path, length: int, more: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of one step of ours in operations of each kind and in everything else; what its training half reaches.
+
+    The training half is of the last step: the matrix products of the tokens that it computes, forwards and backwards,
+    would take so long at the speed that the model's linear layers have on 1,024 tokens, outside of any training.
+    """
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["PROFILE"] = str(folder / "profile.json")
         run_ours(folder, model, make_inputs(folder)[0], STEPS, length, more, PROFILED)
-        seconds, rows = json.loads((folder / "profile.json").read_text())
+        seconds, rows, flop = json.loads((folder / "profile.json").read_text())
+        steps = (folder / "logs" / "bench" / "ours.jsonl").read_text().splitlines()
+    training = json.loads(steps[-1])["data"]["timing_s/update_actor"]
     shares = dict.fromkeys([*KINDS, "other operations"], 0.0)
     for name, shapes, spent in rows:
         words = f"{name} {shapes}".lower()
         kinds = (kind for kind, parts in KINDS.items() if any(part.format(vocab=vocab) in words for part in parts))
         shares[next(kinds, "other operations")] += spent
-    return {**shares, "Python and the rest": seconds - sum(shares.values()), "in all": seconds}
+    products = flop / product_speed(model)
+    half = {"training half, s": training, "TFLOP": flop / 1e12, "its products alone, s": products}
+    half["share"] = products / training
+    return {**shares, "Python and the rest": seconds - sum(shares.values()), "in all": seconds}, half
+
+
+def product_speed(model: Path) -> float:
+    """Operations per second of the model's linear layers, float32, on 1,024 tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    weights = sum(module.weight.numel() for module in network.modules() if isinstance(module, torch.nn.Linear))
+    return 2 * weights / linear_seconds(network, 1024)
 
 
 def main() -> None:
@@ -105,10 +141,11 @@ def main() -> None:
         heads = list(numbers)
     print(f"\n| tokens of an answer, at most | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
     print("\n".join(lines))
-    spent = profile_of(arguments.model.resolve(), arguments.length[0], arguments.more)
-    figures.add("profile", spent)
-    print(f"\n| of one step | {' | '.join(spent)} |\n|{'---|' * (len(spent) + 1)}")
-    print(f"| s | {' | '.join(f'{seconds:.2f}' for seconds in spent.values())} |")
+    spent, half = profile_of(arguments.model.resolve(), arguments.length[0], arguments.more)
+    for name, values in (("profile", spent), ("training", half)):
+        figures.add(name, values)
+        print(f"\n| {name} | {' | '.join(values)} |\n|{'---|' * (len(values) + 1)}")
+        print(f"| of one step | {' | '.join(f'{value:.2f}' for value in values.values())} |")
     figures.write(arguments.json)
 
 

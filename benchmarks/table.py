@@ -146,6 +146,7 @@ BENCHMARKS = {
             Goal("256 tokens", "TRL / ours", 4.0),
             Goal("24 tokens", "ours / TRL, memory", most=0.5),
             Goal("24 tokens", "LoRA / TRL, memory", most=0.25),
+            Goal("training", "share", least=0.75),
         ),
         (TRL, MODEL),
     ),
