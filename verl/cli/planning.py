@@ -29,7 +29,7 @@ from verl.journal.gantt import draw_gantt
 from verl.planner.estimate import HOUR, Estimate
 from verl.planner.from_config import RunPlan, run_plan
 from verl.planner.hardware import Cluster, Device, device, read_device, to_json
-from verl.planner.pace import Conversations, MeasuredSteps, Pace, log_normal
+from verl.planner.pace import Conversations, MeasuredSteps, Pace, log_normal, share_lost
 from verl.planner.proposal import MODES, Proposal, overrides, proposal
 from verl.planner.ranges import Range
 from verl.planner.space import ACTOR, ASYNC, SYNC, PlacementPlan
@@ -428,20 +428,10 @@ def _schedules(rows: Sequence[SimulatedSchedule], lost: Sequence[float]) -> tupl
 
 
 def _lost(config: PPOTrainerConfig, step: float, devices: int, hours: float) -> float:
-    """Share of the time that failures take, all of which repeat the work since the last checkpoint.
-
-    With a rate of failures r, a stretch of t seconds between checkpoints takes (exp(r t) - 1) / r in the mean (Daly, "A
-    higher order estimate of the optimum checkpoint interval for restart dumps", 2006, with restarts of 0 s).
-
-    Args:
-        step: its seconds.
-        hours: of one device between two failures.
-    """
-    trainer, rate = config.trainer, devices / (hours * HOUR)
+    """Share of the time that failures take, with a failure of one device every so many hours."""
+    trainer = config.trainer
     steps = trainer.save_freq if trainer.save_freq > 0 else trainer.total_training_steps
-    if rate == 0:
-        return 0.0
-    if steps is None:
+    if math.isfinite(hours) and steps is None:
         raise ConfigError("a failure costs the work since the last checkpoint: the run of unknown length has none",
                           key="trainer.save_freq", got=trainer.save_freq, allowed="a number of steps")  # fmt: skip
-    return 1 - steps * step * rate / math.expm1(min(steps * step * rate, 700.0))
+    return share_lost((steps or 0) * step, devices / (hours * HOUR))

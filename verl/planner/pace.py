@@ -148,3 +148,17 @@ class MeasuredSteps:
         training = statistics.median(seconds[AROUND[0]] - took(seconds, *NO_TRAINING) for seconds in steps)
         update = statistics.median(took(seconds, "weight sync") for seconds in steps)
         return cls(sampling, training, update, lengths)
+
+
+def share_lost(stretch: float, rate: float) -> float:
+    """Share of the time that failures take, all of which repeat the work since the last checkpoint.
+
+    With a rate of failures r, a stretch of t seconds between checkpoints takes (exp(r t) - 1) / r in the mean (Daly, "A
+    higher order estimate of the optimum checkpoint interval for restart dumps", 2006, with restarts of 0 s).
+
+    Args:
+        stretch: seconds of work between two checkpoints.
+        rate: failures per second.
+    """
+    failures = stretch * rate
+    return 1 - failures / math.expm1(min(failures, 700.0)) if failures > 0 else 0.0
