@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from verl.observability.plots import plot_run, read_metrics, series
+from verl.observability.plots import plot_run, read_metrics
 
 HERE = Path(__file__).resolve().parent
 Stage = tuple[str, list[str]]
@@ -294,19 +294,20 @@ def stages(run: Run) -> list[Stage]:
     return made + TASKS[run.task][0](run)
 
 
-def summary_of(run: Run, seconds: float) -> dict[str, float | str]:
+def summary_of(run: Run, seconds: float) -> dict[str, float | str | None]:
+    """What a run came to; ``first`` and ``last`` are null where its settings leave validation out."""
     rows = read_metrics(run.metrics)
     key = TASKS[run.task][1]
     plot = plot_run(run.metrics, run.metrics.with_suffix(".png"), title=f"{run.name}, SmolLM2-135M-Instruct")
     if run.task == "dpo":
         first, last = (json.loads(run.report(when).read_text())["test_score/addition"] for when in ("before", "after"))
     else:
-        values = series(rows, key).values
+        values = [data[key] for _, data in rows if data.get(key) is not None] or [None]  # without validation
         first, last = values[0], values[-1]
     return {
         "measured": key,
-        "first": round(first, 4),
-        "last": round(last, 4),
+        "first": first if first is None else round(first, 4),
+        "last": last if last is None else round(last, 4),
         "steps": rows[-1][0],
         "minutes": round(seconds / 60, 1),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 1),

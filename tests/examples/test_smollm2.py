@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.harness.models import tiny_model_dir
+from tests.harness.programs import python
 from verl.config import load_config
 from verl.errors import ModelError
 
@@ -175,6 +176,24 @@ def test_the_commands_that_are_printed_are_accepted(part, tmp_path, monkeypatch,
         if program == "main_ppo":
             assert config.trainer.seed == config.data.seed == 5
             assert config.actor_rollout_ref.model.lora_rank == (32 if lora else 0)
+
+
+def test_a_summary_without_validation_has_no_first_and_last(part, tmp_path):
+    run = part("run")
+    one = run.Run("addition", tmp_path, "model", 5, False, None)
+    one.metrics.parent.mkdir()
+    one.metrics.write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    summary = run.summary_of(one, seconds=90)
+    assert (summary["first"], summary["last"], summary["steps"], summary["minutes"]) == (None, None, 1, 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["grpo", "lora", "sft", "dpo", "reward_model"])
+def test_the_same_tasks_run_from_python(tmp_path, project_root, task):
+    words = (task, "--model", str(tiny_model_dir(tmp_path / "model")), "--steps", "1")
+    done = python(f"{project_root}/examples/smollm2/from_python.py", *words, cwd=tmp_path)
+    saved = Path(done.stdout.splitlines()[-1])
+    assert (tmp_path / saved / "model.safetensors").is_file(), done.stdout[-2000:]
 
 
 def test_a_printed_command_is_the_one_that_runs(part, tmp_path, monkeypatch, capsys):
