@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import random
 import re
-import sys
 
 import torch
 
@@ -98,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

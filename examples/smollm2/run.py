@@ -302,8 +302,8 @@ def summary_of(run: Run, seconds: float) -> dict[str, float | str | None]:
     if run.task == "dpo":
         first, last = (json.loads(run.report(when).read_text())["test_score/addition"] for when in ("before", "after"))
     else:
-        values = [data[key] for _, data in rows if data.get(key) is not None] or [None]  # without validation
-        first, last = values[0], values[-1]
+        values = [data[key] for _, data in rows if data.get(key) is not None]
+        first, last = (values[0], values[-1]) if values else (None, None)
     return {
         "measured": key,
         "first": first if first is None else round(first, 4),

@@ -212,7 +212,7 @@ def leave_casts_to_autocast(model: nn.Module) -> None:
     """Give adapters their input as it is; peft casts it to float32 first, which autocast undoes: two copies of it."""
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
+            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # typed as a tensor or a module
 
 
 def merge_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
