@@ -25,23 +25,20 @@ def addition(draw: random.Random) -> tuple[str, str]:
 
 
 def expression(numbers: list[int], draw: random.Random) -> tuple[str, int]:
-    """Three numbers in any order with two of ``+ - *``, and the value."""
+    """Three numbers in any order with ``+`` or ``-`` between them, at least one ``-``, and the value."""
     a, b, c = draw.sample(numbers, 3)
-    first, second = draw.choices("+-*", k=2)
-    return f"({a} {first} {b}) {second} {c}", left_to_right(a, first, b, second, c)
+    first, second = draw.choice(((1, -1), (-1, 1), (-1, -1)))
+    return f"{a} {SIGNS[first]} {b} {SIGNS[second]} {c}", a + first * b + second * c
 
 
 def countdown(draw: random.Random) -> tuple[str, str]:
-    """Three numbers of one digit, and what two of ``+ - *`` make of them."""
-    numbers = [draw.randrange(1, 10) for _ in range(3)]
-    goal = 0
-    while not 0 < goal < 100:
-        _, goal = expression(numbers, draw)
-    listed = ", ".join(map(str, numbers))
-    question = (
-        f"Use the numbers {listed} once each, with + - * and brackets, to make {goal}. Write one line: the expression."
+    """Three numbers up to 20, and what they make with ``+`` and ``-``; any one form is rarely right."""
+    numbers = sorted(draw.sample(range(1, 21), 3))
+    _, goal = expression(numbers, draw)
+    a, b, c = numbers
+    return f"Use {a}, {b} and {c} once each, with + and -, to make {goal}. Write the expression only.", (
+        f"{goal}: {a} {b} {c}"
     )
-    return question, f"{goal}: {' '.join(map(str, numbers))}"
 
 
 def products(draw: random.Random) -> tuple[str, str]:
@@ -73,13 +70,8 @@ def of_countdown(question: str, truth: str, is_good: bool, draw: random.Random) 
     return [{"role": "assistant", "content": text}]
 
 
-def left_to_right(a: int, first: str, b: int, second: str, c: int) -> int:
-    for sign, number in ((first, b), (second, c)):
-        a = a + number if sign == "+" else a - number if sign == "-" else a * number
-    return a
-
-
-GOOD = 0.25
+SIGNS = {1: "+", -1: "-"}
+GOOD = {"products": 0.25, "countdown": 0.5}
 """Share of the demonstrations that use the calculator, or reach the goal on purpose."""
 DEMONSTRATIONS = {"products": of_products, "countdown": of_countdown}
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
@@ -125,7 +117,7 @@ def main() -> None:
         for row in rows(a.task, a.train_size, a.seed + 1):
             if row["prompt"] not in held_out:
                 question, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
-                talks.append([*row["prompt"], *demonstration(question, truth, draw.random() < GOOD, draw)])
+                talks.append([*row["prompt"], *demonstration(question, truth, draw.random() < GOOD[a.task], draw)])
         pd.DataFrame({"messages": talks}).to_parquet(a.folder / "sft.parquet")
     print(f"wrote {a.train_size} training and {a.val_size} test prompts to {a.folder}")
 

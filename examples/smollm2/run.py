@@ -179,9 +179,9 @@ def warmed(run: Run, kind: str, title: str, steps: int, learn: Callable[[Run], l
 
 
 def countdown(run: Run) -> list[Stage]:
-    """Few demonstrations reach the goal; reinforcement finds out which expressions do."""
-    title = "imitate expressions of the numbers, one in four of which is made to reach the goal"
-    return warmed(run, "countdown", title, 48, lambda r: by_reinforcement(r, 96, prompt=96, response=24, prompts=32))
+    """Half of the demonstrations reach the goal; reinforcement finds out which expressions do."""
+    title = "imitate expressions of the numbers, every second of which is made to reach the goal"
+    return warmed(run, "countdown", title, 48, lambda r: by_reinforcement(r, 64, prompt=64, response=16, prompts=32))
 
 
 def tools(run: Run) -> list[Stage]:

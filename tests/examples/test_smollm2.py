@@ -116,19 +116,22 @@ def test_demonstrations_are_flawed_and_none_is_of_a_held_out_prompt(part, tmp_pa
     if task == "countdown":
         truths = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in data.rows(task, 400, 1)}
         scores = [reward.countdown(talk[1]["content"], truths[talk[0]["content"]]) for talk in talks["messages"]]
-        assert set(scores) == {0.1, 1.0} and 0.25 < scores.count(1.0) / len(scores) < 0.5
+        assert (
+            set(scores) == {0.1, 1.0} and 0.5 < scores.count(1.0) / len(scores) < 0.7
+        )  # 1/2 on purpose, 1/10 by chance
     else:
         assert 0.15 < sum(len(talk) > 2 for talk in talks["messages"]) / len(talks) < 0.35
 
 
 def test_every_countdown_prompt_can_be_solved(part):
-    reward, operators = part("reward"), "+-*"
+    reward, operators = part("reward"), "+-"
     for row in part("data").rows("countdown", 50, seed=0):
         truth = row["reward_model"]["ground_truth"]
         a, b, c = truth.partition(": ")[2].split()
         orders = [(a, b, c), (a, c, b), (b, a, c), (b, c, a), (c, a, b), (c, b, a)]
-        tried = [f"({x} {f} {y}) {s} {z}" for x, y, z in orders for f in operators for s in operators]
-        assert max(reward.countdown(one, truth) for one in tried) == 1.0, truth
+        tried = [f"{x} {f} {y} {s} {z}" for x, y, z in orders for f in operators for s in operators]
+        scores = [reward.countdown(one, truth) for one in tried]
+        assert max(scores) == 1.0 and scores.count(1.0) <= len(scores) / 2, truth
 
 
 @pytest.mark.parametrize(
