@@ -269,6 +269,23 @@ def test_sharded_engines_train_save_and_export_the_same_adapter(qwen2, group):
     torch.testing.assert_close(ours.infer(batch)["log_probs"], plain.infer(batch)["log_probs"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sharded_engines_train_an_adapter_over_a_base_of_16_bits(qwen2, group, dtype):
+    """In float32 the sharded engine's activations are float32 and the plain one's 16 bits: they agree to 16 bits."""
+    section, batch = FSDPEngineConfig(model_dtype="bfloat16", dtype=dtype), ragged_batch()
+    log_probs = []
+    for name in ("plain", "fsdp2"):
+        engine = ENGINES.get(name)(HFModelConfig(path=str(qwen2), **LORA), section, OptimizerConfig(lr=1e-2), seed=3)
+        assert {p.dtype for p in engine.model.parameters() if p.requires_grad} == {torch.float32}
+        before = engine.infer(batch)["log_probs"]
+        for seed in range(2):
+            engine.train_batch(ragged_batch(seed=seed), SFTLoss())
+        log_probs.append(engine.infer(batch)["log_probs"])
+        assert (log_probs[-1] - before).abs().max() > 0.1
+        assert {tensor.dtype for name, tensor in engine.state().section("model").items()} == {torch.float32}
+    torch.testing.assert_close(log_probs[1], log_probs[0], atol=0.05, rtol=0)
+
+
 def test_the_adapter_knows_its_base(qwen2, tmp_path):
     engine = trained(qwen2, steps=1)
     write_part(tmp_path / "actor", engine.state(), hf=engine.hf_writer())
