@@ -174,6 +174,10 @@ def test_an_adapter_trains_few_weights():
     assert update.optimizer == 8 * adapter
     assert update.weights == 4 * (shape.parameters + adapter)
     assert memory_of(replace(ACTOR, lora_rank=16), shape, WORK).checkpoint == 12 * adapter
+    lowered = memory_of(replace(ACTOR, lora_rank=16, weight_bytes=2), shape, WORK)
+    in_16_bits = lowered.phase("update")  # of the base alone: the adapter stays float32
+    assert update.weights - in_16_bits.weights == 2 * shape.parameters and lowered.checkpoint == 12 * adapter
+    assert (in_16_bits.gradients, in_16_bits.optimizer) == (update.gradients, update.optimizer)
 
 
 def test_a_sampler_fills_its_share_of_the_device():

@@ -141,7 +141,7 @@ def state_bytes(plan: RolePlan) -> float:
     key = ("critic" if plan.role == "critic" else "actor_rollout_ref.actor") + ".optim.optimizer"
     message = "the planner does not know how much state this optimizer has"
     state = _row(OPTIMIZERS, plan.optimizer, key, message)
-    return state * plan.weight_bytes / 4 if state >= 4 else state
+    return state * plan.trained_bytes / 4 if state >= 4 else state
 
 
 def automatic_tokens(logits_per_token: int, device: str, longest: int, num_parameters: int = 0) -> int:

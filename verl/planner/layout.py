@@ -135,6 +135,11 @@ class RolePlan:
     bucket_bytes: int = 2 << 30
 
     @property
+    def trained_bytes(self) -> int:
+        """Per weight that is trained: an adapter is float32, also over a base of 16 bits."""
+        return max(4, self.weight_bytes) if self.lora_rank else self.weight_bytes
+
+    @property
     def samples(self) -> bool:
         """Whether the role is a sampler."""
         return self.role == ROLLOUT

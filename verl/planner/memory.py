@@ -129,14 +129,13 @@ def sequence_cache(plan: RolePlan, shape: ModelShape, length: float) -> float:
 def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
     costs, trained, experts = trainer_costs(plan.engine), trained_parameters(plan, shape), shape.expert_parameters
     weights = shape.parameters + (trained if plan.lora_rank else 0)
-    held = local_parameters(plan, weights - experts, experts)
+    held, local = local_parameters(plan, weights - experts, experts), local_trained(plan, shape)
     state = state_bytes(plan) if plan.trains else 0.0
     if costs.main_weights:
         held, state = plan.compute_bytes * held, state + costs.main_weights * plan.trains
     else:
-        held *= plan.weight_bytes
-    local = local_trained(plan, shape)
-    gradients = plan.weight_bytes * (trained if plan.full_gradients and costs.shards else local)
+        held = held * plan.weight_bytes + local * (plan.trained_bytes - plan.weight_bytes)
+    gradients = plan.trained_bytes * (trained if plan.full_gradients and costs.shards else local)
     optimizer = state * (trained / plan.parallel.devices if costs.optimizer_over_data else local)
     working = PhaseMemory("update")
     if not plan.offload_policy:
@@ -151,7 +150,7 @@ def _trainer(plan: RolePlan, shape: ModelShape, work: Workload) -> Memory:
     if plan.trains:
         phases.append(_update(plan, shape, work, working))
     stored = trained if plan.lora_rank else weights  # of a model with an adapter, the adapter alone
-    checkpoint = stored * plan.weight_bytes + trained * state if plan.trains else 0.0
+    checkpoint = stored * plan.trained_bytes + trained * state if plan.trains else 0.0
     offload = held - idle.weights + optimizer - idle.optimizer + gradients * plan.offload_policy
     if plan.activation_offload:
         offload += _tokens(plan, work, plan.micro_tokens, plan.mini_batches) * _residual(plan, shape) * shape.layers
