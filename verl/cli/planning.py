@@ -428,7 +428,7 @@ def _schedules(rows: Sequence[SimulatedSchedule], lost: Sequence[float]) -> tupl
 
 
 def _lost(config: PPOTrainerConfig, step: float, devices: int, hours: float) -> float:
-    """Share of the time that failures take, with a failure of one device every so many hours."""
+    """Share of the time that failures take, where one device fails once in ``hours``."""
     trainer = config.trainer
     steps = trainer.save_freq if trainer.save_freq > 0 else trainer.total_training_steps
     if math.isfinite(hours) and steps is None:
