@@ -121,7 +121,9 @@ MEASURES = {
         for seed in range(3)
     },
     "smollm2_countdown": published(
-        "GRPO on Countdown with three numbers, mean reward of held-out greedy answers", "countdown", name="countdown-0"
+        "GRPO on Countdown (three numbers, + and -), mean reward of held-out greedy answers: 1, or 0.1 off the goal",
+        "countdown",
+        name="countdown-0",
     ),
     "smollm2_tools": published(
         "GRPO on products, with a calculator in several turns, held-out greedy accuracy", "tools", name="tools-0"

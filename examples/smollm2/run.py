@@ -2,7 +2,7 @@
 
     python examples/smollm2/run.py addition             # GRPO, every weight
     python examples/smollm2/run.py addition --lora      # GRPO, an adapter
-    python examples/smollm2/run.py countdown            # GRPO, a harder task
+    python examples/smollm2/run.py countdown            # GRPO after flawed demonstrations: numbers that make a goal
     python examples/smollm2/run.py tools                # GRPO with a calculator in several turns
     python examples/smollm2/run.py sft                  # fine-tuning on worked solutions of GSM8K
     python examples/smollm2/run.py dpo                  # preferences among the model's own answers
