@@ -54,19 +54,19 @@ def sft(model: str, steps: int) -> verl.Run:
     return verl.sft(model=model, data=train, val=test, optim={"lr": 1e-5}, **ends(steps))
 
 
-def pairs(model: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def pairs(model: str, rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """A right and a wrong answer of the model to each prompt; the sum where it has no right one."""
     made = []
-    for row in verl.generate(model, ROWS, n=8, rollout=SAMPLING).to_dict("records"):
+    for row in verl.generate(model, rows, n=8, rollout=SAMPLING).to_dict("records"):
         truth = row["reward_model"]["ground_truth"]
         good, wrong = ([text for text in row["responses"] if right(text, truth) == score] for score in (1, 0))
         if wrong:
             made.append({"prompt": row["prompt"], "chosen": [*good, truth][0], "rejected": wrong[0]})
-    return made[48:], made[:48]
+    return made
 
 
 def dpo(model: str, steps: int) -> verl.Run:
-    train, test = pairs(model)
+    train, test = pairs(model, TRAIN), pairs(model, TEST)
     run = verl.dpo(model=model, data=train, val=test, dpo={"beta": 0.1}, optim={"lr": 5e-6}, **ends(steps))
     for path in (model, run.model_path):
         answers = verl.generate(path, TEST, n=8, rollout=SAMPLING)
@@ -75,7 +75,7 @@ def dpo(model: str, steps: int) -> verl.Run:
 
 
 def reward_model(model: str, steps: int) -> verl.Run:
-    train, test = pairs(model)
+    train, test = pairs(model, TRAIN), pairs(model, TEST)
     return verl.reward_model(model=model, data=train, val=test, optim={"lr": 1e-5}, **ends(steps))
 
 
