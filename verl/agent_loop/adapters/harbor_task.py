@@ -20,7 +20,7 @@ from verl.agent_loop.adapters.harbor_files import FOLDERS, KEY, read_task
 from verl.errors import ConfigError
 from verl.json_text import read_json
 from verl.sandbox import Limits, Outcome, Pool, Session
-from verl.sandbox.inside.root import place
+from verl.sandbox.inside.root import TEMPORARY, place
 from verl.sandbox.session import LOST
 
 HOW = "Each answer is run as a bash script in {}, and its output is shown, for {} answers. Answer submit when done."
@@ -30,10 +30,11 @@ SUBMIT = "submit"
 SPARE_SECONDS = 5.0
 START = """
 import base64, contextlib, io, json, os, signal, subprocess, sys, tarfile, tempfile
-NAMES = dict(PATH={path!r}, PYTHONPATH=":".join(filter(None, sys.path)), HOME="/tmp", PWD={workdir!r}, LANG="C.UTF-8")
+ROOT = {root!r}
+NAMES = dict(PATH={path!r}, PYTHONPATH=":".join(filter(None, sys.path)), HOME=ROOT, PWD={workdir!r}, LANG="C.UTF-8")
 def unpack(archive):
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as files:
-        files.extractall("/tmp", filter="tar")
+        files.extractall(ROOT, filter="tar")
 def script(words, seconds, most):
     os.makedirs({workdir!r}, exist_ok=True)
     with tempfile.TemporaryFile() as output:
@@ -42,7 +43,7 @@ def script(words, seconds, most):
         output.seek(0)
         return code, output.read(most).decode("utf-8", "replace")
 for folder in {folders!r}:
-    os.makedirs("/tmp" + folder, exist_ok=True)
+    os.makedirs(ROOT + folder, exist_ok=True)
 unpack({files!r})
 """
 COMMAND = "print(json.dumps(script(['-c', {text!r}], {seconds!r}, {most!r})))"
@@ -53,9 +54,9 @@ def end_others():
         os.kill(-1, signal.SIGKILL)
 end_others()
 folders = {{name[1:] for name in {folders!r}}} - {{"tests", "logs"}}
-others = ["/tmp/" + name for name in os.listdir("/tmp") if name not in folders]
+others = [f"{{ROOT}}/{{name}}" for name in os.listdir(ROOT) if name not in folders]
 subprocess.run(["rm", "-rf", *others], env=NAMES, check=True)
-os.makedirs("/tmp/logs/verifier")
+os.makedirs(ROOT + "/logs/verifier")
 unpack({files!r})
 NAMES.update(HOME=tempfile.mkdtemp(), PYTHONNOUSERSITE="1", PYTHONSAFEPATH="1",
              PYTHONPATH="/tests:" + NAMES["PYTHONPATH"])
@@ -168,7 +169,7 @@ class HarborTask:
     def _cell(self, code: str) -> Outcome:
         if not self._has_files:
             task, path = self._task, ":".join(map(place, _programs()))
-            start = START.format(path=path, workdir=task.workdir, folders=FOLDERS, files=task.files)
+            start = START.format(root=TEMPORARY, path=path, workdir=task.workdir, folders=FOLDERS, files=task.files)
             outcome = self._session.run(start)
             if not outcome.ok:
                 what = f"its files do not fit into the sandbox (environment.storage_mb): {outcome.describe()}"
