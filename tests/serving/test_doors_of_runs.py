@@ -202,7 +202,7 @@ def test_a_run_opens_what_the_page_says_and_nothing_else(opened, own_ray_folder,
     found["names"] = {with_mode(Path(path).name, facts) for path, facts in seen.names.items()} - {TORCHS_OWN}
     sockets = seen.sockets | {folder: open_files.facts(folder) for folder in map(os.path.dirname, seen.sockets)}
     own_folder = private(own_ray_folder)
-    found["sockets"] = {with_mode(path.replace(own_folder, "/tmp/verl-uid"), mode) for path, mode in sockets.items()}
+    found["sockets"] = {with_mode(path.replace(own_folder, "$TMPDIR/verl-uid"), mode) for path, mode in sockets.items()}
     assert found == expected and TORCHS_OWN in page.replace("`", "")
     assert not seen.closed, "all that a run starts can be looked into"
     least = 4 if "main_ppo" in opened.kind else 2
