@@ -121,12 +121,16 @@ MEASURES = {
         for seed in range(3)
     },
     "smollm2_countdown": published(
-        "GRPO on Countdown (three numbers, + and -), mean reward of held-out greedy answers: 1, or 0.1 off the goal",
+        "GRPO on Countdown (three numbers, + and -) after imitating flawed demonstrations, mean reward of held-out "
+        "greedy answers: 1, or 0.1 off the goal",
         "countdown",
         name="countdown-0",
     ),
     "smollm2_tools": published(
-        "GRPO on products, with a calculator in several turns, held-out greedy accuracy", "tools", name="tools-0"
+        "GRPO on products after imitating flawed demonstrations, with a calculator in several turns, held-out greedy "
+        "accuracy",
+        "tools",
+        name="tools-0",
     ),
     "smollm2_sft": published(
         "fine-tuning on GSM8K's worked solutions, held-out loss per token",
