@@ -116,9 +116,8 @@ def test_demonstrations_are_flawed_and_none_is_of_a_held_out_prompt(part, tmp_pa
     if task == "countdown":
         truths = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in data.rows(task, 400, 1)}
         scores = [reward.countdown(talk[1]["content"], truths[talk[0]["content"]]) for talk in talks["messages"]]
-        assert (
-            set(scores) == {0.1, 1.0} and 0.5 < scores.count(1.0) / len(scores) < 0.7
-        )  # 1/2 on purpose, 1/10 by chance
+        share = scores.count(1.0) / len(scores)  # 1/2 on purpose, 1/10 by chance
+        assert set(scores) == {0.1, 1.0} and 0.5 < share < 0.7
     else:
         assert 0.15 < sum(len(talk) > 2 for talk in talks["messages"]) / len(talks) < 0.35
 
@@ -196,7 +195,8 @@ def test_the_same_tasks_run_from_python(tmp_path, project_root, task):
     words = (task, "--model", str(tiny_model_dir(tmp_path / "model")), "--steps", "1")
     done = python(f"{project_root}/examples/smollm2/from_python.py", *words, cwd=tmp_path)
     saved = Path(done.stdout.splitlines()[-1])
-    assert (tmp_path / saved / "model.safetensors").is_file(), done.stdout[-2000:]
+    weights = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
+    assert (tmp_path / saved / weights).is_file(), done.stdout[-2000:]
 
 
 def test_a_printed_command_is_the_one_that_runs(part, tmp_path, monkeypatch, capsys):
