@@ -50,7 +50,10 @@ REFUSED = {
     f"{A}.optim.lr_decay_style=WSD": "needs the length of its last part",
     f"{A}.optim.min_lr=1": "Got 1.0. Allowed: at most",
     f"{A}.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss": "load-balancing losses are no",
-    f"{A}.{P}=2 {A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2": "as many layers",
+    f"{A}.{P}=4 {A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=2": (
+        "4 of the model's 6 layers are left for 3 stage(s)"
+    ),
+    f"{A}.megatron.override_transformer_config.mtp_num_layers=1": "layers that predict further tokens are neither",
     f"{A}.megatron.override_transformer_config.fp8=hybrid": "products in FP8 need Transformer Engine",
     f"{A}.megatron.override_transformer_config.moe_z_los_coeff=1": "Did you mean 'moe_z_loss_coeff'",
     f"{A}.megatron.override_ddp_config.use_megatron_fsdp=true": "strategy=fsdp2 shards weights",
@@ -70,6 +73,13 @@ def test_fields_that_ask_for_nothing_are_taken(run, told):
         f"{A}.megatron.override_ddp_config.overlap_grad_reduce=true")  # fmt: skip
     assert "overlap_grad_reduce (the engine sums gradients itself" in told()[f"{A}.megatron.override_ddp_config"]
     assert "moe_aux_loss_coeff (load-balancing losses" in told()[f"{A}.megatron.override_mcore_model_config"]
+
+
+def test_the_reference_has_the_stages_of_the_actor(run):
+    words = (f"{A}.{P}=4", f"{A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3")
+    policy = run(*words, f"{A}.use_kl_loss=true").actor_rollout_ref
+    assert policy.ref.megatron.override_mcore_model_config == {"num_layers_in_first_pipeline_stage": 3}
+    assert policy.actor.megatron.override_mcore_model_config == {"num_layers_in_first_pipeline_stage": 3}
 
 
 def test_heads_are_split_over_the_processes_that_share_a_row(run):

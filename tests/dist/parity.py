@@ -33,7 +33,8 @@ them with another. Log-probs and entropies, loss, gradient (norm) and the weight
 
 tp, pp, cp, ep: ranks that share layers' matrices (tensor), the layers (pipeline), tokens (context), experts. sp: with
 sequence parallel; vpp: layers of a virtual stage; etp: ranks that share one expert's matrices; dp, fsdp: every rank has
-other rows; replicas: of hybrid sharding; recomputed: activations are computed again in the backward pass.
+other rows; replicas: of hybrid sharding; recomputed: activations are computed again in the backward pass; uneven
+stages: not all of them have as many layers.
 """
 COLUMNS = [(packed, adapter) for packed in (True, False) for adapter in (False, True)]
 

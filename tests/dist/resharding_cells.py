@@ -24,6 +24,7 @@ def pairs_of(world):
             (DENSE, Layout(2, 1, 2), Layout(4, 1, 1)),
             (DENSE, Layout(2, 2, 1), Layout(1, 1, 4)),
             (DENSE, Layout(1, 4, 1), Layout(4, 1, 1)),
+            (DENSE, Layout(1, 2, 2, virtual=2, depths=(1, 0, 2, 1)), Layout(2, 1, 2)),
             (MIXTURE, Layout(2, 1, 2, expert=4, expert_tensor=1), Layout(2, 1, 2, expert=2)),
         ]
     return [

@@ -22,6 +22,11 @@ SHORT = {
     "expert_tensor_parallel_size": "etp",
 }
 RECOMPUTED = {"override_transformer_config": MegatronEngineOverrideTransformerConfigConfig("full")}
+FIELDS = "override_mcore_model_config"
+FIRST_HAS_ONE = {PIPELINE: 2, FIELDS: {"num_layers_in_first_pipeline_stage": 1}}
+LAST_HAS_ONE_LESS = {PIPELINE: 2, FIELDS: {"account_for_loss_in_pipeline_split": True}}
+LISTED = {PIPELINE: 2, FIELDS: {"pipeline_model_parallel_layout": "E|t|tt|L"}}
+"""Two groups of layers per stage; the first and the last group have none."""
 ERRORS = ("outputs", "loss", "norm", "weights", "routers", "adapter", "merged")
 """The relative errors among the findings of a cell."""
 
@@ -66,6 +71,7 @@ class Cell:
         words = [f"{short} {self.sizes[name]}" for name, short in SHORT.items() if name in self.sizes]
         words += ["sp"] if TENSOR in self.sizes and self.sizes.get("sequence_parallel", True) else []
         words += ["recomputed"] if "override_transformer_config" in self.sizes else []
+        words += ["uneven stages"] if FIELDS in self.sizes else []
         return ", ".join(words) or "dp"
 
     @property
@@ -94,6 +100,9 @@ PARITY = {
         Cell("rows_without_a_gradient", sizes={PIPELINE: 2}, rows=1, constant=(0, 2)),
         # Three micro-batches, which the schedule wants to be four.
         Cell("pipeline_with_virtual_stages", "qwen2", {"layers": 4}, {PIPELINE: 2, VIRTUAL: 2}, rows=3),
+        Cell("stages_of_other_lengths", "qwen3", {"layers": 3}, FIRST_HAS_ONE, rows=2),
+        Cell("stages_by_a_layout", "llama", {"layers": 3, "tie_word_embeddings": True}, LISTED, rows=2),
+        Cell("a_mixture_over_stages_of_other_lengths", "glm4_moe", {**GLM, "layers": 3}, LAST_HAS_ONE_LESS, rows=3),
         Cell("a_value_model", sizes={TENSOR: 2}, kind="value"),
         Cell("experts_shared", "qwen3_moe", MIXTURE, {EXPERT: 2}, rows=2),
         # Attention over two ranks, each expert complete on one of them: tokens go to their experts and back.
@@ -165,6 +174,7 @@ ADAPTERS = {
         adapted(
             "adapters_on_pipeline_stages", config={"layers": 4}, sizes={PIPELINE: 2, VIRTUAL: 2}, rows=2, model=LAST
         ),
+        adapted("adapters_on_stages_of_other_lengths", config={"layers": 3}, sizes=LAST_HAS_ONE_LESS, rows=2),
         adapted("adapters_of_a_value_model", sizes={PIPELINE: 2}, kind="value"),
         # Data parallel, with the optimizer's state sharded over the two.
         adapted("adapters_on_copies"),

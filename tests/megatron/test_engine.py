@@ -199,7 +199,7 @@ def test_bf16_weights_are_rounded_from_float32_copies(answers, cell):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("layers", ("layers of a stage", "virtual_pipeline_model_parallel_size")),
+        ("layers", ("layers of a pipeline stage", "virtual_pipeline_model_parallel_size")),
         ("experts", ("without experts", "expert_model_parallel_size")),
         ("processes", ("2 processes", "1x1, 1x2, 2x1")),
         ("copies", ("2 copies of 1 x 1", "context_parallel_size", "Allowed: 1, 2")),

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from verl.config.machine.pools import starts_no_engine, trained_roles
 from verl.config.machine.topology import Topology, added_roles
+from verl.config.rules.megatron_fields import STAGES
 from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ConfigNode
 from verl.config.schema.root import PPOTrainerConfig, skips_old_log_prob
 from verl.errors import NotBuiltError
+from verl.metrics import notice
 from verl.planner.engines import automatic_tokens, trainer_costs
 from verl.planner.layout import Lengths, Parallel, RolePlan, Workload
 from verl.planner.shapes import ModelShape
@@ -164,6 +166,9 @@ def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelSha
     if "override_transformer_config" in engine:
         granularity = engine.override_transformer_config.recompute_granularity
         parallel = replace(plan.parallel, expert_tensor=engine.expert_tensor_parallel_size or 0)
+        typed = [name for name in STAGES if engine.override_mcore_model_config.get(name)]
+        if typed:
+            notice(f"the plan of {plan.role}", f"every pipeline stage counts as many layers, in spite of {typed[0]}")
         return replace(plan, parallel=parallel, recompute=plan.trains and granularity == "full")
     if "fsdp_size" not in engine:
         return replace(plan, shards=plan.devices)

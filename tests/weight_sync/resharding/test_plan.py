@@ -95,6 +95,28 @@ def test_experts_in_groups_of_their_own_move_what_is_needed_and_not_owned():
         assert plan.price.received.tolist() == counted(plan)[0].tolist(), str(plan)
 
 
+@pytest.mark.parametrize(
+    "training",
+    [
+        Layout(2, 2, 2, depths=(3, 5)),
+        Layout(1, 4, 2, depths=(1, 3, 3, 1)),
+        Layout(2, 2, 2, virtual=2, depths=(0, 3, 4, 1)),
+    ],
+)
+@pytest.mark.parametrize("sampling", [Layout(2, 1, 4), Layout(4, 2, 1), Layout(1, 4, 2, depths=(2, 2, 1, 3))])
+def test_stages_of_other_lengths_move_what_is_needed_and_not_owned(training, sampling):
+    layers = [layer for stage in range(training.pipeline) for layer in training.layers_of(stage, SMALL.layers)]
+    assert sorted(layers) == list(range(8))
+    plan = make_plan(SMALL, training, sampling)
+    assert plan.price.received.tolist() == counted(plan)[0].tolist(), str(plan)
+    assert sampling.pipeline == 1 or plan.assignment == "matched"
+
+
+def test_the_layers_of_a_stage_are_those_of_its_runs():
+    layout = Layout(1, 2, 1, virtual=2, depths=(0, 3, 4, 1))
+    assert layout.layers_of(0, 8) == [3, 4, 5, 6] and layout.layers_of(1, 8) == [0, 1, 2, 7]
+
+
 def test_the_groups_of_the_papers_example():
     """1-4-2 to 1-2-2-2 on G1..G8: sampling groups {1,3} {2,4} {5,7} {6,8}, gathering ones {1,2} {3,4} {5,6} {7,8}."""
     training, sampling = Layout(4, 1, 2, order=HYBRIDFLOW), Layout(2, 1, 4, order=HYBRIDFLOW)
@@ -183,6 +205,7 @@ def test_a_printed_plan_shows_every_rank():
             ("t2-p1-d2 has 4", "tensor x pipeline x data = 4"),
         ),
         (lambda: make_plan(SMALL, Layout(1, 3, 1), Layout(1, 1, 3)), ("pipeline", "8 layers", "1, 2, 4, 8")),
+        (lambda: Layout(1, 2, 1, depths=(3, 4)).layers_of(0, 8), ("8 layers do not divide", "(3, 4)")),
         (lambda: make_plan(SMALL, Layout(6, 1, 1), Layout(1, 1, 6)), ("heads", "self_attn", "1, 2, 4, 8, 16")),
         (lambda: make_plan(SMALL, Layout(2, 1, 1), Layout(2, 1, 1), "any"), ("assignment", "matched")),
         (lambda: make_plan(SMALL, Layout(2, 1, 2), Layout(4, 1, 1), "zero_redundancy"), ("divide", "matched")),

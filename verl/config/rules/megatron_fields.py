@@ -1,15 +1,17 @@
 """Fields of Megatron-Core's TransformerConfig that a run replaces, and what becomes of each.
 
 Every field of Megatron-Core 0.16 stands in one of these tables: it is handed on, belongs to Transformer Engine, is the
-model's own, is decided by the engine, or changes nothing. The same for the fields of its data-parallel wrapper.
+model's own, is decided by the engine, or changes nothing. The same for the fields of its data-parallel wrapper. Of
+those that are handed on, `STAGES` say how many layers each stage of a pipeline has: see `stage_depths`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.config.rules.checks import Problems
+from verl.config.rules.checks import Problems, divisors_of
 from verl.config.schema.role import MEGATRON_SIZES
 from verl.errors import ConfigError, suggest
 from verl.metrics import notice
@@ -22,7 +24,6 @@ _SIZES = "parallel sizes have settings of their own"
 _SHARED = "all rows share one context-parallel size, which has a setting of its own"
 _ROUTERS = "load-balancing losses are no part of any engine's loss; moe/load_balance shows how evenly experts are used"
 _CHOSEN = "every token goes to the experts that its router chooses, as in the sampler"
-_STAGES = "every stage of a pipeline has as many layers"
 _LOSS = "the loss carries its own denominators"
 _DTYPE = "dtype is a setting next to this section"
 _STEPS = "the engine drives the schedule, and its functions are no values of a setting"
@@ -35,7 +36,7 @@ def _size(name: str) -> Callable[[Any, Any], bool]:
     return lambda section, value: section.get(name, 1) == value
 
 
-def _is(*values: Any) -> Callable[[Any, Any], bool]:
+def _is(*values: object) -> Callable[[Any, Any], bool]:
     return lambda section, value: value in values
 
 
@@ -54,9 +55,7 @@ DECIDED: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     **_all("moe_enable_routing_replay", "router_replay is a setting next to this section", _is(False)),
     **_all("moe_token_dispatcher_type", "only alltoall takes rows of any length", _is("alltoall", "flex")),
     **_all("calculate_per_token_loss", _LOSS, _is(True)),
-    **_all("num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage", _STAGES, _is(None)),
-    **_all("pipeline_model_parallel_layout pipeline_num_transformer_layers", _STAGES, _is(None)),
-    **_all("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split", _STAGES, _is(False)),
+    **_all("pipeline_num_transformer_layers", "pipeline_model_parallel_layout says it", _is(None)),
     **_all("heterogeneous_block_specs", "every layer of a kind is alike", _is(False)),
     **_all("variable_seq_lengths", "every micro-batch is as long as its longest row", _is(True)),
     **_all("fp16 bf16 params_dtype pipeline_dtype", _DTYPE, _is()),
@@ -154,7 +153,13 @@ OF_THE_MODEL = _names(
 )
 """Fields that describe the model: a value stands that agrees with its config.json."""
 
-HANDED_ON = _names(
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+WITH_EMBEDDING, WITH_LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+LAYOUT = "pipeline_model_parallel_layout"
+STAGES = (FIRST, LAST, WITH_EMBEDDING, WITH_LOSS, LAYOUT)
+"""Fields that say how many layers each stage of a pipeline has."""
+
+HANDED_ON = frozenset(STAGES) | _names(
     "hidden_dropout attention_dropout fp32_residual_connection attention_softmax_in_fp32 "
     "apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul deterministic_mode "
     "clone_scatter_output_in_embedding batch_p2p_sync deallocate_pipeline_outputs recompute_granularity "
@@ -297,3 +302,144 @@ def handed_on(
     if slow:
         notice(key, f"without Transformer Engine these fields have no effect: {', '.join(slow)}")
     return overrides
+
+
+# ---- stages of a pipeline ------------------------------------------------------------------------------------------
+
+
+def layer_groups(key: str, section: MegatronEngineConfig) -> int | None:
+    """Groups of consecutive layers per stage (the interleaved schedule); None: one.
+
+    Raises:
+        ConfigError: a layout that cannot be read, or that has another number of groups.
+    """
+    value, stages, virtual = _field(section, LAYOUT), section[_STAGE], section[_VIRTUAL]
+    if value is None:
+        return virtual  # type: ignore[no-any-return]
+    count = len(_layout(key, value))
+    if count % stages:
+        raise ConfigError(
+            f"its {count} groups of layers do not divide over {stages} stages",
+            key=f"{key}.override_mcore_model_config.{LAYOUT}",
+            got=value,
+            fix=f"Write a multiple of {stages} groups with | between them.",
+        )
+    groups = count // stages
+    if virtual not in (None, groups):
+        fix = f"Leave it out: {LAYOUT} says it."
+        message = f"the layout has {groups} group(s) of layers per stage"
+        raise ConfigError(message, key=f"{key}.{_VIRTUAL}", got=virtual, allowed=[groups], fix=fix)
+    return groups if groups > 1 else None
+
+
+def stage_depths(key: str, section: MegatronEngineConfig, layers: int) -> tuple[int, ...]:
+    """How many layers each group has, in the order of the model: group ``g * stages + s`` is the g-th of stage ``s``.
+
+    Every stage has as many, unless one of `STAGES` says otherwise, by the rules of Megatron-Core 0.16: the first and
+    the last stage have another number, or count the embedding and the loss as a layer each, or a layout lists all.
+
+    Args:
+        key: of the ``megatron`` section, for messages.
+        layers: of the model.
+
+    Raises:
+        ConfigError: layers that do not divide, or fields that contradict each other.
+    """
+    fields, stages, groups = f"{key}.override_mcore_model_config", section[_STAGE], layer_groups(key, section) or 1
+    typed = _typed_stages(fields, section)
+    if LAYOUT in typed:
+        return _depths_of_layout(f"{fields}.{LAYOUT}", typed[LAYOUT], _layout(key, typed[LAYOUT]), layers)
+    counted = layers + (WITH_EMBEDDING in typed) + (WITH_LOSS in typed)
+    ends = [typed.get(FIRST), typed.get(LAST)]
+    middle, rest = stages - sum(end is not None for end in ends), counted - sum(end or 0 for end in ends)
+    if rest < 0 or (rest % middle if middle else rest) or (middle and not rest):
+        raise _uneven(key, typed, layers, stages, middle, rest)
+    depths = [end or rest // middle for end in (ends[0], *[None] * (stages - 2), ends[1])] if stages > 1 else [counted]
+    for depth in depths:
+        if depth % groups:
+            raise ConfigError(
+                f"the {depth} layers of a pipeline stage cannot be split evenly over {groups} layer groups",
+                key=f"{key}.{_VIRTUAL}", got=groups, allowed=divisors_of(depth), fix="Set it to one of these.",
+            )  # fmt: skip
+    made = [depth // groups for _ in range(groups) for depth in depths]
+    made[0] -= WITH_EMBEDDING in typed
+    made[-1] -= WITH_LOSS in typed
+    return tuple(made)
+
+
+def _field(section: MegatronEngineConfig, name: str) -> object:
+    return section.override_mcore_model_config.get(name)
+
+
+def _typed_stages(key: str, section: MegatronEngineConfig) -> dict[str, Any]:
+    """Those of `STAGES` that a run sets, in one way out of three."""
+    typed: dict[str, Any] = {
+        name: value for name in STAGES if (value := _field(section, name)) is not None and value is not False
+    }
+    for name in (FIRST, LAST):
+        if name in typed and (type(typed[name]) is not int or typed[name] < 1):
+            raise ConfigError(
+                "a stage has a number of layers", key=f"{key}.{name}", got=typed[name], allowed="1 or more"
+            )
+    ways = [way for way in ((FIRST, LAST), (WITH_EMBEDDING, WITH_LOSS), (LAYOUT,)) if typed.keys() & way]
+    names = [next(name for name in way if name in typed) for way in ways]
+    if len(ways) > 1:
+        message = f"it says how many layers a stage has, and {names[0]} says it in another way"
+        raise ConfigError(message, key=f"{key}.{names[1]}", got=typed[names[1]], fix="Leave one of them out.")
+    if section[_STAGE] < 2 and names and ways[0] != (WITH_EMBEDDING, WITH_LOSS):
+        fix = f"Leave it out, or set {_STAGE} to 2 or more."
+        raise ConfigError("stages of a pipeline need one", key=f"{key}.{names[0]}", got=typed[names[0]], fix=fix)
+    return typed
+
+
+def _uneven(key: str, typed: Mapping[str, object], layers: int, stages: int, middle: int, rest: int) -> ConfigError:
+    first = f"{key}.override_mcore_model_config"
+    if typed.keys() & {FIRST, LAST}:
+        name = FIRST if FIRST in typed else LAST
+        return ConfigError(
+            f"{rest} of the model's {layers} layers are left for {middle} stage(s), which cannot share them evenly",
+            key=f"{first}.{name}",
+            got=dict(typed),
+            fix=f"Change {FIRST} or {LAST}.",
+        )
+    extra = f" (with {' and '.join(name for name in typed)})" if typed else ""
+    return ConfigError(
+        f"the model's {layers} layers{extra} cannot be split evenly over {stages} processes",
+        key=f"{key}.{_STAGE}",
+        got=stages,
+        allowed=divisors_of(layers + len(typed)),
+        fix=f"Set it to one of these, or give the first and last stage another number with {first}.{FIRST} and {LAST}.",
+    )
+
+
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,4})")
+_TIMES = re.compile(r"(.)\*(\d{1,4})")
+_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
+
+
+def _layout(key: str, value: object) -> list[str]:
+    """The groups of a layout, a letter per layer; it is Megatron-Core's string, or a list of lists of names."""
+    if isinstance(value, str):
+        text = value.replace(",", "").replace(" ", "")
+        for pattern in (_GROUP, _TIMES):
+            text = pattern.sub(lambda match: match[1] * int(match[2]), text)
+    else:
+        lists = value if isinstance(value, list) and all(isinstance(group, list) for group in value) else [["?"]]
+        text = "|".join("".join(_LETTERS.get(str(name).lower(), "?") for name in group) for group in lists)
+    if not re.fullmatch(r"E[t|]*L", text):
+        ahead = " Layers that predict further tokens (m) are neither trained nor saved." if "m" in text else ""
+        raise ConfigError(
+            "this is no layout of a pipeline",
+            key=f"{key}.override_mcore_model_config.{LAYOUT}",
+            got=value,
+            allowed="e.g. Et*3|t*4|t*3L: E the embedding, t a layer, L the loss, | between stages" + ahead,
+        )
+    return text.split("|")
+
+
+def _depths_of_layout(key: str, value: object, groups: list[str], layers: int) -> tuple[int, ...]:
+    depths = tuple(group.count("t") for group in groups)
+    if sum(depths) != layers:
+        message = f"it has {sum(depths)} layers, and the model has {layers}"
+        raise ConfigError(message, key=key, got=value, fix=f"Write {layers} times t.")
+    return depths

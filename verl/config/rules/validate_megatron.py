@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.machine.config_json import adapter_on_experts, experts_of, facts_of
 from verl.config.machine.pools import EngineRole, roles
 from verl.config.rules import megatron_fields
-from verl.config.rules.checks import Problems, divisors_of, uneven
+from verl.config.rules.checks import Problems, caught, divisors_of, uneven
 from verl.config.schema.node import ConfigNode, was_typed
 from verl.config.schema.root import PPOTrainerConfig
 from verl.config.schema.tree import one_of
@@ -125,17 +125,14 @@ def _model(role: EngineRole) -> Problems:
     problems = uneven(role.of(_T), role.sizes[_T], heads, "attention heads")
     problems = problems or uneven(role.of(_T), role.sizes[_T], facts.get("num_key_value_heads", heads), "KV heads")
     problems = problems or _context(role, heads)
-    problems += uneven(role.of(_P), role.sizes[_P], layers, "layers")
     if virtual is not None and pipeline < 2:
         fix = f"Leave it out, or set {role.of(_P)} to 2 or more."
         problems.append(ConfigError("layer groups need a pipeline", key=role.of(_V), got=virtual, fix=fix))
     elif virtual == 1:
         message = "one group of layers per stage is a pipeline without groups"
         problems.append(ConfigError(message, key=role.of(_V), got=1, allowed="null, or 2 or more", fix="Leave it out."))
-    elif virtual is not None and not problems and layers:
-        problems += uneven(
-            role.of(_V), role.sizes[_V], layers // pipeline, "layers of a pipeline stage", "layer groups"
-        )
+    elif layers:
+        problems += caught(megatron_fields.stage_depths, f"{role.key}.megatron", role.section.megatron, layers)
     if expert > 1 and layers and experts is None:
         message = "a model without experts cannot share them among processes"
         problems.append(ConfigError(message, key=role.of(_E), got=expert, allowed=[1], fix="Leave it out."))

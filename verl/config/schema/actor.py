@@ -9,6 +9,7 @@ from verl.config.schema.model import HFModelConfig
 from verl.config.schema.node import ABSENT, ConfigNode, section, setting
 from verl.config.schema.role import (
     LIKE_ACTOR,
+    LIKE_ACTOR_STAGES,
     CheckpointConfig,
     CriticCheckpointConfig,
     FSDPEngineConfig,
@@ -283,7 +284,7 @@ class RefConfig(ConfigNode):
         follows="actor_rollout_ref.actor.pad_to_length",
     )
     fsdp_config: FSDPEngineConfig = section(FSDPEngineConfig)
-    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR)
+    megatron: MegatronEngineConfig = section(MegatronEngineConfig, LIKE_ACTOR_STAGES)
     torchtitan: TorchTitanEngineConfig = section(TorchTitanEngineConfig, TITAN_LIKE_ACTOR)
     router_replay: RefRouterReplayConfig = section(RefRouterReplayConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)

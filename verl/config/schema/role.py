@@ -149,7 +149,9 @@ class MegatronEngineConfig(ConfigNode):
         None, "tensor-parallel size of the experts; null: the model's", within=COUNT
     )
     pipeline_model_parallel_size: int = setting(
-        1, "pipeline-parallel size; must divide the number of layers", within=COUNT
+        1,
+        "pipeline-parallel size; divides the number of layers, unless a field says how many a stage has",
+        within=COUNT,
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "layer groups per pipeline stage (interleaved schedule); null: one", within=COUNT
@@ -190,6 +192,11 @@ LIKE_ACTOR = {
     )
 }
 """Of a role that shares processes with the actor: Megatron-Core has one set of groups per process."""
+LIKE_ACTOR_STAGES = {
+    **LIKE_ACTOR,
+    "override_mcore_model_config": "actor_rollout_ref.actor.megatron.override_mcore_model_config",
+}
+"""Of the reference, which is the actor's model: its pipeline stages have as many layers."""
 
 
 @dataclass(frozen=True)

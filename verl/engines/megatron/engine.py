@@ -170,7 +170,7 @@ class MegatronEngine(TorchEngine):
                     got=False,
                     fix="Set it to true, or strategy=fsdp2.",
                 )
-            self.sizes.check(settings)
+            self.sizes = self.sizes.of_model(settings, engine)
             return (blueprint, family, settings), None
 
         (self.blueprint, family, settings), _ = self.ranks.together(plan)

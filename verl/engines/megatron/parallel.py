@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl.config.rules import megatron_fields
 from verl.config.schema.role import MegatronEngineConfig
 from verl.distributed import Ranks
 from verl.errors import ConfigError, EngineError
@@ -26,6 +27,7 @@ class MegatronSizes:
 
     Args:
         data: copies of the weights; those that share the tokens of the same rows are ``context`` of them, side by side.
+        depths: layers of each group, see `stage_depths`; None before the model is known.
     """
 
     tensor: int
@@ -36,6 +38,7 @@ class MegatronSizes:
     virtual: int | None = None
     sequence: bool = False
     context: int = 1
+    depths: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, section: MegatronEngineConfig, ranks: Ranks) -> MegatronSizes:
@@ -84,7 +87,7 @@ class MegatronSizes:
             stage // tensor,
             expert,
             shared,
-            section.virtual_pipeline_model_parallel_size,
+            megatron_fields.layer_groups(SECTION, section),
             bool(section.sequence_parallel) and tensor > 1,
             context,
         )
@@ -92,10 +95,15 @@ class MegatronSizes:
     @property
     def layout(self) -> Layout:
         """As the planner of weight transfers wants it; Megatron-Core's own order of ranks."""
-        return Layout(self.tensor, self.pipeline, self.data, self.expert, self.expert_tensor, virtual=self.virtual or 1)
+        experts, groups = (self.expert, self.expert_tensor), self.virtual or 1
+        return Layout(self.tensor, self.pipeline, self.data, *experts, virtual=groups, depths=self.depths)
 
-    def check(self, settings: dict[str, Any]) -> None:
-        """Raise `ConfigError` where heads, layers or experts of a model do not divide."""
+    def of_model(self, settings: dict[str, Any], section: MegatronEngineConfig) -> MegatronSizes:
+        """The same with the layers of each stage.
+
+        Raises:
+            ConfigError: heads, layers or experts of the model do not divide.
+        """
         heads, groups, layers = (settings[n] for n in ("num_attention_heads", "num_query_groups", "num_layers"))
         for name, count, what in (
             ("tensor_model_parallel_size", heads, "attention heads"),
@@ -112,17 +120,13 @@ class MegatronSizes:
             )
         if settings.get("q_lora_rank"):
             _divides(settings["q_lora_rank"], self.tensor, "tensor_model_parallel_size", "latent query dimensions")
-        _divides(layers, self.pipeline, "pipeline_model_parallel_size", "layers")
-        if self.virtual is not None:
-            if self.pipeline < 2:
-                raise ConfigError(
-                    "several groups of layers per stage need a pipeline",
-                    key=f"{SECTION}.virtual_pipeline_model_parallel_size",
-                    got=self.virtual,
-                    fix="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
-                )
-            stage = layers // self.pipeline
-            _divides(stage, self.virtual, "virtual_pipeline_model_parallel_size", "layers of a stage")
+        if self.virtual is not None and self.pipeline < 2:
+            raise ConfigError(
+                "several groups of layers per stage need a pipeline",
+                key=f"{SECTION}.virtual_pipeline_model_parallel_size",
+                got=self.virtual,
+                fix="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
+            )
         experts = settings.get("num_moe_experts")
         if experts is None and self.expert > 1:
             raise ConfigError(
@@ -133,6 +137,7 @@ class MegatronSizes:
             )
         if experts is not None:
             _divides(experts, self.expert, "expert_model_parallel_size", "experts")
+        return replace(self, depths=megatron_fields.stage_depths(SECTION, section, layers))
 
 
 @dataclass(frozen=True)

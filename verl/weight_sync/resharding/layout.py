@@ -6,6 +6,7 @@ decides how much of what a rank trains it can keep for sampling (HybridFlow, sec
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -46,7 +47,7 @@ class Layout:
 
     Args:
         tensor: ranks that share each layer.
-        pipeline: stages; each holds the same number of consecutive layers.
+        pipeline: stages, of consecutive layers.
         data: copies of the model.
         expert: ranks over which the experts of a layer are divided (they are taken from the data-parallel ones, and
             from the tensor-parallel ones as far as ``expert_tensor`` is smaller).
@@ -54,6 +55,8 @@ class Layout:
         order: which coordinate changes fastest from rank to rank: Megatron-Core's ``tp-dp-pp``, or the paper's
             ``tp-pp-dp`` with whole copies on consecutive ranks.
         virtual: runs of layers per stage (the interleaved schedule).
+        depths: (pipeline * virtual,) layers of each run in the order of the model, the ``g * pipeline + s``-th the
+            g-th of stage s; null: all runs have as many.
 
     Raises:
         ConfigError: sizes that are not positive, an unknown order, or experts that do not divide the ranks of a stage.
@@ -66,6 +69,7 @@ class Layout:
     expert_tensor: int | None = None
     order: str = MEGATRON
     virtual: int = 1
+    depths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "expert": self.expert}
@@ -93,6 +97,24 @@ class Layout:
         """Ranks that share each expert."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
+    def layers_of(self, stage: int, layers: int) -> list[int]:
+        """The layers of a stage, of a model that has ``layers``.
+
+        Raises:
+            ConfigError: they do not divide, or are not as many as those of the runs.
+        """
+        runs = self.pipeline * self.virtual
+        depths = self.depths or (layers // runs,) * runs
+        if sum(depths) != layers or len(depths) != runs:
+            raise ConfigError(
+                f"{layers} layers do not divide into {runs} runs of {self.depths or 'one length'}",
+                key="pipeline",
+                got=runs,
+                allowed=[n for n in range(1, layers + 1) if layers % n == 0],
+            )
+        ends = list(itertools.accumulate(depths))
+        return [n for run in range(stage, runs, self.pipeline) for n in range(ends[run] - depths[run], ends[run])]
+
     def coordinates(self) -> Coordinates:
         """The place of ranks 0, 1, ... in the order of this layout."""
         ranks = np.arange(self.world)
@@ -116,7 +138,8 @@ class Layout:
 
 def divides(training: Layout, sampling: Layout) -> bool:
     """Whether every sampling shard is made of whole training shards."""
-    runs = sampling.pipeline == 1 or training.virtual == sampling.virtual == 1
+    even = training.virtual == sampling.virtual == 1 and training.depths is sampling.depths is None
+    runs = sampling.pipeline == 1 or even
     return runs and training.tensor % sampling.tensor == 0 and training.pipeline % sampling.pipeline == 0
 
 

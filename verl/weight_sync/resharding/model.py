@@ -99,23 +99,6 @@ class ModelWeights:
             return 1
         return self.layers if weight.only is None else len(weight.only)
 
-    def layers_of(self, stage: int, stages: int, groups: int = 1) -> list[int]:
-        """The layers of a pipeline stage: ``groups`` runs of consecutive ones, every ``stages``-th run is its own.
-
-        Raises:
-            ConfigError: the layers do not divide.
-        """
-        if self.layers % (stages * groups):
-            raise ConfigError(
-                f"{self.layers} layers do not divide into stages of one length",
-                key="pipeline",
-                got=stages * groups,
-                allowed=[n for n in range(1, self.layers + 1) if self.layers % n == 0],
-            )
-        size = self.layers // (stages * groups)
-        starts = ((group * stages + stage) * size for group in range(groups))
-        return [layer for start in starts for layer in range(start, start + size)]
-
 
 def decoder(
     *,

@@ -206,8 +206,8 @@ def _by_stage(
         return
     for source_stage in range(sizes[0]):
         for target_stage in range(sizes[1]):
-            here = set(model.layers_of(source_stage, training.pipeline, training.virtual))
-            there = model.layers_of(target_stage, sampling.pipeline, sampling.virtual)
+            here = set(training.layers_of(source_stage, model.layers))
+            there = sampling.layers_of(target_stage, model.layers)
             both = [n for n in there if n in here and (weight.only is None or n in weight.only)]
             if both:
                 yield both, (source_stage,), (target_stage,)
