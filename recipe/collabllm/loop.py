@@ -22,8 +22,8 @@ from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import plain_message
 from verl.agent_loop.failed import OnError, check_on_error, failed
-from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, read_outcome
-from verl.agent_loop.settings import known_arguments
+from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, run_agent
+from verl.agent_loop.settings import known_arguments, positive
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolAgentParts, UserFailed, transcript_entry
 from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -67,6 +67,7 @@ class CollabSettings:
         reward_kwargs: its further arguments.
         futures: K.
         max_tokens_per_turn: limit of tokens of one answer; None: what is left of the response.
+        reward_timeout: seconds for a reward; an answer at which it hangs has the lowest score, as a mask would pay.
         on_error: of a simulated user or a reward function that fails: ``mask``, ``zero`` or ``raise``.
 
     Raises:
@@ -77,10 +78,12 @@ class CollabSettings:
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     futures: int = 3
     max_tokens_per_turn: int | None = None
+    reward_timeout: float = 60.0
     on_error: OnError = "mask"
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
+        positive(self.reward_timeout, "reward_timeout")
         for key in ("futures", "max_tokens_per_turn"):
             number = getattr(self, key)
             if not (type(number) is int and number >= 1) and (key, number) != ("max_tokens_per_turn", None):
@@ -96,17 +99,13 @@ class CollabSettings:
         if not isinstance(self.reward, str):
             raise ConfigError("no path of a function", key="reward", got=self.reward, allowed="my_pkg.mod:name")
         if not isinstance(self.reward_kwargs, Mapping):
-            fix = "reward_kwargs: {address: http://127.0.0.1:8000}, for example."
-            raise ConfigError("no mapping", key="reward_kwargs", got=self.reward_kwargs, allowed="a mapping", fix=fix)
+            raise ConfigError("no mapping", key="reward_kwargs", got=self.reward_kwargs, allowed="a mapping")
         function = load_object(self.reward)
         try:
             inspect.signature(function).bind(None, **self.reward_kwargs)
         except TypeError as error:
             names = list(inspect.signature(function).parameters)[1:]
-            fix = "Set those that it lacks, and leave others out."
-            raise ConfigError(
-                f"{self.reward}: {error}", key="reward_kwargs", got=list(self.reward_kwargs), allowed=names, fix=fix
-            ) from error
+            raise ConfigError(str(error), key="reward_kwargs", got=[*self.reward_kwargs], allowed=names) from error
         return functools.partial(function, **self.reward_kwargs)
 
 
@@ -174,8 +173,9 @@ class CollaborativeLoop(ToolAgentLoop):
         output = replace(data.output(), reward_score=score)
         if error is None:
             return output
-        if isinstance(cause, JudgeVerdictError):
-            notice("collabllm", f"a model could not read an answer, whose score is {CUT_OFF:g}; the first: {error}")
+        if isinstance(cause, JudgeVerdictError | TimeoutError):
+            what = "an answer that a model could not read, or at which the reward took too long"
+            notice("collabllm", f"{what}, has the score {CUT_OFF:g}; the first: {error}")
             return output
         return failed(output, "a conversation", error, settings.on_error)
 
@@ -183,17 +183,17 @@ class CollaborativeLoop(ToolAgentLoop):
         """What the reward function says of a conversation; ``extra`` holds numbers.
 
         Raises:
-            AgentFailure: it raised, or returned something that is no reward.
+            AgentFailure: it raised, took too long, or returned something that is no reward.
         """
-        try:
-            returned = self.shared.reward(conversation)
-            outcome = read_outcome(await returned if inspect.isawaitable(returned) else returned)
-            numbers = {name: float(value) for name, value in outcome.extra.items()}
-        except Exception as error:  # boundary: a user's reward function
-            raise AgentFailure(f"the reward function: {type(error).__name__}: {error}") from error
+        reward = self.shared.reward
+        first = next(iter(inspect.signature(reward).parameters))
+        outcome = await run_agent(reward, {first: conversation}, self.shared.settings.reward_timeout)
         if outcome.reward is None:
             raise AgentFailure("the reward function returned no number, and no dict with 'score'")
-        return AgentOutcome(outcome.reward, numbers)
+        try:
+            return AgentOutcome(outcome.reward, {name: float(value) for name, value in outcome.extra.items()})
+        except (TypeError, ValueError) as error:
+            raise AgentFailure(f"the reward function returned what is no number: {error}") from error
 
     async def _future(self, data: AgentData, text: str, parameters: Mapping[str, Any], number: int) -> Conversation:
         """One continuation of the conversation behind the answer; its metrics and its record are added to the row's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.harness.servers import serving
 from verl.config import load_config
 from verl.errors import ConfigError, RolloutError
 from verl.interactions import BaseInteraction
+from verl.metrics import notices
 from verl.protocol import DataProto
 from verl.rewards.judges import JudgeVerdictError, shared_client
 from verl.rollout.base import Completion, Request
@@ -47,6 +49,14 @@ async def length(conversation: Conversation) -> dict[str, float]:
 
 def fails(conversation: Conversation) -> float:
     raise ZeroDivisionError("a reward of mine")
+
+
+GRADED = threading.Event()
+
+
+def hangs(conversation: Conversation) -> float:
+    GRADED.wait()
+    return 1.0
 
 
 class Confused(BaseInteraction):
@@ -239,6 +249,18 @@ def test_a_reward_that_fails_masks_the_row_or_scores_it(tmp_path, on_error, mask
     assert batch.non_tensor_batch["reward_score"].tolist() == [0.0, -1.0]
 
 
+def test_an_answer_at_which_the_reward_hangs_has_the_lowest_score(tmp_path):
+    file = loops(tmp_path, reward=f"{HERE}:hangs", reward_timeout=0.05)
+    users = user_file(tmp_path, "ScriptedUser", texts=["More?"])
+    try:
+        batch = two_rows(tmp_path, Script([ids("ab")], of={"u1": CUT}), users, USER, loops=file)
+    finally:
+        GRADED.set()
+    assert batch.non_tensor_batch["reward_score"].tolist() == [-1.0, -1.0]
+    assert batch.non_tensor_batch["finish_reason"][0] != "abort", "it is trained on"
+    assert "at which the reward took too long, has the score -1" in notices()["collabllm"]
+
+
 def test_a_user_that_fails_is_not_an_answers_reward(tmp_path):
     with pytest.raises(RolloutError, match="the user is gone"):
         play(tmp_path, ["ab"], users=user_file(tmp_path, "FailingUser"))
@@ -254,6 +276,7 @@ def test_a_user_that_fails_is_not_an_answers_reward(tmp_path):
         ({"futures": 0}, "futures"),
         ({"futures": 2.5}, "futures"),
         ({"max_tokens_per_turn": 0}, "max_tokens_per_turn"),
+        ({"reward_timeout": 0}, "reward_timeout"),
         ({"future": 1}, "unknown argument"),
         ({"turns": None}, "limit of turns"),
     ],
