@@ -433,3 +433,19 @@ def test_local_workers_are_alive_and_the_check_can_be_stopped():
     group.start_worker_aliveness_check()
     group.stop_worker_aliveness_check()
     assert group.place() and isinstance(group, WorkerGroup)
+
+
+def test_connections_of_the_loop_of_local_workers_end_with_the_program():
+    program = (
+        "from verl.single_controller.local.event_loop import run_coroutine\n"
+        "async def connection():\n"
+        "    try:\n"
+        "        yield 1\n"
+        "    finally:\n"
+        "        print('closed')\n"
+        "async def begin(held):\n"
+        "    return await anext(held)\n"
+        "held = connection()\n"
+        "print(run_coroutine(begin(held)))\n"
+    )
+    assert python("-c", program).stdout.split() == ["1", "closed"]

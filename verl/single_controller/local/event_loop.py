@@ -38,8 +38,14 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 def _end() -> None:
     """Stop the loop while the interpreter is whole: a thread that it cuts off in a kernel aborts the process."""
     if _loop is not None and _thread is not None and _thread.is_alive():
-        _loop.call_soon_threadsafe(_loop.stop)
+        asyncio.run_coroutine_threadsafe(_stop(_loop), _loop)
         _thread.join(END_SECONDS)
+
+
+async def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    """Stop the loop after its asynchronous generators, which hold the connections of `verl.serving.client`."""
+    await loop.shutdown_asyncgens()
+    loop.stop()
 
 
 atexit.register(_end)  # at import, so that what is registered later and ends earlier may still use the loop

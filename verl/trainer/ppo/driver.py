@@ -567,8 +567,12 @@ def _check_few(in_a_row: int, error: BaseException) -> None:
 
 
 async def _end_others() -> None:
-    """Cancel what runs in this loop, and let it clean up: a call of a worker is cancelled there, too."""
+    """Cancel what runs in this loop, and let it clean up: a call of a worker is cancelled there, too.
+
+    Connections to samplers' hosts end with the asynchronous generators that hold them (`verl.serving.client`).
+    """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
