@@ -20,6 +20,7 @@ from verl.models.attention.masked import Run
 from verl.models.router_replay import ExpertRecorder
 from verl.models.vision import VisionInputs, family_of, placing
 from verl.rollout.hf.attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, attending
+from verl.rollout.hf.fixed_rows import FixedRows
 from verl.rollout.hf.kv_pool import BufferPool, Cell, Group, KVBlock, KVShape, capacity_class, move_groups, regroup
 from verl.rollout.hf.native import NativeModel
 from verl.rollout.hf.replay import Replay
@@ -51,7 +52,7 @@ class PoolPolicy:
         record_after: steps that a layout must last to be recorded; None: none is.
         cache_bytes: memory of the cache; None: what is needed, on CUDA within `FREE_SHARE` of what is free.
         exact: every row alone, its extent a function of its own length, tokens padded to a multiple of
-            ``row_multiple``: results are then bitwise independent of the batch.
+            ``row_multiple``, linear layers by `FixedRows`: results are then bitwise independent of the batch.
     """
 
     min_shared: int = 24
@@ -294,7 +295,7 @@ class PoolRunner:
         """(T,) packed tokens, (T,) or (axes, T) positions -> (T or len(logit_rows), V)."""
         if self.native is not None:
             return self.native(ids, positions, plan, logit_rows)
-        with attending(plan) as cache:
+        with attending(plan) as cache, FixedRows() if self.policy.exact else nullcontext():
             output = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
