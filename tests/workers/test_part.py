@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
-import torch
 
 from tests.harness.engines import ragged_batch
 from tests.harness.models import tiny_model_dir
@@ -46,10 +47,11 @@ def test_one_worker_needs_no_peers(arguments):
 
 
 def test_memory_around_a_phase_is_a_metric():
-    with watched_memory("generate", "cpu") as found:
-        held = torch.ones(50 << 20, dtype=torch.uint8)
+    with mmap.mmap(-1, 50 << 20) as held, watched_memory("generate", "cpu") as found:
+        for page in range(0, len(held), mmap.PAGESIZE):  # new ones: an allocator may have freed ones that are resident
+            held[page] = 1
     before, after = (found[f"perf/memory/generate/{moment}/host_gb"] for moment in ("before", "after"))
-    assert after.value - before.value > 0.04 and held.numel() and after.reduction == "max"
+    assert after.value - before.value > 0.04 and after.reduction == "max"
 
 
 @pytest.mark.parametrize(
