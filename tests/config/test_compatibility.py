@@ -8,7 +8,7 @@ import pytest
 
 from scripts import compatibility, recording
 
-FLOORS = {"examples and tests": 73, "recipes": 36}
+FLOORS = {"examples and tests": 74, "recipes": 36}
 """Scripts that resolve, those with images among them; who brings one up writes the higher number here."""
 
 FLOOR_WITH_IMAGES = 21

@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.configs import PPO, changed, describe, refused
 from verl.config import load_config
+from verl.metrics import notices, reset_notices
 
 A, R, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ULYSSES = "ulysses_sequence_parallel_size"
@@ -28,24 +29,33 @@ def test_processes_of_one_megatron_model_get_the_same_samples(run):
     """Two samples per mini-batch: enough for eight processes that hold two copies, not for four copies."""
     megatron = [*EIGHT, f"{A}.strategy=megatron", f"{A}.megatron.tensor_model_parallel_size=2"]
     run(*megatron, f"{A}.megatron.pipeline_model_parallel_size=2")
-    said = refused(run, *megatron)
-    assert f"{A}.ppo_mini_batch_size: 1 prompts x {R}.n = 2 samples cannot be shared evenly by 4 groups" in said
-    assert "of 2 processes each that compute the same rows. Got 1." in said
+    assert f"{A}.ppo_mini_batch_size" not in notices()
+    run(*megatron)
+    said = notices()[f"{A}.ppo_mini_batch_size"]
+    assert f"1 prompts x {R}.n = 2 samples do not divide by 4 groups, of 2 processes each that compute the same" in said
+    fields = f"{A}.megatron.override_mcore_model_config"
+    said = refused(run, *megatron, f"+{fields}.moe_z_loss_coeff=1e-3")
+    assert "= 2 samples cannot be shared evenly by 4 groups" in said and "Got 1." in said
 
 
 def test_so_do_peers_that_share_sequences(run):
-    assert "= 2 samples cannot be shared evenly by 8 processes" in refused(run, *EIGHT, f"{A}.strategy=fsdp2")
-    run(*EIGHT, f"{A}.strategy=fsdp2", f"{A}.fsdp_config.{ULYSSES}=4")
-    assert "by 4 groups, of 2 processes each" in refused(run, *EIGHT, f"{A}.fsdp_config.{ULYSSES}=2")
+    for words, said in (
+        ([f"{A}.strategy=fsdp2"], "= 2 samples do not divide by 8 processes"),
+        ([f"{A}.strategy=fsdp2", f"{A}.fsdp_config.{ULYSSES}=4"], None),
+        ([f"{A}.fsdp_config.{ULYSSES}=2"], "by 4 groups, of 2 processes each"),
+    ):
+        reset_notices()
+        run(*EIGHT, *words)
+        assert (said or "") in notices().get(f"{A}.ppo_mini_batch_size", "")
+        assert said or f"{A}.ppo_mini_batch_size" not in notices()
 
 
-def test_a_reference_on_another_backend_needs_its_own_parts(run):
-    """Eight samples in the batch: for eight processes of FSDP2, not for sixteen."""
+def test_a_reference_may_have_more_processes_than_samples(run):
+    """Eight samples in the batch: for eight processes of FSDP2 and, as its passes fill up themselves, for sixteen."""
     words = [f"{A}.use_kl_loss=true", f"{A}.strategy=megatron", f"{REF}.strategy=fsdp2", "trainer.device=cpu",
              f"{A}.megatron.tensor_model_parallel_size=8"]  # fmt: skip
     run(*words, "trainer.n_gpus_per_node=8")
-    said = refused(run, *words, "trainer.n_gpus_per_node=16")
-    assert "data.train_batch_size: 4 prompts" in said and "= 8 samples cannot be shared evenly by 16 processes" in said
+    run(*words, "trainer.n_gpus_per_node=16")
 
 
 @pytest.mark.parametrize(

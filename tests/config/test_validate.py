@@ -348,10 +348,18 @@ def test_without_group_filtering_a_step_trains_on_what_it_samples(ppo):
     assert ppo("data.gen_batch_size=512", "algorithm.filter_groups.enable=true").data.train_batch_size == 1024
 
 
-def test_samples_that_processes_cannot_share_evenly_are_an_error(read_ppo, machine):
+def test_samples_that_do_not_divide_by_processes_are_noticed(ppo, machine, told):
     machine(3)
-    said = changed(validate, read_ppo, **{"trainer.n_gpus_per_node": 3})
-    assert "256 samples cannot be shared evenly by 3 processes" in said
+    ppo("trainer.n_gpus_per_node=3")
+    said = told()[f"{A}.ppo_mini_batch_size"]
+    assert "256 samples do not divide by 3 processes: the shortest is computed 2 more time(s), masked" in said
+
+
+def test_pairs_that_do_not_divide_by_processes_are_an_error(ppo, machine):
+    machine(3)
+    said = refused(ppo, "trainer.n_gpus_per_node=3", f"{A}.policy_loss.loss_mode=recipe.spin.core:dpo",
+                   f"{A}.dpo_beta=0.1", f"{R}.n=2")  # fmt: skip
+    assert f"{A}.ppo_mini_batch_size: 256 pairs cannot be shared evenly by 3 processes" in said
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from verl.models import load_model_config
 from verl.models.hf_folder import read_weights
 from verl.protocol import DataProto
 from verl.registry import ENGINES
-from verl.trainer.ppo.sample_rows import as_sequences
+from verl.trainer.ppo.sample_rows import as_sequences, mask_repeated
 
 # Adam divides by the gradient's own size, which makes noise of gradients that are zero by symmetry: eps keeps it small.
 OPTIM = {"lr": 1e-2, "lr_scheduler_type": "cosine", "override_optimizer_config": {"eps": 1e-4}}
@@ -71,6 +71,7 @@ class Case:
         if self.samples:
             rows = [*range(ROWS), 0]
             batch = ragged_batch(rows=ROWS, seed=1).select_idxs(rows)
+            mask_repeated(batch, rows)
             as_sequences(batch, rows, np.array(self.samples))
             return batch
         if self.constant:

@@ -78,6 +78,7 @@ def without_truth() -> None:
     write_prompts("rows.jsonl", [{"prompt": "1+1=", "data_source": "openai/gsm8k"}] * 8)
 
 
+_A = "actor_rollout_ref.actor"
 FAULTS = {
     "a misspelt key": (nothing, ["algorithm.adv_estimatr=grpo"], "algorithm.adv_estimatr"),
     "a word for a number": (nothing, ["trainer.nnodes=two"], "trainer.nnodes"),
@@ -86,7 +87,11 @@ FAULTS = {
     "no file": (nothing, ["data.train_files=row.jsonl"], "data.train_files"),
     "no such column": (nothing, ["data.prompt_key=question"], "question"),
     "mini-batches that do not divide": (nothing, ["data.train_batch_size=6"], "ppo_mini_batch_size"),
-    "a batch that ranks do not divide": (nothing, ["trainer.n_gpus_per_node=3"], "trainer.n_gpus_per_node"),
+    "pairs that ranks do not divide": (
+        nothing,
+        ["trainer.n_gpus_per_node=3", f"{_A}.policy_loss.loss_mode=recipe.spin.core:dpo", f"{_A}.dpo_beta=0.1"],
+        f"{_A}.ppo_mini_batch_size",
+    ),
     "a sampler over two devices": (
         nothing,
         ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],

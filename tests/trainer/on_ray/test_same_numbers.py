@@ -80,6 +80,17 @@ def test_four_workers_on_two_nodes_do_so_too_and_say_where_they_are(train: Calla
     assert len(nodes) == 4 and len(set(nodes)) == 2 and nodes == sorted(nodes, key=nodes.index)
 
 
+def test_mini_batches_that_do_not_divide_by_the_workers_give_the_same_numbers(train: Callable[..., Run], alone: Run):
+    reset_notices()
+    three = train("three", 2, "trainer.n_gpus_per_node=3")
+    assert [[s["output"] for s in step] for step in three.samples] == [
+        [s["output"] for s in step] for step in alone.samples[:2]
+    ]
+    agree(three, alone, steps=slice(0, 2))
+    said = notices()["actor_rollout_ref.actor.ppo_mini_batch_size"]
+    assert "4 samples do not divide by 3 processes: the shortest is computed 2 more time(s)" in said
+
+
 def test_roles_in_pools_of_their_own_give_the_bits_of_a_shared_pool(train: Callable[..., Run], alone: Run):
     pools = "trainer.resource_pools={critics:{roles:[critic],processes:[1]},references:{roles:[ref],processes:[1]}}"
     split = train("split", 4, "trainer.save_freq=4", pools)

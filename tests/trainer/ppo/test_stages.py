@@ -250,6 +250,25 @@ def test_mini_batches_follow_the_sample_order_and_end_the_schedule_step_once():
     assert group.calls == [*one_epoch, ([0.0, 1.0], True), ([2.0, 3.0], False)]
 
 
+@pytest.mark.parametrize("balances", [True, False])
+def test_rows_that_fill_up_the_ranks_are_the_shortest_and_masked(balances):
+    class Five(Group):
+        def data_parallel_size(self, mesh_name):
+            return 5
+
+        def train(self, data, options):
+            self.calls.append((data.batch["attention_mask"].sum(-1) - 1, data.batch["response_mask"].sum(-1)))
+            return [MetricSet()]
+
+    group, data = Five(), batch([0.0] * 4, list("abcd"), [3, 1, 4, 2])
+    ctx = context(**{"trainer.balance_batch": balances, "actor_rollout_ref.rollout.n": 1})
+    stages.train(RoleHandle("actor", "trainable", group, mini_batch_size=2), data, ctx)
+    # Mini-batches of two rows on five ranks: the shorter one is there three times more.
+    assert [sorted(lengths.tolist()) for lengths, _ in group.calls] == [[1, 1, 1, 1, 3], [2, 2, 2, 2, 4]]
+    assert [sorted(mask.tolist()) for _, mask in group.calls] == [[0, 0, 0, 1, 3], [0, 0, 0, 2, 4]]
+    assert data.batch["response_mask"].sum() == 10, "the batch keeps its masks"
+
+
 def test_kl_in_the_reward_is_charged_with_the_coefficient_before_its_update():
     # ALGORITHMS B.13: s, old, ref, beta=.1 -> r=[[-.02,.01,.95],[0,.4]], current_kl=.35
     data = DataProto.from_dict(

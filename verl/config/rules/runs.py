@@ -98,30 +98,34 @@ def _started(role: EngineRole) -> Problems:
 
 
 def _parts(cfg: PPOTrainerConfig, by_section: dict[str, EngineRole]) -> Problems:
-    """Every optimizer step, and every pass over the batch, gives each part as many samples."""
-    batch = cfg.data.train_batch_size
+    """Every optimizer step gives each part as many rows; where samples do not divide, masked ones fill up the parts."""
     sizes = [(_A, f"{_A}.ppo_mini_batch_size", cfg.actor_rollout_ref.actor.ppo_mini_batch_size)]
     if uses_critic(cfg):
         sizes.append(("critic", "critic.ppo_mini_batch_size", cfg.critic.ppo_mini_batch_size))
-    if uses_reference(cfg):
-        sizes.append((_REF, "data.train_batch_size", batch))
     problems: Problems = []
     for section, key, prompts in sizes:
         role = by_section.get(section)
-        if role is None or prompts < 1:
-            continue
-        samples, parts = prompts * cfg.actor_rollout_ref.rollout.n, parts_of(role)
-        if samples % parts:
-            problems.append(_uneven(key, prompts, samples, role, parts))
+        if role is not None and prompts > 0:
+            problems += _shares(cfg, key, prompts, role)
     return problems
 
 
-def _uneven(key: str, prompts: int, samples: int, role: EngineRole, parts: int) -> ConfigError:
+def _shares(cfg: PPOTrainerConfig, key: str, prompts: int, role: EngineRole) -> Problems:
+    """A notice of rows that fill up, or an error where they would count."""
+    parts, pairs, n = parts_of(role), learns_from_pairs(cfg), cfg.actor_rollout_ref.rollout.n
+    count, what = (
+        (prompts, f"{prompts} pairs") if pairs else (prompts * n, f"{prompts} prompts x {_R}.n = {prompts * n} samples")
+    )
+    if count % parts == 0:
+        return []
     among = f"{parts} processes"
     if parts < role.processes:
         among = f"{parts} groups, of {role.processes // parts} processes each that compute the same rows"
-    message = f"{prompts} prompts x {_R}.n = {samples} samples cannot be shared evenly by {among}"
-    return ConfigError(message, key=key, got=prompts, fix=_CHANGE)
+    if pairs or (role.is_megatron and role.section.megatron.override_mcore_model_config.get("moe_z_loss_coeff")):
+        return [ConfigError(f"{what} cannot be shared evenly by {among}", key=key, got=prompts, fix=_CHANGE)]
+    again = f"the shortest is computed {-count % parts} more time(s), masked, so that each gets as many"
+    notice(key, f"{what} do not divide by {among}: {again}")
+    return []
 
 
 def _budgets(cfg: PPOTrainerConfig, by_section: dict[str, EngineRole]) -> Problems:

@@ -55,19 +55,28 @@ def shared(batch: DataProto, values: Tensor) -> Tensor:
     return values if samples is None else per_sample(batch, values)[torch.from_numpy(samples)]
 
 
-def as_sequences(mini_batch: DataProto, rows: Sequence[int], samples: np.ndarray) -> None:
-    """Mask the rows that only fill up the ranks, and add ``sequence_shares`` (b,), by which a sample counts once.
+def mask_repeated(mini_batch: DataProto, rows: Sequence[int]) -> None:
+    """Mask the rows that only fill up the ranks: no loss, metric or denominator counts them.
 
     Args:
-        mini_batch: all rows of each of its samples.
         rows: (b,) where each was in the batch; those that fill up are a row once more.
-        samples: (B,) of the rows of the batch.
     """
     is_repeated = np.ones(len(rows), dtype=bool)
     is_repeated[np.unique(rows, return_index=True)[1]] = False
-    mask = mini_batch.tensors["response_mask"]
-    mask = mini_batch.tensors["response_mask"] = zero_rows(mask, is_repeated) if is_repeated.any() else mask
-    ids, tokens = torch.from_numpy(samples[list(rows)]), mask.bool().sum(-1).double()
+    if is_repeated.any():
+        mini_batch.tensors["response_mask"] = zero_rows(mini_batch.tensors["response_mask"], is_repeated)
+
+
+def as_sequences(mini_batch: DataProto, rows: Sequence[int], samples: np.ndarray) -> None:
+    """Add ``sequence_shares`` (b,), by which a sample counts once.
+
+    Args:
+        mini_batch: all rows of each of its samples; those that fill up the ranks are masked.
+        rows: (b,) where each was in the batch.
+        samples: (B,) of the rows of the batch.
+    """
+    ids = torch.from_numpy(samples[list(rows)])
+    tokens = mini_batch.tensors["response_mask"].bool().sum(-1).double()
     totals = tokens.new_zeros(int(samples[-1]) + 1).index_add(0, ids, tokens)
     mini_batch.tensors[SHARES] = (tokens / totals[ids].clamp(min=1)).float()
 

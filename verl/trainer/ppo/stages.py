@@ -320,6 +320,7 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
     samples = sample_rows.sample_numbers(batch)
     for number, rows in enumerate(plan, start=1):
         mini_batch = data.select_idxs(rows)
+        sample_rows.mask_repeated(mini_batch, rows)
         if samples is not None:
             sample_rows.as_sequences(mini_batch, rows, samples)
         learned_rows.weigh_right_answers(mini_batch)
@@ -342,7 +343,7 @@ def rows_of_updates(
     """The rows of each mini-batch, in the order in which ranks get them, each rank as many tokens as the others.
 
     Rows of a pair stay on one rank. Rows of a prompt that is computed once do where prompts fit the ranks. A mini-batch
-    has all trajectories of its samples; where these do not divide by the ranks, the shortest is repeated.
+    has all trajectories of its samples. Where its rows do not divide by the ranks, the shortest is repeated.
     """
     each, together = (2, 2) if pairs else (ctx.run.samples_per_prompt, 1)
     lengths, groups = batch.tensors["attention_mask"].sum(-1).tolist(), None
@@ -357,7 +358,8 @@ def rows_of_updates(
     for rows in mini_batches(len(members or batch), size, epochs, role.shuffle, seed, together):
         if members is not None:
             rows = [row for sample in rows for row in members[sample]]
-            rows += [min(rows, key=lengths.__getitem__)] * (-len(rows) % role.num_parts)
+        if not pairs:
+            rows = rows + [min(rows, key=lengths.__getitem__)] * (-len(rows) % role.num_parts)
         if balances:
             ids = None if groups is None else [groups[row] for row in rows]
             order = balance_within_mini_batches(
