@@ -8,7 +8,8 @@ import pytest
 
 from tests.harness.engines import ragged_batch
 from tests.harness.models import tiny_model_dir
-from verl.config import FSDPEngineConfig, HFModelConfig, OptimizerConfig
+from verl.algorithms.losses import PPOPolicyLoss
+from verl.config import ActorConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.loading.configuration import read_config
 from verl.engines.plain import PlainEngine
 from verl.errors import ConfigError, WorkerError
@@ -16,7 +17,7 @@ from verl.single_controller.base.worker import WorkerInfo
 from verl.trainer import models
 from verl.workers.model import ModelWorker
 from verl.workers.options import InferOptions
-from verl.workers.part import make_engine, watched_memory
+from verl.workers.part import ModelPart, make_engine, watched_memory
 
 TWO = WorkerInfo(rank=0, world_size=2, master_port=1)
 
@@ -70,3 +71,19 @@ def test_an_error_while_a_model_runs_names_the_setting_of_its_role(name, switch,
     with pytest.raises(ConfigError, match="longest row") as caught:
         worker.infer(ragged_batch(rows=4), InferOptions(("log_probs",)))
     assert caught.value.key == budget
+
+
+@pytest.mark.parametrize(("is_mini_batch", "steps"), [(True, [5]), (False, [2, 2, 1])])
+def test_a_mini_batch_is_one_optimizer_step_whatever_its_rows(arguments, monkeypatch, is_mini_batch, steps):
+    """Trajectories of the same sample, and rows that fill up the ranks, are more rows than samples."""
+    engine = make_engine("plain", WorkerInfo(), optim=OptimizerConfig(), **arguments)
+    trained, train_batch = [], engine.train_batch
+
+    def noted(batch, *how, **named):
+        trained.append(len(batch))
+        return train_batch(batch, *how, **named)
+
+    monkeypatch.setattr(engine, "train_batch", noted)
+    part = ModelPart(engine, loss_fn=PPOPolicyLoss(ActorConfig()), mini_batch_rows=2)
+    part.train(ragged_batch(rows=5), is_mini_batch=is_mini_batch)
+    assert trained == steps

@@ -213,7 +213,7 @@ class ModelWorker(ProfiledWorker):
     def train(self, batch: DataProto, options: TrainOptions) -> MetricSet:
         """One optimizer step per mini-batch; metrics are those of the loss, plus ``grad_norm`` and ``lr``."""
         self.sending.wait()
-        return self.part.train(batch, options.more_updates)
+        return self.part.train(batch, options.more_updates, options.is_mini_batch)
 
     @contextmanager
     def with_options(self, options: CallOptions) -> Iterator[None]:

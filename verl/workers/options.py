@@ -24,6 +24,9 @@ class TrainOptions(CallOptions):
 
     Args:
         more_updates: this global step continues, so the learning-rate schedule does not advance.
+        is_mini_batch: the rows are those of one optimizer step, however many: trajectories of the same sample, and
+            masked ones that fill up the ranks. A caller that sends more has them cut.
     """
 
     more_updates: bool = False
+    is_mini_batch: bool = False

@@ -148,16 +148,15 @@ class ModelPart:
                 max_tokens=limits.max_tokens,
             )
 
-    def train(self, batch: DataProto, more_updates: bool = False) -> MetricSet:
-        """One optimizer step per mini-batch of ``batch``.
+    def train(self, batch: DataProto, more_updates: bool = False, is_mini_batch: bool = False) -> MetricSet:
+        """One optimizer step per mini-batch of ``batch``, cut in row order unless it is one; see `TrainOptions`.
 
-        The controller sends one mini-batch at a time; a caller that sends more gets them cut in row order. The
-        learning-rate schedule advances unless ``more_updates`` says that this global step continues.
+        The learning-rate schedule advances unless ``more_updates`` says that this global step continues.
         """
         if self.loss_fn is None:
             raise WorkerError("this model is frozen and has no loss", fix="Set a loss before training it.")
         metrics, limits = MetricSet(), self.train_limits
-        rows = self.mini_batch_rows or len(batch)
+        rows = len(batch) if is_mini_batch else self.mini_batch_rows or len(batch)
         for part in batch.split(rows) if len(batch) else [batch]:  # a rank without rows enters the same collectives
             with limits.named(*self.sections):
                 measured = self.engine.train_batch(

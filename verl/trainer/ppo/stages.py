@@ -324,7 +324,8 @@ def train(role: RoleHandle, batch: DataProto, ctx: StepContext, keys: Sequence[s
         if samples is not None:
             sample_rows.as_sequences(mini_batch, rows, samples)
         learned_rows.weigh_right_answers(mini_batch)
-        metrics = role.train(mini_batch, TrainOptions(more_updates=ctx.goes_on or number < len(plan)))
+        goes_on = ctx.goes_on or number < len(plan)
+        metrics = role.train(mini_batch, TrainOptions(more_updates=goes_on, is_mini_batch=True))
         ctx.run.spans.progress()
         ctx.run.updates.add(role.name, metrics.values())
         # A name with its own prefix (rollout_corr/kl) keeps it.
