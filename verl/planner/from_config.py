@@ -168,7 +168,7 @@ def _with_engine(plan: RolePlan, section: ConfigNode, fsdp: str, shape: ModelSha
         parallel = replace(plan.parallel, expert_tensor=engine.expert_tensor_parallel_size or 0)
         typed = [name for name in STAGES if engine.override_mcore_model_config.get(name)]
         if typed:
-            notice(f"the plan of {plan.role}", f"every pipeline stage counts as many layers, in spite of {typed[0]}")
+            notice(f"the plan of {plan.role}", f"pipeline stages of equal length are assumed; {typed[0]} is not read")
         return replace(plan, parallel=parallel, recompute=plan.trains and granularity == "full")
     if "fsdp_size" not in engine:
         return replace(plan, shards=plan.devices)
