@@ -10,27 +10,26 @@ Only the tokens of m are trained on; the continuations are not in the batch.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from recipe.collabllm.settings import CollabSettings
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopOutput
 from verl.agent_loop.client import within_response
 from verl.agent_loop.extend import plain_message
-from verl.agent_loop.failed import OnError, check_on_error, failed
-from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, run_agent
-from verl.agent_loop.settings import known_arguments, positive
+from verl.agent_loop.failed import failed
+from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, AgentTimeoutError, run_agent
+from verl.agent_loop.settings import known_arguments
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolAgentParts, UserFailed, transcript_entry
 from verl.config.schema.data import DataConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError, DataError
 from verl.metrics import notice
 from verl.protocol.tokenizer import Tokenizer
-from verl.registry import load_object
 from verl.rewards.judges import JudgeVerdictError
 from verl.rollout.base import Completion
 
@@ -55,58 +54,6 @@ class Conversation:
     def answers(self) -> list[str]:
         """The texts of the assistant's messages."""
         return [str(message["content"]) for message in self.messages if message["role"] == "assistant"]
-
-
-@dataclass(frozen=True)
-class CollabSettings:
-    """The arguments of an entry in ``actor_rollout_ref.rollout.agent.agent_loop_config_path``.
-
-    Args:
-        reward: ``my_pkg.mod:name``, a function of a `Conversation`, plain or async, which returns a number, or a dict
-            with ``score`` and further numbers, each logged as ``collabllm/<name>``.
-        reward_kwargs: its further arguments.
-        futures: K.
-        max_tokens_per_turn: limit of tokens of one answer; None: what is left of the response.
-        reward_timeout: seconds for a reward; an answer at which it hangs has the lowest score, as a mask would pay.
-        on_error: of a simulated user or a reward function that fails: ``mask``, ``zero`` or ``raise``.
-
-    Raises:
-        ConfigError: a value that is not allowed.
-    """
-
-    reward: str
-    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    futures: int = 3
-    max_tokens_per_turn: int | None = None
-    reward_timeout: float = 60.0
-    on_error: OnError = "mask"
-
-    def __post_init__(self) -> None:
-        check_on_error(self.on_error)
-        positive(self.reward_timeout, "reward_timeout")
-        for key in ("futures", "max_tokens_per_turn"):
-            number = getattr(self, key)
-            if not (type(number) is int and number >= 1) and (key, number) != ("max_tokens_per_turn", None):
-                fix = f"Write {key}: 3, for example, or leave it out."
-                raise ConfigError("not a whole number above 0", key=key, got=number, allowed="1, 2, 3, ...", fix=fix)
-
-    def function(self) -> Callable[[Conversation], Any]:
-        """The reward function with its arguments.
-
-        Raises:
-            ConfigError: there is none, or it does not take them.
-        """
-        if not isinstance(self.reward, str):
-            raise ConfigError("no path of a function", key="reward", got=self.reward, allowed="my_pkg.mod:name")
-        if not isinstance(self.reward_kwargs, Mapping):
-            raise ConfigError("no mapping", key="reward_kwargs", got=self.reward_kwargs, allowed="a mapping")
-        function = load_object(self.reward)
-        try:
-            inspect.signature(function).bind(None, **self.reward_kwargs)
-        except TypeError as error:
-            names = list(inspect.signature(function).parameters)[1:]
-            raise ConfigError(str(error), key="reward_kwargs", got=[*self.reward_kwargs], allowed=names) from error
-        return functools.partial(function, **self.reward_kwargs)
 
 
 @dataclass(frozen=True)
@@ -173,7 +120,7 @@ class CollaborativeLoop(ToolAgentLoop):
         output = replace(data.output(), reward_score=score)
         if error is None:
             return output
-        if isinstance(cause, JudgeVerdictError | TimeoutError):
+        if isinstance(error, AgentTimeoutError) or isinstance(cause, JudgeVerdictError):
             what = "an answer that a model could not read, or at which the reward took too long"
             notice("collabllm", f"{what}, has the score {CUT_OFF:g}; the first: {error}")
             return output

@@ -59,6 +59,10 @@ def hangs(conversation: Conversation) -> float:
     return 1.0
 
 
+def waits_for_a_server(conversation: Conversation) -> float:
+    raise TimeoutError("a grader's server does not answer")
+
+
 class Confused(BaseInteraction):
     """A user whose model gives no reply in form."""
 
@@ -259,6 +263,14 @@ def test_an_answer_at_which_the_reward_hangs_has_the_lowest_score(tmp_path):
     assert batch.non_tensor_batch["reward_score"].tolist() == [-1.0, -1.0]
     assert batch.non_tensor_batch["finish_reason"][0] != "abort", "it is trained on"
     assert "at which the reward took too long, has the score -1" in notices()["collabllm"]
+
+
+def test_a_time_out_of_the_rewards_own_is_not_the_answers(tmp_path):
+    file = loops(tmp_path, reward=f"{HERE}:waits_for_a_server")
+    users = user_file(tmp_path, "ScriptedUser", texts=["More?"])
+    batch = two_rows(tmp_path, Script([ids("ab")], of={"u1": CUT}), users, USER, loops=file)
+    assert "a grader's server does not answer" in batch.non_tensor_batch["agent_error"][0]
+    assert batch.non_tensor_batch["finish_reason"][0] == "abort"
 
 
 def test_a_user_that_fails_is_not_an_answers_reward(tmp_path):

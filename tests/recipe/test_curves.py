@@ -13,7 +13,7 @@ from tests.sanity.source_tree import ROOT
 
 OTHER_PROMPTS = ("spo", "spin", "online_dpo", "collabllm", "distillation", "one_step_off_policy", "fully_async_policy")
 """Their first step has other prompts, another number of answers to each, or longer conversations."""
-HELD = {"collabllm": 367, "prime": 431, "rep_exp": 264}
+HELD = {"collabllm": 314, "prime": 431, "rep_exp": 264}
 """Lines of recipes with more than 200; these numbers may only fall."""
 NO_PARTS = ("__init__", "settings", "trial")
 WITH_PAPERS = sorted(page.parent.name for page in (ROOT / "recipe").glob("*/README.md"))

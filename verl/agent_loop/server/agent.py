@@ -32,6 +32,10 @@ class AgentFailure(Exception):
     """The agent did something wrong; the cause is its own exception, if there is one."""
 
 
+class AgentTimeoutError(AgentFailure):
+    """It took longer than its limit; an error of its own about a time-out is an ordinary failure."""
+
+
 @dataclass(frozen=True)
 class AgentOutcome:
     """What an agent returned: a reward or None, and further values of its row."""
@@ -84,7 +88,8 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     """Call the agent with those of ``arguments`` that it takes.
 
     Raises:
-        AgentFailure: it raised, took longer than ``timeout`` seconds, or returned something that is no reward.
+        AgentTimeoutError: it took longer than ``timeout`` seconds.
+        AgentFailure: it raised, or returned something that is no reward.
     """
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -92,7 +97,7 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     try:
         outcome = await asyncio.wait_for(asyncio.wrap_future(call.start()), timeout)
     except TimeoutError as error:
-        raise AgentFailure(f"took longer than {timeout:g} s and was given up") from error
+        raise AgentTimeoutError(f"took longer than {timeout:g} s and was given up") from error
     finally:
         call.stop()
     failure = outcome.exception()
