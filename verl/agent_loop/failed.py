@@ -3,7 +3,7 @@
 What the policy can bring about must not pay. What it writes (a call that cannot be read, an answer that a template
 refuses, a conversation or an episode over its time) is an ordinary answer and is scored; only what a user's code, a
 row or the sampler does is masked, and ``on_error: zero`` gives it 0 where an action may be the cause. An agent at the
-endpoint that returns the reward itself has none when its time is over: its row counts as what its code did.
+endpoint returns the reward itself and has none when its time is over: its row gets 0, once the policy has answered.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_tools_of_a_tool_environment_are_called(folder):
     "broken, reason, timeout",
     [("raise", "the board is gone", 60.0), ("repeat", "ToolCallError: 7", 60.0), ("hang", "longer than 2 s", 2.0)],
 )
-def test_an_environment_that_fails_is_masked_and_counted(folder, broken, reason, timeout):
+def test_an_environment_that_fails_is_counted_and_a_time_out_scores_0(folder, broken, reason, timeout):
     batch = of_dataset(2, agent_name=["bad", "mine"])
     entry = {"_target_": "verl.agent_loop.adapters.verifiers_env.VerifiersAgentLoop", "environment": "words-env"}
     bad = {**entry, "name": "bad", "environment_kwargs": {"broken": broken}, "timeout": timeout}
@@ -121,7 +121,9 @@ def test_an_environment_that_fails_is_masked_and_counted(folder, broken, reason,
     manager = AgentLoopManager(settings(agent=agent), Scripted(*["7"] * 4), TOKENIZER)
     made = manager.generate_sequences(batch)
     assert reason in made.non_tensor_batch["agent_error"][0] and made.non_tensor_batch["agent_error"][1] is None
-    assert made.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
+    left_out = "stop" if broken == "hang" else "abort"
+    assert made.non_tensor_batch["finish_reason"].tolist() == [left_out, "stop"]
+    assert made.non_tensor_batch["reward_score"][0] == 0.0
     assert made.meta_info["metrics"]["rollout/agent/failed"].value == 1
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.agent_loop.envs.adapter import EnvironmentFailure
 from verl.agent_loop.parsers import ToolParser
+from verl.agent_loop.server.agent import AgentTimeoutError
 from verl.agent_loop.server.loop import OpenAIAgentLoop, SharedEndpoint
 from verl.agent_loop.server.settings import AgentSettings
 from verl.config.schema.data import DataConfig
@@ -83,6 +84,7 @@ class VerifiersRollouts:
 
         Raises:
             EnvironmentFailure: the environment failed, or its rubric gave no reward.
+            AgentTimeoutError: the rollout took longer than ``timeout``.
             ConfigError: the row is not one of the environment's.
         """
         if row.get("example_id") is None:
@@ -91,7 +93,7 @@ class VerifiersRollouts:
         try:
             return await runner().run(partial(self._rollout, base_url, api_key, row, model), self.timeout)
         except TimeLimit as limit:
-            raise EnvironmentFailure(f"a rollout took longer than {limit.seconds:g} s and was given up") from limit
+            raise AgentTimeoutError(f"a rollout took longer than {limit.seconds:g} s and was given up") from limit
 
     async def _rollout(self, base_url: str, api_key: str, row: Mapping[str, object], model: str) -> dict[str, object]:
         errors: list[str] = []

@@ -101,6 +101,8 @@ async def run_agent(function: Callable[..., Any], arguments: Mapping[str, Any], 
     finally:
         call.stop()
     failure = outcome.exception()
+    if isinstance(failure, AgentTimeoutError):  # of an agent that keeps its limit itself
+        raise failure
     if failure is not None:
         raise AgentFailure(f"{type(failure).__name__}: {failure}") from failure
     return read_outcome(outcome.result())

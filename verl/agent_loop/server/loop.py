@@ -14,7 +14,7 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.batch import SEVERAL_WITH_PICTURES
 from verl.agent_loop.failed import COLUMN, OnError, failed
 from verl.agent_loop.parsers import ToolParser
-from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, run_agent
+from verl.agent_loop.server.agent import AgentFailure, AgentOutcome, AgentTimeoutError, run_agent
 from verl.agent_loop.server.conversation import Conversation
 from verl.agent_loop.server.endpoint import shared_endpoint
 from verl.agent_loop.server.prompts import Prompts
@@ -148,8 +148,10 @@ class OpenAIAgentLoop(AgentLoopBase):
             output.finish_reason = "abort"
             return output
         if error is not None:
-            is_full = conversation.is_full and last is not None  # the policy can bring that about: no mask
-            on_error: OnError = "zero" if is_full and settings.on_error == "mask" else settings.on_error
+            # A policy that fills its context or dawdles would escape a low score if that were masked.
+            may_be_its_doing = conversation.is_full or isinstance(error, AgentTimeoutError)
+            no_mask = last is not None and may_be_its_doing and settings.on_error == "mask"
+            on_error: OnError = "zero" if no_mask else settings.on_error
             return failed(output, f"the agent {settings.agent}", error, on_error)
         assert isinstance(outcome, AgentOutcome)
         output.extra_fields.update(outcome.extra)

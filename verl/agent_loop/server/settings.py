@@ -23,7 +23,7 @@ class AgentSettings:
         agent: ``file.py:name``, ``file.py`` or ``my_pkg.mod:name``; a plain or an async function.
         timeout: seconds for one agent; then the row has failed.
         on_error: ``mask`` leaves a failed row out of training and counts it, ``zero`` gives it the score 0, ``raise``
-            stops the run.
+            stops the run. What the policy may bring about, a full response or a time-out, is 0 instead of masked.
         branches: what becomes of calls that do not continue one another: ``error`` fails the row, ``last`` trains on
             the last conversation and counts the sampled tokens that are left out, ``rows`` makes each a row
             of the batch (each sampled token once), with the score of the last.
