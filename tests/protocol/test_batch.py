@@ -210,6 +210,23 @@ def test_union_finds_nan_equal_to_nan_deep_inside_objects():
 # ---- rows ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("cut", [lambda data: data[:], lambda data: data.chunk(1)[0], lambda data: data.split(9)[0]])
+def test_a_slice_of_all_rows_has_columns_of_its_own(cut):
+    data = batch(4)
+    part = cut(data)
+    part.rename("x", "y")
+    part.pop(non_tensor_batch_keys=["uid"])
+    assert list(data.batch.keys()) == ["x"] and rows_of(data) == [0, 1, 2, 3]
+    assert part.batch["y"].data_ptr() == data.batch["x"].data_ptr(), "without a copy of the numbers"
+
+
+def test_batches_whose_tensors_are_all_taken_out_are_joined():
+    emptied = batch(2)
+    emptied.pop(["x"])
+    joined = DataProto.concat([emptied, batch(2).select([]), DataProto.from_dict(non_tensors={"uid": ["u0"]})])
+    assert joined.non_tensor_batch["uid"].tolist() == ["u0", "u1", "u0", "u1", "u0"]
+
+
 def test_chunk_slice_and_split_are_views():
     data = batch(6, k=1)
     base, row_bytes = data.batch["x"].data_ptr(), 2 * 8

@@ -31,6 +31,12 @@ def column_after(values: list, folder: Path) -> list:
     return round_trip(DataProto.from_dict(non_tensors={"c": values}), folder).non_tensor_batch["c"].tolist()
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_column_of_every_third_row_survives(rows, tmp_path):
+    back = round_trip(DataProto.from_dict({"t": torch.arange(9)})[::3][:rows], tmp_path)
+    assert back.batch["t"].tolist() == [0, 3][:rows]
+
+
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
 def test_every_tensor_dtype_survives_bit_for_bit(dtype, tmp_path):
     raw = torch.randint(0, 2, (3, 4, dtype.itemsize), dtype=torch.uint8)

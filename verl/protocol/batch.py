@@ -274,10 +274,10 @@ class DataProto:
         cut = slice(start, end, step)
         if step is not None and step < 0:
             return self.select_idxs(list(range(*cut.indices(len(self)))))
-        return self._with_rows(
-            None if self.batch is None else self.batch[cut],
-            {key: column[cut] for key, column in self.non_tensor_batch.items()},
-        )
+        tensors = None if self.batch is None else self.batch[cut]
+        if tensors is self.batch is not None:  # all rows: columns that are added to one are not in the other
+            tensors = self.batch.copy()
+        return self._with_rows(tensors, {key: column[cut] for key, column in self.non_tensor_batch.items()})
 
     def select_idxs(self, idxs: Rows) -> DataProto:
         """A copy of the chosen rows, in the given order; ``idxs`` holds indices or one boolean per row."""
@@ -318,13 +318,13 @@ class DataProto:
         parts = list(data)
         if not parts:
             raise BatchError("there is no batch to join")
-        with_tensors = [part.batch is not None for part in parts]
+        with_tensors = [bool(part._tensor_keys()) for part in parts]
         if any(with_tensors) and not all(with_tensors):
             raise BatchError("batches with and without tensors cannot be joined", got=with_tensors)
         meta_info = join_meta_info([part.meta_info for part in parts])
         tensors = [part.batch for part in parts if part.batch is not None]
         return type(parts[0])(
-            batch=join_tensordicts(tensors, meta_info) if tensors else None,
+            batch=join_tensordicts(tensors, meta_info) if len(tensors) == len(parts) else None,
             non_tensor_batch=join_arrays([part.non_tensor_batch for part in parts]),
             meta_info=meta_info,
         )

@@ -66,6 +66,8 @@ class Refused(Exception):
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's numbers as a flat uint8 array; no copy for a contiguous tensor on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if flat.numel() < 2:  # contiguous with any stride, and a view of bytes needs a stride of 1
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()
 
 
