@@ -117,7 +117,7 @@ def main(caller: int, command: list[str]) -> int:
     adopt_orphans()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal sends it to all; the program inherits this
     try:
-        program = subprocess.Popen(command, preexec_fn=_die_with_parent)  # noqa: PLW1509 -- no other thread yet
+        program = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509 -- no other thread yet
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", file=sys.stderr)
         return 127
@@ -125,7 +125,7 @@ def main(caller: int, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program, too
     threading.Thread(target=_end_with, args=(caller, program), daemon=True).start()
     status = _wait(program)
-    _end_children()
+    end_children()
     return status if status >= 0 else 128 - status
 
 
@@ -142,7 +142,8 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """This process is killed when the thread ends that has forked it (Linux)."""
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
@@ -180,8 +181,8 @@ def wait_for_end(parent: int) -> None:
     os.close(watched)
 
 
-def _end_children() -> None:
-    """Kill what the program left behind; orphans come here one generation after the other."""
+def end_children() -> None:
+    """Kill what is left below this process; orphans come here one generation after the other."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         for child in children():
@@ -193,6 +194,15 @@ def _end_children() -> None:
         except ChildProcessError:
             return
         time.sleep(0.01)
+
+
+def ending(code: int) -> str:
+    """How a process ended: its exit code, or less than 0 for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    with suppress(ValueError):
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    return f"signal {-code}"
 
 
 @functools.cache

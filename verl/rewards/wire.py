@@ -33,6 +33,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return {TAG: "bytes", "data": base64.b64encode(value).decode()}
     if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        if value.ndim and value.dtype.kind in "biuf":
+            data = base64.b64encode(value.tobytes()).decode()
+            return {TAG: "numbers", "dtype": str(value.dtype), "shape": list(value.shape), "data": data}
         listed = to_plain(value.tolist())
         return {TAG: "array", "dtype": str(value.dtype), "items": listed} if value.ndim else listed
     raise NotPlainError(f"a value of type {type(value).__name__}")
@@ -49,10 +52,18 @@ def from_plain(value: Any) -> Any:
         return {key: from_plain(item) for key, item in value.items()}
     if kind == "bytes":
         return base64.b64decode(value["data"])
+    if kind == "numbers":
+        return _numbers(**{name: value[name] for name in ("dtype", "shape", "data")})
     items = from_plain(value["items"])
     if kind == "array":
         return _array(items, value["dtype"])
     return tuple(items) if kind == "tuple" else dict(items)
+
+
+def _numbers(dtype: str, shape: list[int], data: str) -> Any:
+    import numpy as np  # only where the data holds arrays
+
+    return np.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype).reshape(shape)
 
 
 def _array(items: list[Any], dtype: str) -> Any:

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image, fromarray
 
-from verl.errors import ConfigError, suggest
-from verl.registry import load_module, load_object
+from verl.agent_loop.envs.host import accepted
 from verl.tools.runner import TimeLimit, in_thread, runner
 
 OBSERVED = ("text", "image", "video")
@@ -27,6 +26,10 @@ OBSERVED = ("text", "image", "video")
 
 class EnvironmentFailure(Exception):
     """The environment raised, hung, or returned something else than its contract says."""
+
+
+class RemoteEnvironmentError(Exception):
+    """What a call of an environment in another process came to: ``raised ValueError: ...``, ``ended its process``."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +67,6 @@ class Step:
         return self.terminated or self.truncated
 
 
-def load_environment(path: str) -> Callable[..., Any]:
-    """The class or function at ``file.py:name`` or ``my_pkg.mod:name`` that makes an environment.
-
-    Raises:
-        ConfigError: no such file or name.
-    """
-    file, colon, name = path.rpartition(":")
-    if not (colon and file.endswith(".py")):
-        environment = load_object(path)
-    else:
-        members = vars(load_module(file))
-        environment = members.get(name)
-        if not callable(environment):
-            names = [n for n, m in members.items() if n[0] != "_" and callable(m)]
-            raise ConfigError(
-                f"{file} has no {name!r}", key="environment", allowed=names or "none found", fix=suggest(name, names)
-            )
-    if not callable(environment):
-        raise ConfigError("not callable", key="environment", got=path, allowed="a class or function that makes one")
-    return environment
-
-
 class Environment:
     """One episode.
 
@@ -95,7 +76,7 @@ class Environment:
             steps end by limits of its own, and may wait for others before.
     """
 
-    def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any], timeout: float):
+    def __init__(self, make: Callable[..., object], kwargs: Mapping[str, object], timeout: float):
         self._make, self._kwargs, self._timeout = make, dict(kwargs), timeout
         self._it: Any = None
 
@@ -116,7 +97,7 @@ class Environment:
         if missing:
             raise EnvironmentFailure(f"{type(self._it).__name__} has no method {missing[0]}")
         arguments = {"seed": seed, "options": None if options is None else dict(options)}
-        answer = await self._call("reset", self._timeout, self._it.reset, **_taken(self._it.reset, arguments))
+        answer = await self._call("reset", self._timeout, self._it.reset, **accepted(self._it.reset, arguments))
         info: Mapping[str, Any] = {}
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
             answer, info = answer
@@ -153,6 +134,8 @@ class Environment:
             return await runner().run(lambda: _run(function, *arguments, **named), limit)
         except TimeLimit as error:
             raise EnvironmentFailure(f"{what} took longer than {error.seconds:g} s and was given up") from error
+        except RemoteEnvironmentError as error:
+            raise EnvironmentFailure(f"{what} {error}") from error
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # boundary: the user's environment, which may even call sys.exit
@@ -164,16 +147,6 @@ async def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
         return await function(*arguments, **named)
     result = await in_thread(function, *arguments, **named)
     return await result if inspect.isawaitable(result) else result
-
-
-def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the function takes."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _observed(observation: object, where: str) -> Observation:

@@ -15,7 +15,9 @@ from PIL.Image import Image
 from verl.agent_loop.agent_data import AgentData
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.client import within_response
-from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Observation, Step, load_environment
+from verl.agent_loop.envs.adapter import Environment, EnvironmentFailure, Observation, Step
+from verl.agent_loop.envs.host import load_environment
+from verl.agent_loop.envs.hosted import EnvironmentHost, HostedEnvironment, host_of
 from verl.agent_loop.extend import Extender, TemplateContinuationError, assistant_message
 from verl.agent_loop.failed import COLUMN, OnError, check_on_error, failed
 from verl.agent_loop.seen import NOTHING, SeenImages, ShownMedia
@@ -26,7 +28,7 @@ from verl.config.schema.rollout import RolloutConfig
 from verl.data.messages import Message, prune
 from verl.data.vision.images import describe_image
 from verl.data.vision.videos import VideoClip
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.metrics import notice
 from verl.protocol.fields import TURN_STATES
 from verl.protocol.tokenizer import Tokenizer
@@ -50,6 +52,7 @@ class EnvironmentSettings:
             stops the run.
         template_kwargs: arguments of the chat template.
         max_observation_length: most characters of an observation; the beginning of a longer one is kept.
+        process: each episode is a process of its own, which is killed with what it started when the episode ends.
     """
 
     environment: str
@@ -61,6 +64,7 @@ class EnvironmentSettings:
     on_error: OnError = "mask"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_observation_length: int = MOST_CHARACTERS
+    process: bool = False
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> EnvironmentSettings:
@@ -78,6 +82,8 @@ class EnvironmentSettings:
         if values.get("timeout") is not None:
             values["timeout"] = positive(values["timeout"], "timeout")
         values["on_error"] = check_on_error(values.get("on_error", cls.on_error))
+        if not isinstance(values.get("process", cls.process), bool):
+            raise ConfigError("wrong type", key="process", got=values["process"], allowed=[True, False])
         for name in ("environment_kwargs", "template_kwargs"):
             values[name] = dict(values.get(name) or {})
         return cls(**values)
@@ -88,8 +94,15 @@ class Shared:
     """What all rows of an entry share."""
 
     settings: EnvironmentSettings
-    make: Callable[..., Any]
+    make: Callable[..., object]
     extender: Extender
+    host: EnvironmentHost | None
+
+    def environment(self, arguments: Mapping[str, object], seed: int) -> Environment:
+        """One for an episode."""
+        if self.host is None:
+            return Environment(self.make, arguments, self.settings.step_timeout)
+        return HostedEnvironment(self.host, arguments, self.settings.step_timeout, seed)
 
 
 class EnvironmentAgentLoop(AgentLoopBase):
@@ -110,14 +123,18 @@ class EnvironmentAgentLoop(AgentLoopBase):
         settings = EnvironmentSettings.read(kwargs)
         of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")
         extender = Extender(tokenizer, {**dict(of_data or {}), **settings.template_kwargs})
-        return Shared(settings, load_environment(settings.environment), extender)
+        make = load_environment(settings.environment)
+        host = host_of(settings.environment) if settings.process else None
+        if host is not None:
+            host.start()
+        return Shared(settings, make, extender, host)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         settings, extra = self.shared.settings, kwargs.get("extra_info")
         extra = extra if isinstance(extra, Mapping) else {}
         # A parquet column gives every row all names, null where a row has none.
         made_with = {**settings.environment_kwargs, **prune(extra.get("environment_kwargs") or {})}
-        environment = Environment(self.shared.make, made_with, settings.step_timeout)
+        environment = self.shared.environment(made_with, _seed(str(kwargs["uid"])))
         episode = _Episode(AgentData(kwargs, seen=self.server_manager.seen))
         error: EnvironmentFailure | None = None
         limit = asyncio.timeout(settings.timeout)

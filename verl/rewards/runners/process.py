@@ -279,7 +279,7 @@ class Child:
             with suppress(OSError):
                 if stream is not None:
                     stream.close()
-        return "it was stopped" if self._stopped else _cause(_status(process))
+        return "it was stopped" if self._stopped else lifeline.ending(_status(process))
 
 
 def _status(process: subprocess.Popen[bytes]) -> int:
@@ -319,11 +319,3 @@ def _portions(frames: Iterable[bytes], room: int) -> Iterator[list[bytes]]:
             portion = []
         portion.append(frame)
     yield portion
-
-
-def _cause(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with suppress(ValueError):
-        return f"signal {-code}, {signal.Signals(-code).name}"
-    return f"signal {-code}"
