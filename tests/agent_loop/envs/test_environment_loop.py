@@ -143,7 +143,7 @@ def place(words: str) -> str:
         ("raise", "step raised ValueError: the board is gone (" + place("the board is gone")),
         ("reset", "column 1 (char 0) (" + place("no board")),
         ("exit", "SystemExit: 2"),
-        ("hang", "step took longer than 2 s"),
+        ("hang", "step took longer than 2 s and was given up; its thread stays (process: true ends it)"),
         ("shape", "step returned 'x', not (observation, reward"),
         ("nan", "step returned the reward nan"),
         ("bytes", "observation of type bytes"),

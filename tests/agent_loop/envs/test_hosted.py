@@ -98,7 +98,7 @@ def test_nothing_is_left_of_an_episode_and_what_it_started(tmp_path, impatient, 
         await environment.reset(1, None)
         processes = below(host_process(host))
         if how == "hang":
-            with pytest.raises(EnvironmentFailure, match="step took longer than 60 s and was given up"):
+            with pytest.raises(EnvironmentFailure, match=r"step took longer than 60 s and was given up$"):
                 await environment.step("1")
         else:
             assert (await environment.step("1")).reward == 1.0
@@ -173,5 +173,8 @@ def test_a_file_that_starts_threads_or_cannot_be_loaded_is_named(tmp_path):
     assert "starts 1 thread(s), which episodes do not have" in notices()[f"the environment {tmp_path}/busy.py:Busy"]
     with pytest.raises(ConfigError, match=r"cannot be loaded in its process.*has no 'Lazy'"):
         EnvironmentHost(f"{tmp_path}/busy.py:Lazy").start()
+    (tmp_path / "gone.py").write_text("import os\nos._exit(1)\n")
+    with pytest.raises(ConfigError, match=r"gone.py:Gone cannot be loaded in its process: the process ended"):
+        play(tmp_path, "1", environment=f"{tmp_path}/gone.py:Gone", process=True)
     with pytest.raises((ConfigError, RolloutError), match="process"):
         play(tmp_path, "1", process="yes")

@@ -76,6 +76,8 @@ class Environment:
             steps end by limits of its own, and may wait for others before.
     """
 
+    left_of_a_hanging_call = "; its thread stays (process: true ends it)"
+
     def __init__(self, make: Callable[..., object], kwargs: Mapping[str, object], timeout: float):
         self._make, self._kwargs, self._timeout = make, dict(kwargs), timeout
         self._it: Any = None
@@ -133,7 +135,8 @@ class Environment:
         try:
             return await runner().run(lambda: _run(function, *arguments, **named), limit)
         except TimeLimit as error:
-            raise EnvironmentFailure(f"{what} took longer than {error.seconds:g} s and was given up") from error
+            left = f"{what} took longer than {error.seconds:g} s and was given up{self.left_of_a_hanging_call}"
+            raise EnvironmentFailure(left) from error
         except RemoteEnvironmentError as error:
             raise EnvironmentFailure(f"{what} {error}") from error
         except asyncio.CancelledError:

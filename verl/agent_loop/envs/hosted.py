@@ -11,7 +11,6 @@ import atexit
 import functools
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -35,6 +34,8 @@ BOOT = (
 )
 PROGRAM = Path(__file__).with_name("host.py")
 START_SECONDS = 300.0
+END_SECONDS = 1.0
+"""In which a host that is gone is collected by its guard."""
 PIECE = 1 << 16
 
 
@@ -68,14 +69,16 @@ class EnvironmentHost:
         Raises:
             RemoteEnvironmentError: there is no further process.
         """
-        control, link = self._request()
+        process, link = self._request()
         try:
             return link.check()
         except RemoteEnvironmentError:
-            if not _has_ended(control):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            if process.poll() is None:
                 raise
         with self._lock:  # killed from outside perhaps, with all of its episodes
-            if self._control is control:
+            if self._process is process:
                 self._end()
         return self._request()[1].check()
 
@@ -84,15 +87,15 @@ class EnvironmentHost:
         with self._lock:
             self._end()
 
-    def _request(self) -> tuple[socket.socket, Link]:
+    def _request(self) -> tuple[subprocess.Popen[bytes], Link]:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             if self._control is None:
                 self._launch()
-            assert self._control is not None
+            assert self._control is not None and self._process is not None
             with suppress(OSError):  # it is gone, and so will the other end of this socket be
                 socket.send_fds(self._control, [b"e"], [theirs.fileno()])
-            return self._control, Link(ours)
+            return self._process, Link(ours)
 
     def _launch(self) -> None:
         control, theirs = socket.socketpair()
@@ -107,8 +110,10 @@ class EnvironmentHost:
         control.settimeout(START_SECONDS)
         try:
             started = Link(control).receive()
-        except (RemoteEnvironmentError, TimeoutError) as error:
-            started = {"failure": f"its process {error}"}
+        except RemoteEnvironmentError:
+            started = {"failure": "the process ended"}
+        except TimeoutError:
+            started = {"failure": f"that took longer than {START_SECONDS:g} s"}
         control.settimeout(None)
         if started["failure"] is not None:
             self._end()
@@ -213,6 +218,8 @@ class HostedEnvironment(Environment):
         seed: of ``random`` and numpy's generator in that process.
     """
 
+    left_of_a_hanging_call = ""
+
     def __init__(self, host: EnvironmentHost, arguments: Mapping[str, object], timeout: float, seed: int):
         super().__init__(self._start, arguments, timeout)
         self._host, self._seed = host, seed
@@ -246,14 +253,6 @@ class HostedEnvironment(Environment):
         link, self._link, self._it = self._link, None, None
         if link is not None:
             link.close()
-
-
-def _has_ended(control: socket.socket) -> bool:
-    """Whether nobody holds the other end."""
-    try:
-        return bool(select.select([control], [], [], 0)[0]) and not control.recv(1, socket.MSG_PEEK)
-    except ConnectionError:
-        return True
 
 
 @functools.cache

@@ -94,15 +94,14 @@ class Shared:
     """What all rows of an entry share."""
 
     settings: EnvironmentSettings
-    make: Callable[..., object]
+    make: Callable[..., object] | EnvironmentHost
     extender: Extender
-    host: EnvironmentHost | None
 
     def environment(self, arguments: Mapping[str, object], seed: int) -> Environment:
         """One for an episode."""
-        if self.host is None:
-            return Environment(self.make, arguments, self.settings.step_timeout)
-        return HostedEnvironment(self.host, arguments, self.settings.step_timeout, seed)
+        if isinstance(self.make, EnvironmentHost):
+            return HostedEnvironment(self.make, arguments, self.settings.step_timeout, seed)
+        return Environment(self.make, arguments, self.settings.step_timeout)
 
 
 class EnvironmentAgentLoop(AgentLoopBase):
@@ -123,11 +122,11 @@ class EnvironmentAgentLoop(AgentLoopBase):
         settings = EnvironmentSettings.read(kwargs)
         of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")
         extender = Extender(tokenizer, {**dict(of_data or {}), **settings.template_kwargs})
-        make = load_environment(settings.environment)
-        host = host_of(settings.environment) if settings.process else None
-        if host is not None:
-            host.start()
-        return Shared(settings, make, extender, host)
+        if not settings.process:
+            return Shared(settings, load_environment(settings.environment), extender)
+        host = host_of(settings.environment)
+        host.start()
+        return Shared(settings, host, extender)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         settings, extra = self.shared.settings, kwargs.get("extra_info")
