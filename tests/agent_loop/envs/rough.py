@@ -47,7 +47,7 @@ class Rough:
         if self.how == "fork":
             os.fork()
         if self.how == "daemon":
-            command = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(1000)"
+            command = "import os, signal; os.setsid(); print(os.getpid(), flush=True); signal.pause()"
             with open(self.notes, "a") as notes:
                 subprocess.Popen([sys.executable, "-c", command], stdout=notes).poll()
         return "", 1.0, True, False, {"unread": object()}

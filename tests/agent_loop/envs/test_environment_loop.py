@@ -213,9 +213,16 @@ def test_a_setting_that_cannot_work_is_refused_by_name(tmp_path, options, said):
         play(tmp_path, "1", **options)
 
 
+def test_a_process_per_episode_is_refused_where_there_is_no_linux(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match=r"process: .*Linux"):
+        EnvironmentSettings.read({"environment": "a:b", "process": True})
+    assert EnvironmentSettings.read({"environment": "a:b"}).process is False
+
+
 def test_the_settings_have_defaults_that_need_only_the_environment():
-    found = EnvironmentSettings.read({"environment": "a:b"})
-    assert (found.max_turns, found.step_timeout, found.on_error) == (None, 60.0, "mask")
+    settings = EnvironmentSettings.read({"environment": "a:b"})
+    assert (settings.max_turns, settings.step_timeout, settings.on_error) == (None, 60.0, "mask")
 
 
 def test_what_an_environment_does_before_its_reset_has_no_time_limit(monkeypatch):

@@ -76,7 +76,7 @@ class Environment:
             steps end by limits of its own, and may wait for others before.
     """
 
-    left_of_a_hanging_call = "; its thread stays (process: true ends it)"
+    hang_hint = "; its thread stays (process: true ends it)"
 
     def __init__(self, make: Callable[..., object], kwargs: Mapping[str, object], timeout: float):
         self._make, self._kwargs, self._timeout = make, dict(kwargs), timeout
@@ -135,7 +135,7 @@ class Environment:
         try:
             return await runner().run(lambda: _run(function, *arguments, **named), limit)
         except TimeLimit as error:
-            left = f"{what} took longer than {error.seconds:g} s and was given up{self.left_of_a_hanging_call}"
+            left = f"{what} took longer than {error.seconds:g} s and was given up{self.hang_hint}"
             raise EnvironmentFailure(left) from error
         except RemoteEnvironmentError as error:
             raise EnvironmentFailure(f"{what} {error}") from error

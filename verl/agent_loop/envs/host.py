@@ -54,7 +54,10 @@ def load_environment(path: str) -> Callable[..., Any]:
         if not callable(environment):
             names = [n for n, m in members.items() if n[0] != "_" and callable(m)]
             raise ConfigError(
-                f"{file} has no {name!r}", key="environment", allowed=names or "none found", fix=suggest(name, names)
+                f"{file} has no {name!r}",
+                key="environment",
+                allowed=names or "no class or function is defined there",
+                fix=suggest(name, names),
             )
     if not callable(environment):
         raise ConfigError("not callable", key="environment", got=path, allowed="a class or function that makes one")
@@ -123,9 +126,7 @@ def _keep(make: Callable[..., object], link: int) -> NoReturn:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = ended[1] if ended[0] == episode else status
-    if status is None:
-        os.kill(episode, signal.SIGKILL)
-    else:
+    if status is not None:
         with suppress(OSError):
             os.write(link, frames.pack({"ended": os.waitstatus_to_exitcode(status)}))
     lifeline.end_children()

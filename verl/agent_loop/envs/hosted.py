@@ -155,7 +155,7 @@ class Link:
             packed = frames.pack({"call": name, "with": wire.to_plain(list(arguments))})
         except wire.NotPlainError as error:
             raise RemoteEnvironmentError(f"got {error}, which cannot be sent to its process") from error
-        with suppress(BrokenPipeError):  # how it ended may still be read
+        with suppress(ConnectionError):  # how it ended may still be read
             self._socket.sendall(packed)
         answer = self.receive()
         if "raised" in answer:
@@ -218,7 +218,7 @@ class HostedEnvironment(Environment):
         seed: of ``random`` and numpy's generator in that process.
     """
 
-    left_of_a_hanging_call = ""
+    hang_hint = ""
 
     def __init__(self, host: EnvironmentHost, arguments: Mapping[str, object], timeout: float, seed: int):
         super().__init__(self._start, arguments, timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,10 @@ class EnvironmentSettings:
         values["on_error"] = check_on_error(values.get("on_error", cls.on_error))
         if not isinstance(values.get("process", cls.process), bool):
             raise ConfigError("wrong type", key="process", got=values["process"], allowed=[True, False])
+        if values.get("process") and sys.platform != "linux":
+            raise ConfigError(
+                "needs Linux", key="process", got=True, allowed=[False], fix="leave it out, or run on Linux"
+            )
         for name in ("environment_kwargs", "template_kwargs"):
             values[name] = dict(values.get(name) or {})
         return cls(**values)
