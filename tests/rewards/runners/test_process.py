@@ -35,6 +35,8 @@ CODE = """
         if word == "killed":  # the first processes, as if by the kernel
             if pathlib.Path(f"{folder}/log").read_text().count(solution_str) <= int(number):
                 os.kill(os.getpid(), 9)
+        if word == "fork":
+            os.fork()
         if word == "hang":
             time.sleep(1000)
         if word == "sleep":
@@ -115,6 +117,12 @@ def test_a_call_whose_process_is_killed_from_outside_is_made_again(make, tmp_pat
     assert began(tmp_path) == ["start", "a", "killed 2", "killed 2", "killed 2"]
     assert "its sample is scored again" in notices()["the process of a reward function"]
     assert ask(child, "b", "c") == ["b", "c"]
+
+
+def test_a_copy_that_a_function_forks_answers_for_no_other_sample(make):
+    child = make()
+    ask(child, "start")
+    assert ask(child, "fork", "a", "fork", "b", "c") == ["fork", "a", "fork", "b", "c"]
 
 
 def test_a_call_that_has_each_of_its_processes_killed_fails(make, tmp_path):
