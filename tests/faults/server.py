@@ -12,6 +12,8 @@ import time
 import traceback
 from typing import Any
 
+RESTART_SECONDS = "VERL_TEST_RESTART_SECONDS"
+"""A variable: the seconds that a run which starts again waits for machines; without it, the library's."""
 PRELOADED = (
     "torch",
     "datasets",
@@ -62,6 +64,8 @@ def _run(request: dict[str, Any]) -> None:
         os.environ["VERL_TEST_FAULT"] = request["fault"]
         os.environ["VERL_TEST_RUN"] = request["folder"]
         importlib.import_module("tests.faults.points")
+        if RESTART_SECONDS in os.environ:
+            importlib.import_module("verl.trainer.elastic").RESTART_SECONDS = float(os.environ[RESTART_SECONDS])
         program = importlib.import_module(f"verl.trainer.{request['program']}")
         status = program.main(request["arguments"])
     except SystemExit as end:

@@ -23,7 +23,6 @@ from verl.metrics import notices, reset_notices
 from verl.observability import profiler as profiling
 from verl.observability.profiler import ProfiledSteps, RoleProfiler, mini_batch_done
 from verl.trainer import main_ppo, runtime, sft_trainer
-from verl.trainer.placement import topology_of
 
 RUN = changed(
     COMMON,
@@ -217,7 +216,7 @@ def test_the_options_of_nsight_reach_the_options_of_rays_actors(here, monkeypatc
     off = read_config("ppo_trainer", [*RUN, "global_profiler.steps=[2]", f"{key}.trace=cuda", "trainer.runtime=ray"])
     for one in (config, off):
         with pytest.raises(ZeroDivisionError):
-            runtime._on_ray(one, topology_of(one)).group_class(None, worker)
+            runtime._on_ray(one, is_restart=False)[1].group_class(None, worker)
     asked = [actor_options(plan, "worker[0]", None)["runtime_env"] for plan in plans]
     assert runtime_env.RuntimeEnv(**asked[0])  # Ray takes them
     assert asked == [{"env_vars": {"A": "1"}, "nsight": options}, {"env_vars": {"A": "1"}}]

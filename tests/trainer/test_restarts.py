@@ -229,7 +229,7 @@ def test_pauses_double_while_no_checkpoint_is_made():
 )
 def test_an_attempt_reports_how_it_ended(tmp_path, error, expected):
     with open(tmp_path / "report", "wb") as file:
-        EndReport(file.fileno()).__exit__(error and type(error), error, None)
+        EndReport(file.fileno(), 1).__exit__(error and type(error), error, None)
     assert (tmp_path / "report").read_text() == expected + "\n"
 
 

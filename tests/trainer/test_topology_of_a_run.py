@@ -19,7 +19,7 @@ def test_a_run_prints_its_topology_when_it_starts(tmp_path, monkeypatch):
     words = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "trainer.device=cpu"]
     config = load_config("ppo_trainer", words)
     reset_notices()
-    with runtime.run_place(config) as place:
+    with runtime.run_place(config) as (_, place):
         assert place.kind == placement.topology_of(config).runtime == "local"
     table = notices()["topology"].splitlines()
     assert table[0] == "1 process in this process" and table[3].split() == [

@@ -59,7 +59,7 @@ class TaskRunner:
         )
 
 
-def _attempts(config: PPOTrainerConfig) -> AbstractContextManager[None]:
+def _attempts(config: PPOTrainerConfig) -> AbstractContextManager[int]:
     from verl.trainer.restarts import begin_attempts
 
     return begin_attempts(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
@@ -70,11 +70,11 @@ def run_ppo(config: PPOTrainerConfig, task_runner_class: type[TaskRunner] | None
 
     With ``trainer.max_restarts`` it is a fork of this process that returns from here.
     """
-    report = _attempts(config) if config.trainer.max_restarts else nullcontext()
-    with report:
+    report = _attempts(config) if config.trainer.max_restarts else nullcontext(1)
+    with report as attempt:
         from verl.trainer import runtime
 
-        with runtime.run_place(config) as place:
+        with runtime.run_place(config, is_restart=attempt > 1) as (config, place):
             runtime.check_run_folders(config)
             runner = (task_runner_class or TaskRunner)()
             runner.place = place

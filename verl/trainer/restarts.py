@@ -49,13 +49,15 @@ class EndReport:
 
     Args:
         writer: file descriptor of a pipe.
+        attempt: its number, from 1; what the block gets.
     """
 
-    def __init__(self, writer: int):
-        self._writer = writer
+    def __init__(self, writer: int, attempt: int):
+        self._writer, self._attempt = writer, attempt
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> int:
         signals.on_first(lambda number: self._write({"signal": number}))
+        return self._attempt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -193,7 +195,7 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
         if not pid:
             os.close(reader)
             _join(parent, mask)
-            return EndReport(writer)
+            return EndReport(writer, len(attempts) + 1)
         os.close(writer)
         process = AttemptProcess(pid, reader, earlier)
         result, stop = process.wait(stops)

@@ -31,7 +31,6 @@ RunConfig = PPOTrainerConfig | SupervisedConfig
 
 
 if TYPE_CHECKING:
-    from verl.config.machine.topology import Topology
     from verl.single_controller.ray.runtime import RayCluster
 
 
@@ -56,8 +55,13 @@ def prepare_process(seed: int, folder: str | None = None) -> None:
 
 
 @contextmanager
-def run_place(config: PPOTrainerConfig) -> Iterator[Place]:
-    """The place of a run; its end stops the workers and the cluster that this run started.
+def run_place(config: PPOTrainerConfig, is_restart: bool = False) -> Iterator[tuple[PPOTrainerConfig, Place]]:
+    """The configuration of a run, which a restart may change to fewer machines, and its place.
+
+    Its end stops the workers and the cluster that this run started.
+
+    Args:
+        is_restart: the run starts again (``trainer.max_restarts``), and waits longer for lost machines.
 
     Raises:
         ConfigError: the machine, or the cluster, is smaller than the run; an address that does not answer.
@@ -66,7 +70,7 @@ def run_place(config: PPOTrainerConfig) -> Iterator[Place]:
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
     words = {name: str(value) for name, value in variables.items()}
     with env.within(words), outside_of_loop():  # this may be the run's only process
-        yield from _enter(config)
+        yield from _enter(config, is_restart)
 
 
 @contextmanager
@@ -86,7 +90,7 @@ def outside_of_loop() -> Iterator[None]:
             asyncio.set_event_loop(loop)
 
 
-def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
+def _enter(config: PPOTrainerConfig, is_restart: bool) -> Iterator[tuple[PPOTrainerConfig, Place]]:
     prepare_process(config.trainer.seed, config.trainer.default_local_dir)
     external_lib = config.actor_rollout_ref.model.external_lib
     topology = topology_of(config)
@@ -96,15 +100,15 @@ def _enter(config: PPOTrainerConfig) -> Iterator[Place]:
         if config.transfer_queue.enable:
             notice("transfer_queue.enable", "has no effect in a run of one process, where no column travels")
         refuse_without_cuda(roles(config), on, external_lib)
-        yield Place("local", on)
+        yield config, Place("local", on)
         return
     from verl.single_controller import ray as cluster  # loads Ray
 
     try:
-        place = _on_ray(config, topology)
+        config, place = _on_ray(config, is_restart)
         refuse_without_cuda(roles(config), place.device, external_lib)
         random.seed(config.trainer.seed)  # Ray draws from python's generator while it starts
-        yield place
+        yield config, place
     finally:
         cluster.stop_cluster(config.ray_kwargs.timeline_json_file)
 
@@ -147,21 +151,25 @@ def page_of_run(config: RunConfig, tracking: Tracking, samples: Path | None = No
     return run_page(Path(config.trainer.default_local_dir), None if file is None else file.place, samples)
 
 
-def _on_ray(config: PPOTrainerConfig, topology: Topology) -> Place:
+def _on_ray(config: PPOTrainerConfig, is_restart: bool) -> tuple[PPOTrainerConfig, Place]:
     from verl.single_controller import ray as cluster
     from verl.single_controller.ray.address import find_address
     from verl.single_controller.ray.cluster import devices_per_node
+    from verl.trainer.elastic import on_present_nodes
 
+    topology = topology_of(config)
     settings = to_dict(config.ray_kwargs.ray_init)
     kind = config.trainer.device
     if find_address(settings) is None:
         kind = device.resolve_device(kind)
     largest = max(topology.pools, key=lambda pool: (len(pool.processes), max(pool.processes)))
     others = topology.processes - largest.size
-    started = cluster.start_cluster(list(largest.processes), kind, settings, further_processes=others)
+    needed = list(largest.processes)[: 1 if is_restart else None]  # a restart waits for the others below
+    started = cluster.start_cluster(needed, kind, settings, further_processes=others)
+    config = on_present_nodes(config, started.device) if is_restart else config
     _tell(started)
     on_device = started.device != "cpu"
-    return Place(
+    return config, Place(
         kind="ray",
         device=started.device,
         group_class=partial(

@@ -126,23 +126,29 @@ class ResourcePoolManager:
         return sum(sum(counts) for counts in self.resource_pool_spec.values())
 
     def _check_resource_available(self, devices_per_node: list[int], kind: str) -> None:
-        """Place every pool's nodes on the real ones, largest first, as the runtime will have to."""
-        free = sorted(devices_per_node, reverse=True)
-        for count in sorted(_all_counts(self.resource_pool_spec.values()), reverse=True):
-            free.sort(reverse=True)
-            if not free or free[0] < count:
-                raise ConfigError(
-                    f"the machines do not have the {kind} devices that the resource pools ask for",
-                    key="trainer.n_gpus_per_node",
-                    got=self.resource_pool_spec,
-                    allowed=f"devices per node: {devices_per_node}",
-                    fix="Lower trainer.n_gpus_per_node or trainer.nnodes.",
-                )
-            free[0] -= count
+        if not fit_together(self.resource_pool_spec.values(), devices_per_node):
+            raise ConfigError(
+                f"the machines do not have the {kind} devices that the resource pools ask for",
+                key="trainer.n_gpus_per_node",
+                got=self.resource_pool_spec,
+                allowed=f"devices per node: {devices_per_node}",
+                fix="Lower trainer.n_gpus_per_node or trainer.nnodes.",
+            )
 
 
-def _all_counts(specs: Iterable[list[int]]) -> list[int]:
-    return [count for counts in specs for count in counts]
+def fit_together(pools: Iterable[Sequence[int]], devices_per_node: Iterable[int]) -> bool:
+    """Whether the nodes hold all pools: their nodes are placed on the real ones, largest first, as the runtime has to.
+
+    Args:
+        pools: processes of each pool on each of its nodes.
+    """
+    free = list(devices_per_node)
+    for count in sorted((count for counts in pools for count in counts), reverse=True):
+        free.sort(reverse=True)
+        if not free or free[0] < count:
+            return False
+        free[0] -= count
+    return True
 
 
 def _check_count(count: Any) -> None:

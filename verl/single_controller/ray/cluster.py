@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from verl.errors import ConfigError
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 """Device kind -> Ray's name of the resource."""
+ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,11 @@ class ClusterNode:
 
 
 def nodes() -> list[ClusterNode]:
-    """The living nodes, sorted by address."""
-    alive = (entry for entry in ray.nodes() if entry["Alive"])
+    """The living nodes, sorted by address.
+
+    Ray takes up to half a minute to notice that a node is lost, so each node's manager has to take a connection.
+    """
+    alive = (n for n in ray.nodes() if n["Alive"] and _answers(n["NodeManagerAddress"], n["NodeManagerPort"]))
     listed = [ClusterNode(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in alive]
     return sorted(listed, key=lambda node: (_sortable(node.address), node.id))
 
@@ -53,9 +58,9 @@ def require_nodes(processes_on_nodes: Sequence[int], resource: str, seconds: flo
         ConfigError: the cluster is too small; the message lists what the run needs and what each node has.
     """
     deadline = time.monotonic() + seconds
-    while not fits_on_nodes(processes_on_nodes, resource, nodes()):
+    while not fits_on_nodes(processes_on_nodes, resource, present := nodes()):
         if time.monotonic() >= deadline:
-            raise too_small(processes_on_nodes, resource, nodes())
+            raise too_small(processes_on_nodes, resource, present)
         time.sleep(0.5)
 
 
@@ -79,6 +84,14 @@ def fits_on_nodes(processes_on_nodes: Sequence[int], resource: str, nodes: Seque
     capacities = sorted((node.amount(resource) for node in nodes), reverse=True)
     needs = sorted(processes_on_nodes, reverse=True)
     return len(needs) <= len(capacities) and all(need <= capacity for need, capacity in zip(needs, capacities))
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _sortable(address: str) -> tuple[int | str, ...]:
