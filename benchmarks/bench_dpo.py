@@ -31,6 +31,7 @@ from bench_sft import TEMPLATE, WARMUP, compared, furthest, lengths, our_script,
 from figures import TRL_CLOCK, Figures, Run, add_json, run_script
 
 PAIRS, LONGEST = 16, 512
+IMPORTS = "from verl.trainer.dpo_trainer import build_dpo as build_trainer"
 PEER_SETTINGS = {
     "one pass": {"per_device_train_batch_size": PAIRS},
     "passes of 4 pairs of like length": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": PAIRS // 4},
@@ -216,7 +217,7 @@ def run_ours(folder: Path, model: Path, reference: Path, pairs: Path, steps: int
         "optim.lr_scheduler_type=constant", f"trainer.total_training_steps={steps}", "trainer.logger=[file]",
         f"trainer.default_local_dir={folder / 'run'}", "trainer.device=cpu", "trainer.resume_mode=disable",
     ]  # fmt: skip
-    script = our_script("dpo_trainer", "loader.dataset.collate", PAIRS)
+    script = our_script("dpo_trainer", IMPORTS, "loader.dataset.collate", PAIRS)
     return run_script(sys.executable, script, words, folder, ours=True)
 
 

@@ -1,11 +1,18 @@
-"""Useful share of a run's time (ETTR) that is killed again and again, with ``trainer.max_restarts``.
+"""Useful share of a run's time (ETTR) whose processes are killed again and again.
 
-    PYTHONPATH=. python benchmarks/bench_restarts.py [--mtbf 60] [--steps 150] [--seed 0]
+    PYTHONPATH=. python benchmarks/bench_restarts.py [--role trainer] [--mtbf 60] [--steps 150] [--seed 0]
 
-A tiny model trains in one process; its reward takes the rest of a second, so that a step lasts about one. The process
-that trains gets SIGKILL at times drawn in advance, MTBF apart on average. Printed: useful seconds (the sum over the
-steps that are in the metrics at the end) divided by the clock's, the kills, and seconds from a kill to the end of the
-next step.
+A tiny model trains; its reward takes the rest of a second, so that a step lasts about one. A process of the role gets
+SIGKILL at times drawn in advance, MTBF seconds apart on average:
+
+- ``trainer``: the process that trains, of a run in one; the run starts again (``trainer.max_restarts``).
+- ``reward``: one of four processes that score; what it had is scored again.
+- ``sampler``, ``agent``: on Ray, one of two replicas, which is replaced (``rollout.max_replacements``), or one of two
+  processes that play agent loops.
+
+Printed: useful seconds divided by the clock's, the kills, and seconds from a kill to the end of the next step. Of the
+trainer the steps that are in the metrics at the end are useful, and the clock counts from the start. Of the others a
+step is as useful as the median one, and the clock counts from the end of the first step: a start is no repair.
 Needs Linux and psutil.
 """
 
@@ -21,9 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from figures import TINY_RUN
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
@@ -36,24 +46,59 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def command(steps: int) -> list[str]:
+ON_RAY = (
+    "trainer.runtime=ray",
+    "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.hybrid_engine=false",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.agent.num_workers=2",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_memory",
+    "actor_rollout_ref.rollout.max_replacements=1000",
+)
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes that are killed.
+
+    Args:
+        mark: stands in their command line; empty: the children of the process that starts attempts.
+        words: of the run.
+    """
+
+    mark: str = ""
+    words: tuple[str, ...] = ()
+
+    def victims(self, run: int) -> list[psutil.Process]:
+        """Those that a kill hits: the attempt and its orphans, or one that has the mark, if there is any."""
+        if not self.mark:
+            return psutil.Process(run).children()
+        return [process for process in psutil.Process(run).children(recursive=True) if self.mark in _words(process)]
+
+
+ROLES = {
+    "trainer": Role(),
+    "reward": Role("verl.rewards.worker"),
+    "sampler": Role("ray::ReplicaWorker", ON_RAY),
+    "agent": Role("ray::RolloutWorker", ON_RAY),
+}
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def command(steps: int, role: Role) -> list[str]:
     """A run that saves after each step; all rewards of a step are computed at once."""
     words = [
-        "algorithm.adv_estimator=grpo",
-        "data.train_files=train.parquet",
-        "data.train_batch_size=2",
-        "data.max_prompt_length=64",
-        "data.max_response_length=5",
-        "actor_rollout_ref.model.path=model",
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "reward.custom_reward_function.path=scorer.py",
+        *TINY_RUN,
+        *role.words,
         "reward.num_workers=4",
         "trainer.save_freq=1",
-        "trainer.max_actor_ckpt_to_keep=2",
-        "trainer.default_local_dir=run",
-        "trainer.logger=[file]",
-        "trainer.device=cpu",
         "trainer.max_restarts=1000",
         f"trainer.total_training_steps={steps}",
     ]
@@ -68,27 +113,36 @@ def finished(folder: Path) -> dict[int, float]:
     return {step["step"]: step["data"]["timing_s/step"] for step in steps if "timing_s/step" in step["data"]}
 
 
-def killed_run(folder: Path, mtbf: float, steps: int, seed: int) -> None:
+def killed_run(folder: Path, name: str, mtbf: float, steps: int, seed: int) -> None:
     """Run to the end under kills, and print what came of it."""
     draw, environment = random.Random(seed), {**os.environ, "VERL_FILE_LOGGER_ROOT": str(folder / "logs")}
-    began, back, kills = time.monotonic(), [], 0
+    role, began, back, kills = ROLES[name], time.monotonic(), list[float](), 0
     with open(folder / "output.txt", "wb") as output:
-        run = subprocess.Popen(command(steps), cwd=folder, env=environment, stdout=output, stderr=output)
+        run = subprocess.Popen(command(steps, role), cwd=folder, env=environment, stdout=output, stderr=output)
+    counted_from = began if name == "trainer" else None  # else the end of the first step
     next_kill, hit = began + draw.expovariate(1 / mtbf), None
     while run.poll() is None:
         now, steps_now = time.monotonic(), len(finished(folder))
+        if counted_from is None and steps_now:
+            counted_from, next_kill = now, now + draw.expovariate(1 / mtbf)
         if hit is not None and steps_now > hit[1]:
             back.append(now - hit[0])
             hit = None
-        if now >= next_kill:
-            for process in psutil.Process(run.pid).children():  # the attempt, and orphans of it
-                process.send_signal(signal.SIGKILL)
-            kills, hit, next_kill = kills + 1, hit or (now, steps_now), next_kill + draw.expovariate(1 / mtbf)
+        if now >= next_kill and counted_from is not None:
+            victims = role.victims(run.pid)
+            for process in draw.sample(victims, 1) if role.mark and victims else victims:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            kills, hit = kills + bool(victims), hit or ((now, steps_now) if victims else None)
+            next_kill += draw.expovariate(1 / mtbf)
         time.sleep(0.05)
-    wall, seconds = time.monotonic() - began, finished(folder).values()
+    end, seconds = time.monotonic(), list(finished(folder).values())
+    if run.returncode or counted_from is None:
+        raise SystemExit(f"status {run.returncode}\n{(folder / 'output.txt').read_text()[-3000:]}")
+    useful = sum(seconds) if name == "trainer" else statistics.median(seconds) * (len(seconds) - 1)
     lines = [
-        f"MTBF {mtbf:.0f} s: status {run.returncode}, {len(seconds)} steps of {statistics.mean(seconds):.2f} s",
-        f"{kills} kills, ETTR {sum(seconds) / wall:.1%} of {wall:.0f} s",
+        f"{name}, MTBF {mtbf:.0f} s: {len(seconds)} steps of {statistics.median(seconds):.2f} s",
+        f"{kills} kills, ETTR {useful / (end - counted_from):.1%} of {end - counted_from:.0f} s",
         f"next step {statistics.median(back or [0.0]):.1f} s after a kill, at most {max(back, default=0.0):.1f}",
     ]
     print(", ".join(lines))
@@ -96,6 +150,7 @@ def killed_run(folder: Path, mtbf: float, steps: int, seed: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--role", choices=ROLES, default="trainer")
     parser.add_argument("--mtbf", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
@@ -105,7 +160,7 @@ def main() -> int:
         tiny_model_dir(place / "model", hidden=16, layers=1, heads=2, kv_heads=1)
         write_prompts(place / "train.parquet", 64)
         (place / "scorer.py").write_text(SCORER)
-        killed_run(place, arguments.mtbf, arguments.steps, arguments.seed)
+        killed_run(place, arguments.role, arguments.mtbf, arguments.steps, arguments.seed)
     return 0
 
 

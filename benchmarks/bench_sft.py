@@ -53,10 +53,10 @@ OURS = (
     + """
 from verl.config import load_config
 from verl.data import StatefulLoader
-from verl.trainer import launch, PROGRAM as program
+from verl.trainer import launch
 
 def build(config, tokenizer, ctx):
-    trainer = program.build(config, tokenizer, ctx)
+    trainer = build_trainer(config, tokenizer, ctx)
     loader = trainer.train_loader  # in the order of the file, as the peer's
     trainer.train_loader = StatefulLoader(
         loader.dataset, batch_size=ROWS, shuffle=False, seed=1, num_workers=0, drop_last=True, collate_fn=COLLATE
@@ -77,6 +77,12 @@ launch.run_checked(load_config("PROGRAM", sys.argv[1:]), build)
 tell()
 """
 )
+
+IMPORTS = """
+from functools import partial
+from verl.data import sft_collate
+from verl.trainer.sft_trainer import build_sft as build_trainer
+"""
 
 PEER = (
     TRL_CLOCK
@@ -152,10 +158,10 @@ def make_rows(folder: Path, steps: int) -> tuple[Path, Path, list[int]]:
     return ours, theirs, [sum(counts[i : i + ROWS]) for i in range(0, len(counts), ROWS)]
 
 
-def our_script(program: str, collate: str, rows: int = ROWS) -> str:
-    """The timed run of one of our programs of supervised training."""
-    head = "from functools import partial\nfrom verl.data import sft_collate\n"
-    return head + OURS.replace("PROGRAM", program).replace("COLLATE", collate).replace("ROWS", str(rows))
+def our_script(program: str, imports: str, collate: str, rows: int = ROWS) -> str:
+    """The timed run of one of our programs of supervised training; ``imports`` bring its ``build_trainer``."""
+    script = OURS.replace("PROGRAM", program).replace("COLLATE", collate).replace("ROWS", str(rows))
+    return f"{imports}\n{script}"
 
 
 def run_ours(folder: Path, model: Path, rows: Path, steps: int) -> Run:
@@ -167,7 +173,7 @@ def run_ours(folder: Path, model: Path, rows: Path, steps: int) -> Run:
         f"trainer.total_training_steps={steps}", "trainer.logger=[file]", f"trainer.default_local_dir={folder / 'run'}",
         "trainer.device=cpu", "trainer.resume_mode=disable",
     ]  # fmt: skip
-    script = our_script("sft_trainer", "partial(sft_collate, pad_token_id=tokenizer.pad_token_id)")
+    script = our_script("sft_trainer", IMPORTS, "partial(sft_collate, pad_token_id=tokenizer.pad_token_id)")
     return run_script(sys.executable, script, words, folder, ours=True)
 
 

@@ -24,6 +24,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import psutil
+from figures import TINY_RUN
 
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
@@ -63,24 +64,12 @@ class Held:
 def command(steps: int, mode: str) -> list[str]:
     often = max(1, steps // 20)
     words = [
-        "algorithm.adv_estimator=grpo",
-        "data.train_files=train.parquet",
+        *TINY_RUN,
         "data.val_files=train.parquet",
-        "data.train_batch_size=2",
-        "data.max_prompt_length=64",
-        "data.max_response_length=5",
-        "actor_rollout_ref.model.path=model",
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "reward.custom_reward_function.path=scorer.py",
         "reward.num_workers=2",
         "trainer.rollout_data_dir=samples",
         f"trainer.save_freq={often}",
         f"trainer.test_freq={often}",
-        "trainer.max_actor_ckpt_to_keep=2",
-        "trainer.default_local_dir=run",
-        "trainer.logger=[file]",
-        "trainer.device=cpu",
         "trainer.total_epochs=1000000",
         f"trainer.total_training_steps={steps}",
     ]

@@ -17,6 +17,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TINY_RUN = (
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=train.parquet",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=64",
+    "data.max_response_length=5",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "reward.custom_reward_function.path=scorer.py",
+    "trainer.max_actor_ckpt_to_keep=2",
+    "trainer.default_local_dir=run",
+    "trainer.logger=[file]",
+    "trainer.device=cpu",
+)
+"""Settings of a run whose steps take milliseconds, but for what it scores and saves."""
+
 MARKS = """
 import json, resource, sys, time, warnings
 import psutil

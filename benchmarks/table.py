@@ -256,7 +256,7 @@ class Found:
 
 
 def measure(name: str, options: argparse.Namespace) -> Found:
-    """Run a benchmark; what it says goes to the screen, too."""
+    """Run a benchmark; what it says goes to the screen, too, line by line."""
     benchmark = BENCHMARKS[name]
     words = [*benchmark.words, *(benchmark.quick if options.quick else ())]
     for option in benchmark.options:
@@ -273,13 +273,17 @@ def measure(name: str, options: argparse.Namespace) -> Found:
         path = Path(folder) / "figures.json"
         command += [] if name == "weight_sync" else ["--json", str(path)]
         print(f"\n== {name}: {' '.join(command[1:])}", flush=True)
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
-        print(done.stdout, flush=True)
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
+            assert run.stdout is not None
+            lines = []
+            for line in run.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
         found.seconds = time.monotonic() - start
-        if done.returncode:
-            found.error = f"ended with exit code {done.returncode}"
+        if run.returncode:
+            found.error = f"ended with exit code {run.returncode}"
         else:
-            found.rows = weight_rows(done.stdout) if name == "weight_sync" else json.loads(path.read_text())
+            found.rows = weight_rows("".join(lines)) if name == "weight_sync" else json.loads(path.read_text())
     return found
 
 
@@ -386,7 +390,9 @@ def main() -> None:
         (DOCS / "appendix" / "benchmarks.md").write_text(page(state))
     found = {name: Found(**state["found"][name]) for name in options.only}
     print("\n".join(line for name in found for line in goal_lines(name, found[name])))
-    print(f"{sum(f.seconds for f in found.values()) / 60:.0f} minutes; written to {DOCS / 'benchmarks.md'}")
+    print(
+        f"{sum(f.seconds for f in found.values()) / 60:.0f} minutes; written to {DOCS / 'appendix' / 'benchmarks.md'}"
+    )
     if any(f.error for f in found.values()):
         raise SystemExit(1)
 

@@ -22,7 +22,6 @@ MODULE = re.compile(rf"(?<![^\s;\"'])(?:import|-m)\s+({PATH})")
 TARGET = re.compile(rf"(?<![\w.])(verl(?:\.{NAME})+):({NAME})\b")
 KINDS = {".py", ".md", ".rst", ".sh", ".ipynb", ".toml", ".yaml", ".yml", ".ini", ".cfg", ""}
 INVENTED = {
-    ("benchmarks/bench_sft.py", "verl.trainer.PROGRAM"): "replaced before it runs",
     ("tests/sanity/test_benchmark_names.py", "verl.errors.NoSuchError"): "a name that does not exist",
     ("tests/trainer/ppo/test_stream.py", "verl.trainer.ppo.schedules.sync.SyncSchedule"): "of an earlier release",
     ("tests/sanity/test_house.py", "verl.sandbox.b"): "a small library of the test's own",
