@@ -29,7 +29,7 @@ def on_present_nodes(config: PPOTrainerConfig, device: str) -> PPOTrainerConfig:
         device: what each process takes one of.
 
     Raises:
-        ConfigError: the cluster is too small for any number of machines by which the batches divide.
+        ConfigError: the cluster is too small for any number of machines that the settings allow.
     """
     from verl.single_controller.ray import cluster
 
@@ -65,7 +65,7 @@ def _sizes(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
 
 
 def _is_allowed(size: PPOTrainerConfig) -> bool:
-    """Whether batches divide by its processes, and all that is checked otherwise."""
+    """Whether no rule of the settings refuses it: sequence parallelism has to divide the processes."""
     try:
         validate(size)
     except ConfigError as error:

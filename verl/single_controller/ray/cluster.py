@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ray
@@ -14,6 +15,8 @@ from verl.errors import ConfigError
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 """Device kind -> Ray's name of the resource."""
 ANSWER_SECONDS = 5.0
+MOST_CONNECTIONS = 64
+"""To managers of nodes, at once."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,14 @@ def nodes() -> list[ClusterNode]:
 
     Ray takes up to half a minute to notice that a node is lost, so each node's manager has to take a connection.
     """
-    alive = (n for n in ray.nodes() if n["Alive"] and _answers(n["NodeManagerAddress"], n["NodeManagerPort"]))
-    listed = [ClusterNode(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in alive]
+    alive = [n for n in ray.nodes() if n["Alive"]]
+    with ThreadPoolExecutor(MOST_CONNECTIONS) as threads:  # one that is lost answers after `ANSWER_SECONDS`
+        answers = list(threads.map(lambda n: _answers(n["NodeManagerAddress"], n["NodeManagerPort"]), alive))
+    listed = [
+        ClusterNode(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"]))
+        for n, is_there in zip(alive, answers)
+        if is_there
+    ]
     return sorted(listed, key=lambda node: (_sortable(node.address), node.id))
 
 
@@ -67,13 +76,13 @@ def require_nodes(processes_on_nodes: Sequence[int], resource: str, seconds: flo
 def too_small(processes_on_nodes: Sequence[int], resource: str, nodes: Sequence[ClusterNode]) -> ConfigError:
     """The error that lists sizes: needed, and available on each node."""
     sizes = ", ".join(f"{node}: {node.amount(resource)}" for node in nodes)
-    count, there = len(processes_on_nodes), f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    count, there = len(processes_on_nodes), f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
     needed = f"{count} node{'s' if count > 1 else ''} with {', '.join(map(str, processes_on_nodes))} {resource}s"
     many = len(processes_on_nodes) > 1
     return ConfigError(
         f"the Ray cluster is smaller than the run, which needs {needed}",
         key="trainer.nnodes" if many else "trainer.n_gpus_per_node",
-        allowed=f"what the cluster has: {there} ({sizes})",
+        allowed=f"what the cluster has: {there}" + (f" ({sizes})" if sizes else ""),
         fix="Make a cluster with `ray start --head` on one machine and `ray start --address=...` on the others, give "
         "its nodes more with --num-cpus or --num-gpus, or lower trainer.nnodes and trainer.n_gpus_per_node.",
     )
