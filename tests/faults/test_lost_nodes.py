@@ -19,11 +19,9 @@ from tests.harness.forked_runs import (
     grpo,
     metrics,
     prepare,
-    processes_of,
     samples,
     weights,
 )
-from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -71,11 +69,20 @@ def on(cluster, *more: str) -> list[str]:
     ]
 
 
-def lose_a_node(cluster, run: Run) -> None:
+def lose_a_node(cluster) -> None:
     """The machine of a worker is gone, and the worker with it: the driver is on the head."""
-    before = {pid for pid, words in processes_of(run.folder).items() if words.startswith("ray::Colocated")}
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-    wait_until(lambda: before - processes_of(run.folder).keys(), lambda: f"{before} live")
+
+
+def lost_a_node(cluster, server: Server, folder: Path) -> tuple[Path, Run]:
+    """A run, whose folder is ``hit``, that has just lost a node, and the folder of the same run undisturbed."""
+    undisturbed, hit = prepare(folder / "undisturbed"), prepare(folder / "hit")
+    finish(server, undisturbed, on(cluster))
+    run = server.start(hit, on(cluster), SECOND_SAVE)
+    run.until_paused()
+    lose_a_node(cluster)
+    unpause(run)
+    return undisturbed, run
 
 
 def unpause(run: Run) -> None:
@@ -91,41 +98,31 @@ def ended_without_pause(run: Run) -> Ended:
 
 
 def test_a_run_waits_for_the_machine_that_replaces_a_lost_one(cluster, nodes_server: Server, tmp_path):
-    undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
-    finish(nodes_server, undisturbed, on(cluster))
-    run = nodes_server.start(hit, on(cluster), SECOND_SAVE)
-    run.until_paused()
-    lose_a_node(cluster, run)
-    unpause(run)
+    undisturbed, run = lost_a_node(cluster, nodes_server, tmp_path)
     run.until_said("the run waits up to 600 s for 3 machines")
     cluster.add_node(**NODE)
     ended = ended_without_pause(run)
     assert ended.status == 0, ended.output[-3000:]
     assert "trainer.max_restarts=3: 2 attempts" in ended.output
-    assert_same_end(undisturbed, hit)
+    assert_same_end(undisturbed, run.folder)
 
 
 @pytest.mark.parametrize("nodes_server", [{RESTART_SECONDS: "5"}], indirect=True, ids=["5 s"])
 def test_a_run_continues_on_fewer_machines_with_equal_samples(cluster, nodes_server: Server, tmp_path):
-    undisturbed, hit = prepare(tmp_path / "undisturbed"), prepare(tmp_path / "hit")
-    finish(nodes_server, undisturbed, on(cluster))
-    run = nodes_server.start(hit, on(cluster), SECOND_SAVE)
-    run.until_paused()
-    lose_a_node(cluster, run)
-    unpause(run)
+    undisturbed, run = lost_a_node(cluster, nodes_server, tmp_path)
     run.until_said("the run continues on 2 of 3 machines")
     run.until_paused()
-    lose_a_node(cluster, run)
+    lose_a_node(cluster)
     cluster.add_node(**NODE)
     ended = ended_without_pause(run)
     assert ended.status == 0, ended.output[-3000:]
     assert "trainer.max_restarts=3: 3 attempts" in ended.output
-    assert samples(undisturbed) == samples(hit)
-    scores = [[row["critic/score/mean"] for row in metrics(folder)] for folder in (undisturbed, hit)]
+    assert samples(undisturbed) == samples(run.folder)
+    scores = [[row["critic/score/mean"] for row in metrics(folder)] for folder in (undisturbed, run.folder)]
     assert scores[0] == scores[1] and len(scores[0]) == STEPS
     last = f"run/global_step_{STEPS}/actor/huggingface"
     one, other = (
-        {name: tensor for (_, name), tensor in weights(folder / last).items()} for folder in (undisturbed, hit)
+        {name: tensor for (_, name), tensor in weights(folder / last).items()} for folder in (undisturbed, run.folder)
     )
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-4
     assert all(torch.isfinite(tensor).all() for tensor in other.values())
