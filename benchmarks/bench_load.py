@@ -45,7 +45,7 @@ from verl.rollout.server.sampler import ServerSampler
 SAMPLER_SECONDS, BURSTS, TOKENS = 0.2, 3, 16
 TIMEOUT_SECONDS, HOSTILE_SHARE = 1.0, 20
 REWARD = """
-import os, signal, threading
+import os, signal
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "exit":
