@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 
 import ray
 
@@ -41,13 +42,10 @@ def nodes() -> list[ClusterNode]:
     Ray takes up to half a minute to notice that a node is lost, so each node's manager has to take a connection.
     """
     alive = [n for n in ray.nodes() if n["Alive"]]
-    with ThreadPoolExecutor(MOST_CONNECTIONS) as threads:  # one that is lost answers after `ANSWER_SECONDS`
+    with ThreadPoolExecutor(MOST_CONNECTIONS) as threads:  # a connection to a lost node fails after `ANSWER_SECONDS`
         answers = list(threads.map(lambda n: _answers(n["NodeManagerAddress"], n["NodeManagerPort"]), alive))
-    listed = [
-        ClusterNode(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"]))
-        for n, is_there in zip(alive, answers)
-        if is_there
-    ]
+    present = compress(alive, answers)
+    listed = [ClusterNode(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in present]
     return sorted(listed, key=lambda node: (_sortable(node.address), node.id))
 
 
