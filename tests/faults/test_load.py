@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,11 @@ def test_connections_and_hostile_answers_lose_no_result(project_root, part):
     assert run_benchmark(project_root, "bench_load", part, "--connections", "40", "--answers", "200").startswith(part)
 
 
-@pytest.mark.parametrize(("role", "mtbf"), [("trainer", 12), ("reward", 4), ("sampler", 4), ("agent", 8)])
-def test_a_run_whose_processes_are_killed_makes_all_its_steps(project_root, role, mtbf):
-    words = ["--role", role, "--mtbf", str(mtbf), "--steps", "12"]
-    assert run_benchmark(project_root, "bench_restarts", *words).startswith(f"{role}, MTBF {mtbf} s: 12 steps")
+@pytest.mark.parametrize(
+    ("role", "mtbf", "seed"), [("trainer", 30, 36), ("reward", 15, 1145), ("sampler", 15, 1145), ("agent", 15, 1145)]
+)
+def test_a_run_whose_process_is_killed_makes_all_its_steps(project_root, role, mtbf, seed):
+    """The seeds put a kill 12 s after a trainer's start, or 5 s after a worker's first step, the next much later."""
+    words = ["--role", role, "--mtbf", str(mtbf), "--steps", "14", "--seed", str(seed)]
+    printed = run_benchmark(project_root, "bench_restarts", *words)
+    assert re.match(rf"{role}, MTBF {mtbf} s: 14 steps of \S+ s, [1-9]\d* kills, ", printed), printed

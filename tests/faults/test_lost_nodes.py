@@ -74,8 +74,8 @@ def lose_a_node(cluster) -> None:
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
 
-def lost_a_node(cluster, server: Server, folder: Path) -> tuple[Path, Run]:
-    """A run, whose folder is ``hit``, that has just lost a node, and the folder of the same run undisturbed."""
+def start_and_lose_a_node(cluster, server: Server, folder: Path) -> tuple[Path, Run]:
+    """The folder of an undisturbed run, and the same run in another folder, which has just lost a node."""
     undisturbed, hit = prepare(folder / "undisturbed"), prepare(folder / "hit")
     finish(server, undisturbed, on(cluster))
     run = server.start(hit, on(cluster), SECOND_SAVE)
@@ -98,7 +98,7 @@ def ended_without_pause(run: Run) -> Ended:
 
 
 def test_a_run_waits_for_the_machine_that_replaces_a_lost_one(cluster, nodes_server: Server, tmp_path):
-    undisturbed, run = lost_a_node(cluster, nodes_server, tmp_path)
+    undisturbed, run = start_and_lose_a_node(cluster, nodes_server, tmp_path)
     run.until_said("the run waits up to 600 s for 3 machines")
     cluster.add_node(**NODE)
     ended = ended_without_pause(run)
@@ -109,7 +109,7 @@ def test_a_run_waits_for_the_machine_that_replaces_a_lost_one(cluster, nodes_ser
 
 @pytest.mark.parametrize("nodes_server", [{RESTART_SECONDS: "5"}], indirect=True, ids=["5 s"])
 def test_a_run_continues_on_fewer_machines_with_equal_samples(cluster, nodes_server: Server, tmp_path):
-    undisturbed, run = lost_a_node(cluster, nodes_server, tmp_path)
+    undisturbed, run = start_and_lose_a_node(cluster, nodes_server, tmp_path)
     run.until_said("the run continues on 2 of 3 machines")
     run.until_paused()
     lose_a_node(cluster)

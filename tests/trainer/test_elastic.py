@@ -49,7 +49,7 @@ def machines(*processors: int) -> list[ClusterNode]:
 
 @pytest.fixture
 def present(monkeypatch):
-    """Lists machines at each look, the last list again and again; the wait is over at the first look."""
+    """Lists machines at each look, the last list again and again; by default the wait ends at the first look."""
 
     def listed(*lists: Sequence[ClusterNode], seconds: float = 0.0) -> None:
         reset_notices()
@@ -88,7 +88,7 @@ def test_without_a_machine_a_restart_ends_with_what_the_run_needs(run, present):
         elastic.on_present_nodes(run(), "cpu")
 
 
-def test_samplers_on_machines_of_their_own_keep_their_room(run, present):
+def test_samplers_in_a_separate_pool_keep_their_room(run, present):
     config = run(*SAMPLERS)
     assert not elastic.has_room(config, machines(1, 1, 1), "CPU")
     assert elastic.has_room(config, machines(1, 1, 1, 2), "CPU")
