@@ -17,8 +17,9 @@ journal has to be readable. At the end
 With ``--first-commit`` each run begins with the code of an earlier commit, and is hit as one of its first
 checkpoints is in place.
 
-Printed: per schedule the kills, the starts that continued from a checkpoint, and the samples that were lost or doubled;
-then kills by role and moment. A loss ends the program with status 1 and leaves the folder of the run.
+Printed: per schedule, as it ends, the kills, the starts that continued from a checkpoint, and the samples that were
+lost or doubled; at the end all of them, and kills by role and moment. A loss ends the program with status 1 and leaves
+the folder of the run.
 """
 
 from __future__ import annotations
@@ -187,18 +188,24 @@ class Tally:
     """Complete runs with the bits of the run that they are compared with."""
 
 
+HEAD = "schedule          kills  starts  resumed  complete  lost  doubled  equal bits"
+
+
+def row(name: str, tally: Tally, case: Case) -> str:
+    """Kills and losses of one schedule."""
+    equal = f"{tally.equal} of {tally.complete}" if case.same_bits or case.replayed else "not promised"
+    return (
+        f"{name:16}{tally.kills.total():7}{tally.starts:8}{tally.resumed:9}{tally.complete:10}{tally.lost:6}"
+        f"{tally.doubled:9}  {equal}"
+    )
+
+
 def table(tallies: Mapping[str, Tally], cases: Mapping[str, Case], seconds: float) -> str:
     """Kills and losses by schedule, kills by role and moment, and how runs ended."""
     kills, ends = Counter[tuple[str, str]](), Counter[str]()
-    lines = ["schedule          kills  starts  resumed  complete  lost  doubled  equal bits"]
-    for name, its in tallies.items():
-        kills, ends = kills + its.kills, ends + its.ends
-        is_compared = cases[name].same_bits or cases[name].replayed
-        equal = f"{its.equal} of {its.complete}" if is_compared else "not promised"
-        lines.append(
-            f"{name:16}{its.kills.total():7}{its.starts:8}{its.resumed:9}{its.complete:10}{its.lost:6}{its.doubled:9}"
-            f"  {equal}"
-        )
+    for tally in tallies.values():
+        kills, ends = kills + tally.kills, ends + tally.ends
+    lines = [HEAD, *(row(name, tally, cases[name]) for name, tally in tallies.items())]
     lines += ["", "role            moment              kills"]
     lines += [f"{role:16}{moment:20}{count:5}" for (role, moment), count in sorted(kills.items())]
     lines += ["", "how runs ended:", *(f"{count:5}  {words}" for words, count in ends.most_common())]
@@ -482,6 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for position, (name, case) in enumerate(cases.items()):
             kills = (options.kills + len(cases) - 1 - position) // len(cases)
             disturb(servers[0], name, case, kills, place, options.seed, tallies[name], *servers[1:])
+            print(f"{HEAD}\n{row(name, tallies[name], case)}", flush=True)  # so a long run that is cut off has rows
     except AssertionError as error:
         print(f"FAULT: {error}\nThe folder is {place}", file=sys.stderr)
         return 1
