@@ -60,8 +60,8 @@ from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet, notice
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora, nf4
 from verl.models.compiled import compile_layers
+from verl.models.elementwise import apply_kernels
 from verl.models.flops import ModelFlops
-from verl.models.liger import apply_liger
 from verl.models.loading import value_head
 from verl.models.router_replay import COLUMN
 from verl.models.routers import RouterStatistics
@@ -555,8 +555,7 @@ class TorchEngine(Engine):
             device=device,
         )
         self.architecture = type(loaded).__name__
-        if model.use_liger:
-            apply_liger(loaded, self.device)
+        apply_kernels(loaded, self.device, use_liger=model.use_liger, is_compiled=bool(engine.use_torch_compile))
         tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
         if tiled:
             tile_mlps(loaded, num_tiles)

@@ -18,8 +18,9 @@ LOGITS_BYTES = 1 << 28
 """Largest tensor of logits that an engine makes of its own accord."""
 CPU_TOKENS = 2048
 """On a CPU 4096 at once gain nothing, and memory that was not touched before is slow; 1024 cost 1 to 9 % more time."""
-CPU_TOKENS_OF_LARGE, LARGE = 1024, 64_000_000
-"""A model of `LARGE` parameters has work enough in half the tokens, whose activations take half the memory."""
+CPU_TOKENS_OF_LARGE, LARGE, ROWS = (512, 1024), 64_000_000, 8
+"""A model of `LARGE` parameters has work enough in fewer tokens, whose activations take less memory; within these
+bounds as many as `ROWS` rows have, so that few micro-batches compute the same prompt again."""
 GPU_TOKENS = 16384
 CPU_TILE, GPU_TILE = 1 << 21, 1 << 26
 """Logits of one tile of the fused head in torch (`verl.models.fused_head.tiled`)."""
@@ -50,7 +51,7 @@ class TrainerCosts:
         main_weights: bytes of a second copy of each trained weight, which the optimizer updates.
         passes_keys: processes that share sequences pass keys and values on (context parallelism); others exchange heads
             (Ulysses).
-        fuses_head: it has the model's fused head and offloads activations.
+        fuses_head: it has the model's fused head and the kernels for a CPU, and offloads activations.
         offloads: it has ``offload_policy``: shards stay on the host during training.
         adapts: it trains LoRA adapters.
     """
@@ -148,7 +149,8 @@ def automatic_tokens(logits_per_token: int, device: str, longest: int, num_param
     """A token budget for runs that set none: logits stay below `LOGITS_BYTES`, and one row always fits."""
     tokens = GPU_TOKENS
     if device == "cpu":
-        tokens = CPU_TOKENS if num_parameters < LARGE else CPU_TOKENS_OF_LARGE
+        least, most = CPU_TOKENS_OF_LARGE
+        tokens = CPU_TOKENS if num_parameters < LARGE else min(most, max(least, ROWS * longest))
     if logits_per_token:
         tokens = min(tokens, LOGITS_BYTES // (4 * logits_per_token))
     return max(tokens, longest)
@@ -158,19 +160,22 @@ def saved_per_token(plan: RolePlan, shape: ModelShape, block: LayerShape) -> flo
     """Bytes per token that autograd keeps of one layer until its backward pass, on one device.
 
     Norms keep their input and what they multiply with their weight, matrices their inputs, attention its queries, keys,
-    values, output and log-sum-exp (flash attention), gated feed-forward parts four tensors of their width.
+    values, output and log-sum-exp (flash attention), gated feed-forward parts four tensors of their width. Kernels for
+    a CPU (`verl.models.elementwise`) keep a norm's input and three of the four.
     """
     costs, c, hidden = trainer_costs(plan.engine), plan.compute_bytes, shape.hidden
-    is_lowered = c < plan.weight_bytes
+    is_lowered, has_kernels = c < plan.weight_bytes, plan.on_cpu and costs.fuses_head and not plan.compiled
     read, scaled, out = costs.norm if is_lowered else (c, c, c)
     if plan.compiled:
         scaled, out = 0, c
+    if has_kernels:
+        read, scaled = plan.weight_bytes if costs.casts else c, 0
     if plan.lora_rank:
         scaled = 0  # its weight is frozen
     norms = hidden * (block.norms * (read + scaled) + 2 * out) + block.normed * (read + min(scaled, c))
     if costs.casts and is_lowered and not plan.compiled:
         norms += hidden * c * (len(block.attention) - 1 + sum(inputs == hidden for inputs, _ in block.mlp))
-    tensors = 3 if plan.compiled or plan.engine == "megatron" else 4
+    tensors = 3 if plan.compiled or has_kernels or plan.engine == "megatron" else 4
     mlp = c * (tensors * block.inner + block.active * (tensors * _expert_width(block) + 2 * hidden))
     attention = c * (block.scores + block.stored + block.mixed) + 4 * shape.heads
     adapter = plan.lora_rank * c * len((*block.attention, *block.mlp))
