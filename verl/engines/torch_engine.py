@@ -60,7 +60,7 @@ from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet, notice
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora, nf4
 from verl.models.compiled import compile_layers
-from verl.models.elementwise import apply_kernels
+from verl.models.cpu_kernels import apply_kernels
 from verl.models.flops import ModelFlops
 from verl.models.loading import value_head
 from verl.models.router_replay import COLUMN
@@ -555,7 +555,9 @@ class TorchEngine(Engine):
             device=device,
         )
         self.architecture = type(loaded).__name__
-        apply_kernels(loaded, self.device, use_liger=model.use_liger, is_compiled=bool(engine.use_torch_compile))
+        apply_kernels(
+            loaded, self.device, use_liger=model.use_liger, compiles=engine.use_torch_compile, is_alone=self.is_alone
+        )
         tiled, num_tiles = model.tiled_mlp.enabled, model.tiled_mlp.num_shards
         if tiled:
             tile_mlps(loaded, num_tiles)
@@ -566,8 +568,7 @@ class TorchEngine(Engine):
         if adapter is not None:
             lora.add_adapter(loaded, adapter, seed, also=value_head(loaded) if self.kind == "value" else None)
         if recompute_activations(model.enable_gradient_checkpointing, self.device):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version we support
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # not every version has the new name
                 loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return loaded
 

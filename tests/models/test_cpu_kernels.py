@@ -11,7 +11,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from tests.harness.engines import make_engine
 from tests.harness.models import tiny_model_dir
 from verl.models import load_causal_lm
-from verl.models.elementwise import FusedRMSNorm, FusedRotary, FusedSwiGLU, apply_rotary, replace_layers
+from verl.models.cpu_kernels import (
+    FusedRMSNorm,
+    FusedRotary,
+    FusedSwiGLU,
+    accumulate_in_place,
+    apply_rotary,
+    replace_layers,
+)
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -115,7 +122,45 @@ def test_a_copy_of_the_model_computes_with_its_weights(tmp_path):
     assert not torch.equal(log_probs_and_gradients(copied)[0], before)
 
 
+def test_gradients_of_several_micro_batches_add_up_in_place(tmp_path):
+    model = load_causal_lm(str(tiny_model_dir(tmp_path)))
+    replaced = copy.deepcopy(model)
+    accumulate_in_place(replaced)
+    sums, made = [], []
+    for its in (model, replaced):
+        arrived: list[torch.Tensor] = []
+        its.model.layers[0].mlp.down_proj.weight.register_hook(arrived.append)
+        for first in (0, 40, 80):
+            its(input_ids=torch.arange(first, first + 40)[None]).logits.log_softmax(-1)[..., 7].sum().backward()
+        sums.append({name: weight.grad for name, weight in its.named_parameters()})
+        made.append(sum(gradient is not None for gradient in arrived))
+    assert made == [3, 1]
+    for name, expected in sums[0].items():
+        torch.testing.assert_close(sums[1][name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lowered", ["autocast", "frozen", "no_grad"])
+def test_where_nothing_can_be_added_a_linear_layer_is_torchs(lowered):
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    plain[1].requires_grad_(lowered != "frozen")
+    replaced = copy.deepcopy(plain)
+    accumulate_in_place(replaced)
+    x, gradients = numbers(5, 8, dtype=torch.float32).detach(), []
+    for its in (plain, replaced):
+        for _ in range(2):
+            with torch.autocast("cpu", enabled=lowered == "autocast"), torch.set_grad_enabled(lowered != "no_grad"):
+                out = its(x)
+            if lowered != "no_grad":
+                out.float().sum().backward()
+        gradients.append([out.detach(), *(p.grad for p in its.parameters())])
+    for one, other in zip(*gradients):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(("is_compiled", "replaced"), [(None, True), (True, False)])
 def test_an_engine_on_a_cpu_has_them_unless_it_compiles(tmp_path, is_compiled, replaced):
-    engine = make_engine(tiny_model_dir(tmp_path), engine={"use_torch_compile": is_compiled})
-    assert ("forward" in vars(engine.model.model.norm)) == replaced
+    model = make_engine(tiny_model_dir(tmp_path), engine={"use_torch_compile": is_compiled}).model.model
+    for module in (model.norm, model.layers[0].mlp, model.layers[0].self_attn, model.layers[0].self_attn.q_proj):
+        assert ("forward" in vars(module)) == replaced

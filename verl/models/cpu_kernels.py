@@ -1,8 +1,10 @@
-"""Norms, rotary embeddings and gated activations of Llama-like layers on a CPU, in fewer passes over memory.
+"""Layers of a model that trains on a CPU, in fewer passes over memory.
 
-In transformers each is several operations, and autograd keeps what most of them return. Here each is one function with
-a written-out backward pass that keeps its inputs alone. Values and gradients equal the modules' to rounding. On a GPU
-Liger's kernels do the same.
+Norms, rotary embeddings and gated activations of Llama-like layers are several operations each in transformers, and
+autograd keeps what most of them return. Here each is one function with a written-out backward pass that keeps its
+inputs alone; on a GPU Liger's kernels do the same. The backward pass of a linear layer adds the products of a second
+micro-batch to the gradient in place, as Megatron's fused gradient accumulation does: autograd makes a tensor of the
+weight's size and adds that. Values and gradients equal the modules' to rounding.
 
 Shapes: T tokens after any leading dimensions, H values of each, d of each head.
 """
@@ -98,6 +100,27 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return FusedRotary.apply(q, cos, sin), FusedRotary.apply(k, cos, sin)
 
 
+class AccumulatingLinear(torch.autograd.Function):
+    """x (..., H), weight (O, H), bias (O,) or None -> (..., O); ``weight`` is a leaf without hooks."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, grad_rows = x.flatten(0, -2), grads[0].flatten(0, -2)
+        grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
+        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
+        if ctx.parameter.grad is None:
+            return grad_x, grad_rows.t() @ rows, grad_bias
+        ctx.parameter.grad.addmm_(grad_rows.t(), rows)
+        return grad_x, None, grad_bias
+
+
 def _norm(module: llama.LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
     return FusedRMSNorm.apply(hidden_states, module.weight, module.variance_epsilon)
 
@@ -108,16 +131,39 @@ def _mlp(module: llama.LlamaMLP, x: Tensor) -> Tensor:
     return module.down_proj(FusedSwiGLU.apply(gate, up) if fits else F.silu(gate) * up)
 
 
-def apply_kernels(model: PreTrainedModel, device: str, *, use_liger: bool, is_compiled: bool) -> None:
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """An adapter freezes the weight, and autocast multiplies by a copy of it in another dtype."""
+    weight, bias = module.weight, module.bias
+    is_lowered = weight.dtype != x.dtype or torch.is_autocast_enabled("cpu")
+    if is_lowered or not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, weight, bias)
+    return AccumulatingLinear.apply(x, weight, bias)
+
+
+def apply_kernels(
+    model: PreTrainedModel, device: str, *, use_liger: bool, compiles: bool | None, is_alone: bool
+) -> None:
     """Quicker layers for the device: Liger's, or these on a CPU, where torch.compile does not make its own.
+
+    Args:
+        is_alone: the model is in one process; sharded engines collect gradients themselves.
 
     Raises:
         ConfigError, ModelError: Liger is not there, or does not know the family.
     """
     if use_liger:
         apply_liger(model, device)
-    elif device == "cpu" and not is_compiled:
+    elif device == "cpu" and not compiles:
         replace_layers(model)
+        if is_alone:
+            accumulate_in_place(model)
+
+
+def accumulate_in_place(model: nn.Module) -> None:
+    """Let the backward passes of all plain linear layers add to the gradients that are there."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
 
 
 def replace_layers(model: nn.Module) -> int:
