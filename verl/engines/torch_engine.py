@@ -60,8 +60,8 @@ from verl.errors import CheckpointError, EngineError, ModelError
 from verl.metrics import MetricSet, notice
 from verl.models import count_parameters, hf_folder, load_causal_lm, load_value_model, lora, nf4
 from verl.models.compiled import compile_layers
-from verl.models.cpu_kernels import apply_kernels
 from verl.models.flops import ModelFlops
+from verl.models.kernels import apply_kernels
 from verl.models.loading import value_head
 from verl.models.router_replay import COLUMN
 from verl.models.routers import RouterStatistics

@@ -161,7 +161,7 @@ def saved_per_token(plan: RolePlan, shape: ModelShape, block: LayerShape) -> flo
 
     Norms keep their input and what they multiply with their weight, matrices their inputs, attention its queries, keys,
     values, output and log-sum-exp (flash attention), gated feed-forward parts four tensors of their width. Kernels for
-    a CPU (`verl.models.cpu_kernels`) keep a norm's input and three of the four.
+    a CPU (`verl.models.kernels`) keep a norm's input and three of the four.
     """
     costs, c, hidden = trainer_costs(plan.engine), plan.compute_bytes, shape.hidden
     is_lowered, has_kernels = c < plan.weight_bytes, plan.on_cpu and costs.fuses_head and not plan.compiled

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from tests.harness.engines import make_engine
 from tests.harness.models import tiny_model_dir
 from verl.models import load_causal_lm
-from verl.models.cpu_kernels import (
+from verl.models.kernels import (
     FusedRMSNorm,
     FusedRotary,
     FusedSwiGLU,
@@ -94,7 +94,7 @@ def saved_values(function) -> int:
     return sum(kept.values())
 
 
-def test_a_layer_keeps_five_widths_of_its_mlp_and_norms_fewer(tmp_path):
+def test_a_layer_keeps_less_for_its_backward_pass(tmp_path):
     """Per token: xhat of both norms (2 x 32), and silu(gate) of the MLP (64), are not kept."""
     model = load_causal_lm(str(tiny_model_dir(tmp_path, "llama", layers=1)))
     replaced = copy.deepcopy(model)
@@ -122,8 +122,11 @@ def test_a_copy_of_the_model_computes_with_its_weights(tmp_path):
     assert not torch.equal(log_probs_and_gradients(copied)[0], before)
 
 
-def test_gradients_of_several_micro_batches_add_up_in_place(tmp_path):
-    model = load_causal_lm(str(tiny_model_dir(tmp_path)))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradients_of_several_micro_batches_add_up_in_place(tmp_path, recomputes):
+    model = load_causal_lm(str(tiny_model_dir(tmp_path))).train()
+    if recomputes:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     replaced = copy.deepcopy(model)
     accumulate_in_place(replaced)
     sums, made = [], []

@@ -106,7 +106,7 @@ class AccumulatingLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weight
+        ctx.parameter = weight  # checkpointing hands back a detached weight, which has no .grad
         return F.linear(x, weight, bias)
 
     @staticmethod
