@@ -44,6 +44,11 @@ def command(module: str, *arguments: str, **how: Any) -> subprocess.CompletedPro
     return python("-m", module, *arguments, **how)
 
 
+def benchmark(name: str, *words: str, **how: Any) -> str:
+    """What a program of ``benchmarks`` prints; ``how`` as in `run`."""
+    return python(str(PROJECT / "benchmarks" / f"{name}.py"), *words, **how).stdout
+
+
 def metrics(cwd: Path, project: str, experiment: str) -> list[dict]:
     """The steps of a run from its metrics file, each with its number under ``step``."""
     lines = (cwd / "logs" / project / f"{experiment}.jsonl").read_text().splitlines()
