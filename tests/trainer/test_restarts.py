@@ -29,6 +29,7 @@ from tests.harness.forked_runs import (
     seconds_since_kill,
     weights,
 )
+from tests.harness.programs import python
 from tests.harness.waiting import wait_until
 from verl.checkpoint import list_checkpoints
 from verl.config import load_config
@@ -164,6 +165,22 @@ attempt.end_leftovers()
 assert not lifeline.children()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_second_attempt_imports_no_library_again(tmp_path):
+    """Its imports are those of the process that waits, which has one thread and no device open."""
+    code = """
+import os, pathlib, sys, threading
+from verl.trainer import restarts
+with restarts.begin_attempts(pathlib.Path(sys.argv[1]), 1) as number:
+    imported = [name in sys.modules for name in restarts.PRELOADED]
+    if number == 1:
+        os.kill(os.getpid(), 9)
+    import torch
+    print(*imported, threading.active_count(), torch.cuda.is_initialized())
+"""
+    done = python("-c", code, str(tmp_path), cwd=tmp_path)
+    assert done.stdout == "True True True 2 False\n"  # a thread of the attempt waits for the end of its parent
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Starts a run again that ended too early (``trainer.max_restarts``).
 
-An attempt is a fork of this process, which has computed nothing: it continues the program, while this process waits
-and then ends as the last attempt did. Each attempt continues from the newest checkpoint.
+An attempt is a fork of this process, which has imported libraries and computed nothing: it continues the program, while
+this process waits and then ends as the last attempt did. Each attempt continues from the newest checkpoint.
 
 Consumes: the end of an attempt; signals, which the attempt gets. Waits for: these, and the pause before the next
 attempt. Unblocked by: the kernel, which reports the end of a child even if it was killed.
@@ -9,6 +9,7 @@ attempt. Unblocked by: the kernel, which reports the end of a child even if it w
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -37,6 +38,8 @@ PERMANENT = (ConfigError, DataError, ModelError, MissingDependencyError, ReplayE
 """Errors that a restart cannot remove."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the next attempt; they double as long as attempts end without a new checkpoint."""
+PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.configuration_auto")
+"""What takes most of a start. Importing these starts no thread of Python and opens no device, so forks can use both."""
 REPORT_CHARACTERS = 2000
 SIGNAL_SECONDS = 0.5
 """In which an attempt reports a signal that it got from others."""
@@ -178,6 +181,8 @@ def begin_attempts(folder: Path, max_restarts: int) -> EndReport:
     if in_notebook() or not children.exists():
         where = "a notebook" if in_notebook() else f"{sys.platform} without {children}"
         raise ConfigError("a run restarts as a program on Linux", key=KEY, got=where, fix=f"Set {KEY}=0.")
+    for name in PRELOADED:
+        importlib.import_module(name)
     lifeline.adopt_orphans()  # what a killed attempt leaves behind ends before the next one begins
     earlier = frozenset(lifeline.children())
     stops = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}  # nohup ignores SIGHUP
