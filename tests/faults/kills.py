@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -111,7 +112,9 @@ WORKER_POINTS = {"generation": 30, "backward": 8, "optimizer_begin": 6, "optimiz
 """Point -> the hit is at one of its first passages since the start, at most this one: within a few steps."""
 BEYOND_ONE_PROCESS = {"send": 3, "loop": 40}
 ROLES = {"ray::actor": "trainer", "ray::ColocatedRollout": "sampler", "ray::RolloutWorker": "rollout worker",
-         "ray::ReplicaWorker": "sampler", "ray::SamplingWorker": "sampler"}  # fmt: skip
+         "ray::ReplicaWorker": "sampler", "ray::SamplingWorker": "sampler",
+         "verl.rewards.worker": "reward"}  # fmt: skip
+"""Part of a command line -> what the process does; without Ray there are the controller and processes of rewards."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ class Disturbed:
         """Start the run until it is complete or this many processes were killed; returns their number."""
         killed = 0
         while killed < most:
-            number, ended = self._start_and_hit()
+            number, ended = self._start_and_hit(most - killed)
             killed += number
             for path in ledgers(self.folder):
                 assert not (faults := History.of(path).faults), f"{path}: {faults}"
@@ -280,7 +283,7 @@ class Disturbed:
         has_record = self.case.replayed and any(path.stat().st_size for path in (self.folder / "run").glob(RECORDS))
         return [*self.case.arguments(), *([f"{FOLLOW}=run"] if has_record else [])]
 
-    def _start_and_hit(self) -> tuple[int, Ended]:
+    def _start_and_hit(self, most: int) -> tuple[int, Ended]:
         (self.folder / "hits").unlink(missing_ok=True)
         begun, moment, server = time.monotonic(), "", self.server
         if self.first is not None:
@@ -289,7 +292,7 @@ class Disturbed:
             moment = self.chance.choice(sorted(self.case.points))
         fault = f"{moment}:{self.chance.randint(1, self.case.points[moment])}:KILL" if moment else ""
         run = server.start(self.folder, self._arguments(), fault)
-        killed = 0 if fault else self._at_an_instant(run)
+        killed = 0 if fault else self._at_instants(run, most)
         ended = self._ended(run)
         if fault and (self.folder / "hits").exists():
             for line in (self.folder / "hits").read_text().splitlines():
@@ -300,8 +303,8 @@ class Disturbed:
         self._judge(ended, killed, fault, time.monotonic() - begun)
         return killed, ended
 
-    def _at_an_instant(self, run: Run) -> int:
-        """Kill processes of a run until one kill ends it; returns how many were killed."""
+    def _at_instants(self, run: Run, most: int) -> int:
+        """Kill processes of a run until one kill ends it, or this many; returns how many were killed."""
         killed, moment = 0, "random"
         if self.chance.random() < 0.2:
             moment = "start"
@@ -309,14 +312,14 @@ class Disturbed:
             self._until_it_holds_its_folder(run)
         self._pause(run)
         victims = dict(self._victims(run))
-        while victims:
+        while victims and killed < most:
             others = sorted({*victims.values()} - {"controller"})
             role = self.chance.choice(others) if others and self.chance.random() < 0.8 else "controller"
             pid = self.chance.choice(sorted(pid for pid, its in victims.items() if its == role))
             if _kill(pid):
                 self.tally.kills[role, moment] += 1
                 killed += 1
-            if role == "controller" or not self.case.on_ray:
+            if role == "controller":
                 break
             self._pause(run)  # a run that bears the loss is hit again
             victims = dict(self._victims(run))
@@ -329,9 +332,8 @@ class Disturbed:
     def _victims(self, run: Run) -> Iterator[tuple[int, str]]:
         if run.lives():
             yield run.pid, "controller"
-        if self.case.on_ray:
-            for pid, words in processes_of(self.folder).items():
-                yield from ((pid, role) for title, role in ROLES.items() if words.startswith(title))
+        for pid, words in processes_of(self.folder).items():
+            yield from ((pid, role) for part, role in ROLES.items() if part in words)
 
     def _until_it_holds_its_folder(self, run: Run) -> None:
         lock = self.folder / "run/.lock"
@@ -349,8 +351,7 @@ class Disturbed:
         print(f"{self.folder.name} {fault or 'instant'}: {killed} killed, {how}, {seconds:.1f} s", flush=True)
         if ended.status not in (0, -signal.SIGKILL):
             assert killed and errors, f"{fault}: it ended with {ended.status}\n{ended.output[-4000:]}"
-        if self.case.on_ray:
-            assert_no_process_left(self.folder, besides=("Agent",))
+        assert_no_process_left(self.folder, besides=("Agent",))
 
 
 def check(case: Case, folder: Path, undisturbed: Path, tally: Tally) -> None:
@@ -423,7 +424,7 @@ def _role_of_point(point: str) -> str:
 
 
 def _without_numbers(line: str) -> str:
-    return "".join("#" if c.isdigit() else c for c in line)[:150]
+    return re.sub(r"\d", "#", re.sub(r" \([^)]*\)", "", line))[:150]  # in brackets are a process and its node
 
 
 def _kill(pid: int) -> bool:
