@@ -347,7 +347,7 @@ class Disturbed:
         """A run ends because it is complete, or because of the kill, and in the latter case says what was lost."""
         errors = [line for line in ended.output.splitlines() if line.startswith("error:")]
         how = {0: "complete", -signal.SIGKILL: "the controller was killed"}.get(ended.status, f"status {ended.status}")
-        self.tally.ends[f"{how}: {_without_numbers(errors[0])}" if errors else how] += 1
+        self.tally.ends[f"{how}: {_kind(errors[0])}" if errors else how] += 1
         print(f"{self.folder.name} {fault or 'instant'}: {killed} killed, {how}, {seconds:.1f} s", flush=True)
         if ended.status not in (0, -signal.SIGKILL):
             assert killed and errors, f"{fault}: it ended with {ended.status}\n{ended.output[-4000:]}"
@@ -423,8 +423,9 @@ def _role_of_point(point: str) -> str:
     return {"generation": "sampler", "take": "sampler", "loop": "rollout worker"}.get(point, "trainer")
 
 
-def _without_numbers(line: str) -> str:
-    return re.sub(r"\d", "#", re.sub(r" \([^)]*\)", "", line))[:150]  # in brackets are a process and its node
+def _kind(line: str) -> str:
+    """The error without its numbers, its process and its node, which are in brackets: equal causes count as one."""
+    return re.sub(r"\d", "#", re.sub(r" \([^)]*\)", "", line))[:150]
 
 
 def _kill(pid: int) -> bool:

@@ -39,7 +39,7 @@ PERMANENT = (ConfigError, DataError, ModelError, MissingDependencyError, ReplayE
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the next attempt; they double as long as attempts end without a new checkpoint."""
 PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.configuration_auto")
-"""What takes most of a start. Importing these starts no thread of Python and opens no device, so forks can use both."""
+"""Imports that take most of a start. They start no Python thread and open no device: a fork could use neither."""
 REPORT_CHARACTERS = 2000
 SIGNAL_SECONDS = 0.5
 """In which an attempt reports a signal that it got from others."""
