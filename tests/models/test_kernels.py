@@ -132,7 +132,8 @@ def test_gradients_of_several_micro_batches_add_up_in_place(tmp_path, recomputes
     sums, made = [], []
     for its in (model, replaced):
         arrived: list[torch.Tensor] = []
-        its.model.layers[0].mlp.down_proj.weight.register_hook(arrived.append)
+        accumulator = torch.autograd.graph.get_gradient_edge(its.model.layers[0].mlp.down_proj.weight).node
+        accumulator.register_prehook(arrived.extend)
         for first in (0, 40, 80):
             its(input_ids=torch.arange(first, first + 40)[None]).logits.log_softmax(-1)[..., 7].sum().backward()
         sums.append({name: weight.grad for name, weight in its.named_parameters()})
@@ -140,6 +141,30 @@ def test_gradients_of_several_micro_batches_add_up_in_place(tmp_path, recomputes
     assert made == [3, 1]
     for name, expected in sums[0].items():
         torch.testing.assert_close(sums[1][name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_torch_returns_are_not_added_to_those_there():
+    layer = torch.nn.Linear(4, 3)
+    accumulate_in_place(layer)
+    x = numbers(5, 4, dtype=torch.float32)
+    loss = layer(x).square().sum()
+    expected = torch.autograd.grad(loss, [x, layer.weight, layer.bias], retain_graph=True)
+    loss.backward(retain_graph=True)
+    for inputs, gradients in (([x, layer.weight, layer.bias], expected), ([x], expected[:1])):
+        torch.testing.assert_close(torch.autograd.grad(loss, inputs, retain_graph=True), gradients)
+    torch.testing.assert_close((x.grad, layer.weight.grad, layer.bias.grad), expected)
+    loss.backward(inputs=[layer.weight])
+    torch.testing.assert_close(layer.weight.grad, 2 * expected[1])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_weight_gets_the_gradient_of_each_micro_batch(register):
+    layer, calls = torch.nn.Linear(4, 3), []
+    accumulate_in_place(layer)
+    getattr(layer.weight, register)(lambda tensor: calls.append(tensor.shape))
+    for _ in range(3):
+        layer(numbers(5, 4, dtype=torch.float32)).sum().backward()
+    assert calls == [(3, 4)] * 3
 
 
 @pytest.mark.parametrize("lowered", ["autocast", "frozen", "no_grad"])

@@ -115,10 +115,18 @@ class AccumulatingLinear(torch.autograd.Function):
         rows, grad_rows = x.flatten(0, -2), grads[0].flatten(0, -2)
         grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.parameter.grad is None:
+        if ctx.parameter.grad is None or not _is_accumulated(ctx.parameter):
             return grad_x, grad_rows.t() @ rows, grad_bias
         ctx.parameter.grad.addmm_(grad_rows.t(), rows)
         return grad_x, None, grad_bias
+
+
+def _is_accumulated(weight: nn.Parameter) -> bool:
+    """Inside a backward pass: whether it adds to ``weight.grad``; `torch.autograd.grad` returns gradients instead."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # raised where `torch.autograd.grad` has a leaf among its inputs
+        return False
 
 
 def _norm(module: llama.LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
@@ -132,10 +140,10 @@ def _mlp(module: llama.LlamaMLP, x: Tensor) -> Tensor:
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """An adapter freezes the weight, and autocast multiplies by a copy of it in another dtype."""
+    """An adapter freezes the weight, autocast multiplies by a copy of it in another dtype, and hooks need gradients."""
     weight, bias = module.weight, module.bias
     is_lowered = weight.dtype != x.dtype or torch.is_autocast_enabled("cpu")
-    if is_lowered or not (weight.requires_grad and torch.is_grad_enabled()):
+    if is_lowered or weight._backward_hooks or not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
     return AccumulatingLinear.apply(x, weight, bias)
 
