@@ -163,6 +163,18 @@ def test_beyond_the_bound_the_oldest_files_are_deleted(tmp_path):
     assert "step 8" in notices()[LIMIT]
 
 
+def test_many_steps_list_their_folder_once(tmp_path, monkeypatch):
+    write_table(table(), tmp_path / "1.parquet")
+    size, listings, iterdir = (tmp_path / "1.parquet").stat().st_size, [], Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda place: listings.append(place) or iterdir(place))
+    dump = TokenDump(tmp_path, int(3.5 * size))
+    for step in range(2, 9):
+        dump._write(step, table)
+    dump.close()
+    assert listings == [tmp_path]
+    assert sorted(place.name for place in iterdir(tmp_path)) == ["6.parquet", "7.parquet", "8.parquet"]
+
+
 def test_a_disk_that_is_too_slow_costs_tokens_and_no_time(tmp_path):
     gate, begun = threading.Event(), threading.Event()
 

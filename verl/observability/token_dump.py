@@ -178,6 +178,7 @@ class TokenDump:
         # Python waits for the thread of a pool before it ends: the last steps of a run are written.
         self._thread = ThreadPoolExecutor(1, "verl-token-dump")
         self._waiting: list[Future[None]] = []
+        self._sizes: dict[int, int] | None = None
         self._late = self._failed = 0
 
     def put(self, step: int, make: Callable[[], pa.Table]) -> None:
@@ -205,9 +206,9 @@ class TokenDump:
             notice(LEFT_OUT, f"{self.left_out} steps of this run have no tokens in {self._folder}")
 
     def _write(self, step: int, make: Callable[[], pa.Table]) -> None:
-        write_table(make(), self._folder / f"{step}.parquet")
+        write_table(make(), self._place(step))
         try:
-            self._bound()
+            self._bound(step)
         except OSError as error:
             notice(f"{LIMIT}, deleting", f"the oldest files of {self._folder} cannot be deleted, and more will come: "
                    f"{type(error).__name__}: {error}. Delete them, or set {KEY}=0")  # fmt: skip
@@ -220,20 +221,26 @@ class TokenDump:
             notice(KEY, f"the tokens of step {step} are not written: {type(error).__name__}: {error}. {LEFT_OUT} "
                    f"counts such steps. Free the disk, or set {KEY}=0")  # fmt: skip
 
-    def _bound(self) -> None:
+    def _bound(self, latest: int) -> None:
         if self._most is None:
             return
-        numbered = ((re.fullmatch(r"(\d+)\.parquet", place.name), place) for place in self._folder.iterdir())
-        files = sorted((int(match[1]), place) for match, place in numbered if match)
-        sizes = {place: place.stat().st_size for _, place in files}
-        total = sum(sizes.values())
-        for step, place in files:
-            if total <= self._most:
-                return
-            place.unlink()
-            total -= sizes[place]
+        if self._sizes is None:  # a folder of many steps is listed once: on a network disk that takes seconds
+            self._sizes = self._listed()
+        self._sizes[latest] = self._place(latest).stat().st_size
+        while sum(self._sizes.values()) > self._most:
+            step = min(self._sizes)
+            self._place(step).unlink(missing_ok=True)
+            del self._sizes[step]
             notice(LIMIT, f"{self._folder} reached the bound: the tokens of step {step} are deleted, as will be those "
                    "of the next oldest steps; the JSON lines stay")  # fmt: skip
+
+    def _listed(self) -> dict[int, int]:
+        """Step -> bytes of its file."""
+        places = [place for place in self._folder.iterdir() if re.fullmatch(r"\d+\.parquet", place.name)]
+        return {int(place.stem): place.stat().st_size for place in places}
+
+    def _place(self, step: int) -> Path:
+        return self._folder / f"{step}.parquet"
 
 
 def write_table(table: pa.Table, path: Path) -> None:
