@@ -105,13 +105,6 @@ def test_two_teachers_for_the_same_rows_are_refused(words):
         load_config("ppo_trainer", [*words, f"+{T}.math.model_path={path}"])
 
 
-def test_several_tokens_per_position_need_the_logits(words):
-    with pytest.raises(ConfigError) as caught:
-        more = ["actor_rollout_ref.model.use_fused_kernels=true"]
-        load_config("ppo_trainer", [*words, f"{L}.loss_mode=forward_kl_topk", *more])
-    assert f"{L}.loss_mode" in str(caught.value) and "k3+" in str(caught.value)
-
-
 def test_megatron_core_reads_several_tokens_per_position(words):
     of_roles = [f"actor_rollout_ref.{role}.strategy=megatron" for role in ("actor", "ref")]
     config = load_config("ppo_trainer", [*words, f"{L}.loss_mode=forward_kl_topk", *of_roles])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,15 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engines.hybrids import DELTA
 from tests.harness.engines import gradients, make_engine, model_dir, on_policy_batch, ragged_batch, relative_error
+from tests.harness.several_tokens import distilled
 from tests.harness.vision import seen_batch, vision_dir
 from verl.algorithms.losses import PPOPolicyLoss, PPOValueLoss
 from verl.config import ActorConfig, CriticConfig, FSDPEngineConfig, HFModelConfig, OptimizerConfig
 from verl.config.schema.node import from_mapping
 from verl.distributed import Ranks
 from verl.engines.plain import PlainEngine
+from verl.engines.settings import PassSettings
 from verl.engines.sharded_engine import ShardedEngine
 from verl.errors import ModelError, VerlError, WorkerError
 from verl.models import load_model_config
+from verl.models.fused_head import listed
 from verl.models.hf_folder import read_weights
 from verl.protocol import DataProto
 from verl.registry import ENGINES
@@ -192,6 +197,27 @@ def rows_without_a_gradient(ranks: Ranks, folder: Path) -> dict:
     """All rows of rank 0, and one of another's."""
     constant = tuple({*range(0, ROWS, ranks.size), 1})
     return compare(ranks, folder, Case(limits={"micro_batch_size": 2}, constant=constant))
+
+
+def several_tokens(ranks: Ranks, folder: Path) -> list[dict[str, float]]:
+    """Distillation with rows on each rank and with shared sequences, with plain and with fused heads."""
+    path = shared_model(ranks, folder, "llama")
+    rows = list(range(ranks.rank, ROWS, ranks.size))
+    findings = []
+    for backend in (None, "torch"):
+        for sequences in (1, ranks.size):
+            sections = {
+                "model": {"use_fused_kernels": backend is not None},
+                "engine": {"ulysses_sequence_parallel_size": sequences},
+            }
+
+            def make(trains: bool, passes: PassSettings | None, backend=backend, sections=sections) -> ShardedEngine:
+                passes = passes and replace(passes, packed=True, fused_head=backend)
+                return sharded(path, trains=trains, passes=passes, **sections)
+
+            with patch.object(listed, "NUMBERS", 600):  # logits of two tokens at a time
+                findings.append(distilled(make, partial(plain, path), ragged_batch(rows=ROWS, seed=1), rows))
+    return findings
 
 
 def value_model(ranks: Ranks, folder: Path) -> dict:

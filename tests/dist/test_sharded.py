@@ -20,6 +20,7 @@ CELLS = {
         cells.tied_and_uneven,
         cells.a_rank_without_rows,
         cells.rows_without_a_gradient,
+        cells.several_tokens,
         cells.value_model,
         cells.mixture,
         cells.layers_with_a_state,
@@ -114,6 +115,13 @@ def test_outputs_loss_gradient_and_weights_equal_the_plain_engine(runs, size, na
     errors = runs[size][name][0]["errors"]
     assert {"loss", "gradient", "weights"} < set(errors)
     assert all(error <= EXACT for error in errors.values()), errors
+
+
+@world("several_tokens")
+def test_several_tokens_per_position_are_those_of_the_plain_engine(runs, size, name):
+    errors = [errors for of_rank in runs[size][name] for errors in of_rank]
+    assert len(errors) == 4 * size
+    assert all(error <= EXACT for of_setting in errors for error in of_setting.values()), errors
 
 
 @world("offloaded", "hybrid", "replicated")

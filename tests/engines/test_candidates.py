@@ -14,6 +14,13 @@ from verl.errors import EngineError
 TEMPERATURE, K = 0.7, 5
 
 
+@pytest.fixture(params=[False, True], ids=["plain head", "fused head"])
+def is_fused(request, monkeypatch):
+    """A fused head, which has the logits of two tokens at a time."""
+    monkeypatch.setattr("verl.models.fused_head.listed.NUMBERS", 600)
+    return request.param
+
+
 def oracle(engine, batch):
     """(B, T, V) log-probs in float64, from one padded pass with an attention mask."""
     return torch.log_softmax(padded_logits(engine.model.eval(), batch).double() / TEMPERATURE, -1)
@@ -21,8 +28,9 @@ def oracle(engine, batch):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"micro_batch_size": 1}])
-def test_a_model_lists_its_most_likely_tokens(qwen2, packed, limits):
-    engine, batch = make_engine(qwen2, trains=False, passes=PassSettings(packed=packed, top_k=K)), ragged_batch(seed=3)
+def test_a_model_lists_its_most_likely_tokens(qwen2, is_fused, packed, limits):
+    passes = PassSettings(packed=packed, top_k=K, fused_head="torch" if is_fused else None)
+    engine, batch = make_engine(qwen2, trains=False, passes=passes), ragged_batch(seed=3)
     computed = engine.infer(batch, ("log_probs", "top_k_ids", "top_k_log_probs"), TEMPERATURE, **limits)
     values, ids = oracle(engine, batch).topk(K, dim=-1)
     mask = batch.tensors["response_mask"].bool()
@@ -33,8 +41,9 @@ def test_a_model_lists_its_most_likely_tokens(qwen2, packed, limits):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_another_model_gives_log_probs_of_the_listed_tokens(qwen2, packed):
-    engine, batch = make_engine(qwen2, passes=PassSettings(packed=packed)), ragged_batch(seed=3)
+def test_another_model_gives_log_probs_of_the_listed_tokens(qwen2, is_fused, packed):
+    passes = PassSettings(packed=packed, fused_head="torch" if is_fused else None)
+    engine, batch = make_engine(qwen2, passes=passes), ragged_batch(seed=3)
     expected = oracle(engine, batch)
     ids = torch.randint(0, expected.shape[-1], (*expected.shape[:-1], K), generator=torch.Generator().manual_seed(1))
     batch.tensors["candidate_ids"] = ids.int()
@@ -43,8 +52,8 @@ def test_another_model_gives_log_probs_of_the_listed_tokens(qwen2, packed):
     torch.testing.assert_close(computed[mask].double(), expected.gather(-1, ids)[mask], atol=1e-5, rtol=1e-5)
 
 
-def test_the_gradient_of_distillation_is_that_of_the_padded_oracle(qwen2):
-    engine, batch = make_engine(qwen2), ragged_batch(seed=3)
+def test_the_gradient_of_distillation_is_that_of_the_padded_oracle(qwen2, is_fused):
+    engine, batch = make_engine(qwen2, model={"use_fused_kernels": is_fused}), ragged_batch(seed=3)
     log_probs = oracle(engine, batch)
     of_teacher = torch.log_softmax(torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(2)), -1)
     values, ids = of_teacher.topk(K, dim=-1)
@@ -72,9 +81,3 @@ def test_a_vocabulary_below_k_is_listed_completely(qwen2):
 def test_a_batch_without_the_listed_tokens_names_the_column(qwen2):
     with pytest.raises(EngineError, match="candidate_ids"):
         make_engine(qwen2).infer(ragged_batch(), ("candidate_log_probs",))
-
-
-def test_a_fused_head_has_no_logits_to_read_several_tokens_from(qwen2):
-    engine = make_engine(qwen2, model={"use_fused_kernels": True})
-    with pytest.raises(EngineError, match="use_fused_kernels=false"):
-        engine.infer(ragged_batch(), ("candidate_log_probs",))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.models.fused_head import OnePassHead, Shape, TokenStatistics
+from verl.models.fused_head.listed import ListedStatistics
 from verl.models.fused_head.tiled import MAX_TOKENS, Tile
 
 
@@ -200,3 +201,27 @@ def test_one_sweep_holds_the_logits_of_a_few_tokens(monkeypatch):
     tensors, labels = inputs(64, 500, False)
     OnePassHead.apply(*tensors, None, labels, torch.ones(64), Shape(tile=1024)).sum().backward()
     assert set(seen) == {2 * 500}  # of 64 x 500
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (2.0, 3.0)])
+def test_what_needs_all_logits_gets_those_of_two_tokens_at_a_time(with_bias, scale, softcap):
+    def statistics(z, tokens=slice(None)):
+        sizes.append(len(z))
+        log_probs, ids = z.log_softmax(-1).topk(3)
+        return log_probs, ids, z.square().mean(-1) * slopes[tokens]
+
+    sizes: list[int] = []
+    tensors, _ = inputs(7, 50, with_bias, dtype=torch.float64)
+    slopes = torch.arange(7.0)
+    z = (tensors[0] @ tensors[1].t() + (tensors[2] if with_bias else 0)) * scale
+    expected = statistics((z if softcap is None else torch.tanh(z / softcap) * softcap) / 0.7)
+    arguments = [t.detach().float().requires_grad_() for t in tensors]
+    bias = arguments[2] if with_bias else None
+    computed = ListedStatistics.apply(*arguments[:2], bias, Shape(0.7, scale, softcap, tile=2 * 50), statistics)
+    assert sizes == [7, 2, 2, 2, 1] and torch.equal(computed[1], expected[1])
+    for mine, theirs in zip(computed, expected):
+        torch.testing.assert_close(mine, theirs.to(mine.dtype), atol=1e-5, rtol=1e-5)
+    losses = [(values[0] * torch.tensor([1.0, -2.0, 3.0])).sum() + values[2].sum() for values in (computed, expected)]
+    for mine, theirs in zip(torch.autograd.grad(losses[0], arguments), torch.autograd.grad(losses[1], tensors)):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()

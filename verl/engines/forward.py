@@ -120,11 +120,9 @@ class TokenForward:
         # The reference first: it may be this very module, and a sharded one runs one pass at a time.
         expected = self._of_reference(micro, temperature) if "full_kl" in outputs else None
         logits = self.logits(micro, temperature)
-        statistics = self._statistics(logits, micro.labels, outputs)
+        statistics = self._statistics(logits, micro, outputs)
         if expected is not None:
             statistics["full_kl"] = full_kl_in_chunks(logits, expected, self.measure)
-        if "candidate_log_probs" in outputs:
-            statistics["candidate_log_probs"] = self._of_candidates(logits, micro.candidates)
         return {name: micro.scatter(values) for name, values in statistics.items()}
 
     def _of_reference(self, micro: MicroBatch, temperature: float) -> Tensor:
@@ -137,11 +135,13 @@ class TokenForward:
         logits = self._logits(micro).float()
         return logits if temperature == 1.0 else logits / temperature
 
-    def _statistics(self, logits: Tensor, labels: Tensor, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """(N, V) logits, (N,) labels -> (N,) each."""
+    def _statistics(
+        self, logits: Tensor, micro: MicroBatch, outputs: Sequence[str], tokens: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """(n, V) logits of these tokens -> (n,) each, or (n, K)."""
         statistics = {}
         if "log_probs" in outputs:
-            statistics["log_probs"] = logprobs_from_logits(logits, labels)
+            statistics["log_probs"] = logprobs_from_logits(logits, micro.labels[tokens])
         if "entropy" in outputs:
             statistics["entropy"] = self._entropy(logits)
         if "sum_pi_squared" in outputs:
@@ -149,6 +149,9 @@ class TokenForward:
         if "top_k_ids" in outputs or "top_k_log_probs" in outputs:
             log_probs, ids = top_k_from_logits(logits, self.passes.top_k)
             statistics |= {"top_k_ids": ids.int(), "top_k_log_probs": log_probs}
+        if "candidate_log_probs" in outputs:
+            listed = None if micro.candidates is None else micro.candidates[tokens]
+            statistics["candidate_log_probs"] = self._of_candidates(logits, listed)
         return {name: values for name, values in statistics.items() if name in outputs}
 
     def _of_candidates(self, logits: Tensor, candidates: Tensor | None) -> Tensor:
@@ -174,15 +177,23 @@ class TokenForward:
     def _fused(
         self, fused: FusedHead, micro: MicroBatch, outputs: tuple[str, ...], temperature: float
     ) -> dict[str, Tensor]:
-        """The outputs without the logits; all of them hang on what the model returned, as sharded engines need it."""
+        """The outputs without the logits of all tokens; those with a gradient hang on what the model returned, as
+        sharded engines need it."""
+
+        def of_logits(logits: Tensor, tokens: slice) -> tuple[Tensor, ...]:
+            statistics = self._statistics(logits, micro, outputs, tokens)
+            return tuple(statistics[name] for name in outputs)
+
+        several = of_logits if any(name in OF_SEVERAL_TOKENS for name in outputs) else None
         with (
             devices.autocast(self.device, self.dtype),
             fused.instead_of(
-                self.head, micro.positions, micro.labels, temperature, outputs, micro.slopes
+                self.head, micro.positions, micro.labels, temperature, outputs, micro.slopes, several
             ) as statistics,
         ):
             returned = self._run(micro).logits.float().sum()
-        return {name: micro.scatter(values) + 0.0 * returned for name, values in statistics.items()}
+        scattered = {name: micro.scatter(values) for name, values in statistics.items()}
+        return {name: x + 0.0 * returned if x.is_floating_point() else x for name, x in scattered.items()}
 
     def _run(self, micro: MicroBatch) -> Any:
         if self.routing is not None:
@@ -207,12 +218,8 @@ class TokenForward:
             outputs = [name for name in outputs if name != "full_kl"]
         if self.routing is not None:
             outputs = [name for name in outputs if name != COLUMN]
-        several = [name for name in outputs if name in OF_SEVERAL_TOKENS]
-        if several and self.kind == "causal_lm":
-            if self.fused is not None:
-                why = "the fused LM head never has the logits: set use_fused_kernels=false"
-                raise EngineError("log-probs of several tokens per position need the logits", got=several[0], fix=why)
-            outputs = [name for name in outputs if name not in several]
+        if self.kind == "causal_lm":
+            outputs = [name for name in outputs if name not in OF_SEVERAL_TOKENS]
         check_outputs(self.kind, outputs, temperature)
 
     def _check_comparison(self) -> None:

@@ -45,7 +45,6 @@ SCORING_APIS = ("auto", "vllm", "sglang", "verl")
 """Kinds of servers that give the log-probs of a prompt."""
 READ_OF_URLS = frozenset({"name", "server", "max_num_seqs"})
 READ_OF_HOSTS = READ_OF_URLS | {"dtype", "max_model_len", "max_num_batched_tokens", "prompt_length", "response_length"}
-_SINGLE = f"Or take {_L}.loss_mode=k3+, which reads the sampled tokens alone."
 
 
 def _reads_top_k(cfg: PPOTrainerConfig) -> bool:
@@ -73,9 +72,6 @@ ROWS = (
     Rule(f"{_D}.enabled", "a loss on pairs trains on two of the answers to each prompt, and a teacher scores all of them",
          lambda cfg: cfg.distillation.enabled and learns_from_pairs(cfg),
          f"Take another {_A}.actor.policy_loss.loss_mode.", kind=NotBuiltError),
-    Rule(f"{_L}.loss_mode", "it reads several tokens per position, and the fused LM head never has the logits",
-         lambda cfg: _reads_top_k(cfg) and cfg.actor_rollout_ref.model.use_fused_kernels,
-         f"Set {_A}.model.use_fused_kernels=false. {_SINGLE}"),
     Rule(f"{_L}.loss_mode", f"the gradient of {{got}} is 0 on average: {_L}.loss_mode=k1+ has the gradient of the KL, and "
          f"{_L}.use_policy_gradient=true takes it as a reward", _has_no_slope, kind=NOTICE),
     Rule(f"{_D}.nnodes", "has no effect: every teacher is behind servers",
@@ -194,10 +190,8 @@ def _together(cfg: PPOTrainerConfig) -> Problems:
             fix = f"Give each the {cfg.distillation.teacher_key} of its rows; one may be without, for all others."
             message = "several teachers serve the same rows"
             problems.append(ConfigError(message, key=f"{_T}.*.key", got=value, fix=fix))
-    policy, single = (
-        cfg.actor_rollout_ref.model,
-        _SINGLE.removeprefix("Or ").capitalize() if _reads_top_k(cfg) else None,
-    )
+    policy = cfg.actor_rollout_ref.model
+    single = f"Take {_L}.loss_mode=k3+, which reads the sampled tokens alone." if _reads_top_k(cfg) else None
     return problems + [p for teacher in teachers for p in _other_tokens(policy, teacher.setting, teacher.path, single)]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl.models.fused_head.listed import ListedStatistics, OfLogits
 from verl.models.fused_head.one_pass import OnePassHead
 from verl.models.fused_head.tiled import Shape, TokenStatistics
 
@@ -57,12 +58,14 @@ class FusedHead:
         temperature: float,
         outputs: tuple[str, ...],
         slopes: Tensor | None = None,
+        of_logits: OfLogits | None = None,
     ) -> Iterator[dict[str, Tensor]]:
         """Within the block a call of ``head`` fills the dictionary that this gives: name -> (N,) float32.
 
         Args:
             positions: (N,) of the flattened tokens. labels: (N,) what they predict.
             slopes: (N,) d loss / d log_probs up to one factor, where it is known beforehand.
+            of_logits: computes the outputs, in their order, where one of them needs all logits of a token.
         """
         computed: dict[str, Tensor] = {}
         shape = replace(self.shape, temperature=temperature)
@@ -72,13 +75,16 @@ class FusedHead:
             selected = hidden.flatten(0, -2).index_select(0, positions)
             weight, bias = head_weight(head)
             dtype = _compute_dtype(selected)
-            if outputs == ("log_probs",) and self._sweeps(selected, weight, bias, slopes):
+            if of_logits is not None:
+                listed = ListedStatistics.apply(selected.to(dtype), weight, bias, shape, of_logits)
+                computed.update(zip(outputs, listed))
+            elif outputs == ("log_probs",) and self._sweeps(selected, weight, bias, slopes):
                 expected = selected.new_ones(len(labels), dtype=torch.float32) if slopes is None else slopes
-                statistics: tuple[Any, ...] = (sweep(selected.to(dtype), weight, bias, labels, expected, shape),)
+                computed["log_probs"] = sweep(selected.to(dtype), weight, bias, labels, expected, shape)
             else:
                 # `OUTPUTS`; those that ``extras`` leaves out have any values.
                 statistics = self.function.apply(selected.to(dtype), weight, bias, labels, shape, extras)
-            computed.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
+                computed.update({name: x for name, x in zip(OUTPUTS, statistics) if name in outputs and x is not None})
             # Sharded engines follow the gradient through what a model returns, so something of it has to go there.
             return selected[:, :1].unsqueeze(0) * 0.0
 

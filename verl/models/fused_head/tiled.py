@@ -222,6 +222,40 @@ def backward_of(kind: type[Tile], ctx: AutogradContext, *grads: Tensor) -> tuple
     return *grads_of_inputs, None, None, None
 
 
+class GradientSums:
+    """Of hidden states, weight and bias, as far as they are needed, summed over tiles in float32.
+
+    Args:
+        blocks: how many parts of the tokens add to the gradient of a row of the weight.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...], blocks: int):
+        self._hidden, self._weight, self._bias, device = hidden, weight, bias, hidden.device
+        dtype = weight.dtype if blocks == 1 else torch.float32
+        self._to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device) if needs[0] else None
+        self._to_weight = torch.zeros(weight.shape, dtype=dtype, device=device) if needs[1] else None
+        self._to_bias = torch.zeros(len(weight), dtype=torch.float32, device=device) if needs[2] else None
+
+    def add(self, dz: Tensor, tokens: slice, words: slice, factor: float) -> None:
+        """Take the gradient (n, v) of a tile, which is ``factor`` times that of its product before the bias."""
+        hidden = self._hidden[tokens]
+        narrow = dz.to(hidden.dtype)
+        if self._to_hidden is not None:
+            add_product(self._to_hidden[tokens], narrow, self._weight[words].to(hidden.dtype), factor)
+        if self._to_weight is not None:
+            add_product(self._to_weight[words], narrow.t(), hidden, factor)
+        if self._to_bias is not None:
+            self._to_bias[words] += dz.sum(0, dtype=torch.float32) * factor
+
+    def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the dtypes of hidden states, weight and bias."""
+        return (
+            None if self._to_hidden is None else self._to_hidden.to(self._hidden.dtype),
+            None if self._to_weight is None else self._to_weight.to(self._weight.dtype),
+            None if self._to_bias is None or self._bias is None else self._to_bias.to(self._bias.dtype),
+        )
+
+
 def gradients(
     tile: Tile,
     labels: Tensor,
@@ -230,28 +264,13 @@ def gradients(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden states, weight and bias, as far as they are needed."""
-    hidden, weight, bias, factor = tile.hidden, tile.weight, tile.bias, tile.shape.factor
+    hidden, weight, factor = tile.hidden, tile.weight, tile.shape.factor
     if tile.shape.softcap is not None:
         factor = tile.shape.scale / tile.shape.temperature
-    to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
-    blocks = -(-len(hidden) // MAX_TOKENS)
-    dtype = weight.dtype if blocks == 1 else torch.float32
-    to_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
-    to_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs[2] else None
+    sums = GradientSums(hidden, weight, tile.bias, needs, -(-len(hidden) // MAX_TOKENS))
     for tokens, words in tile.shape.tiles(len(hidden), len(weight), hidden.device):
-        dz = tile.gradient(tokens, words, labels, statistics, grads)
-        narrow = dz.to(hidden.dtype)
-        if to_hidden is not None:
-            add_product(to_hidden[tokens], narrow, weight[words].to(hidden.dtype), factor)
-        if to_weight is not None:
-            add_product(to_weight[words], narrow.t(), hidden[tokens], factor)
-        if to_bias is not None:
-            to_bias[words] += dz.sum(0, dtype=torch.float32) * factor
-    return (
-        None if to_hidden is None else to_hidden.to(hidden.dtype),
-        None if to_weight is None else to_weight.to(weight.dtype),
-        None if to_bias is None or bias is None else to_bias.to(bias.dtype),
-    )
+        sums.add(tile.gradient(tokens, words, labels, statistics, grads), tokens, words, factor)
+    return sums.of_inputs()
 
 
 def add_product(target: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
