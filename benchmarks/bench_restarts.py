@@ -106,9 +106,9 @@ def command(steps: int, role: Role) -> list[str]:
 
 
 def finished(folder: Path) -> dict[int, float]:
-    """Seconds of each step in the metrics, by number."""
+    """Seconds of each step in the metrics, by number; a line that is being written does not count yet."""
     lines = [line for place in (folder / "logs").rglob("*[0-9a-z].jsonl") if ".replaced" not in place.name
-             for line in place.read_text().splitlines()]  # fmt: skip
+             for line in place.read_bytes().rpartition(b"\n")[0].splitlines()]  # fmt: skip
     steps = (json.loads(line) for line in lines)
     return {step["step"]: step["data"]["timing_s/step"] for step in steps if "timing_s/step" in step["data"]}
 
