@@ -47,5 +47,5 @@ def test_the_automatic_budget_bounds_the_logits_and_lets_one_row_pass():
     assert automatic_tokens(0, "cpu", longest=10) == CPU_TOKENS
     assert automatic_tokens(150_000, "cpu", longest=5000) == 5000
     of_large = [automatic_tokens(100, "cpu", longest, num_parameters=135_000_000) for longest in (10, 100, 400, 2000)]
-    assert of_large == [512, 800, 1024, 2000]
+    assert of_large == [384, 400, 1024, 2000]
     assert automatic_tokens(100, "cuda", longest=10, num_parameters=135_000_000) == 16384

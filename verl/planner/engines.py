@@ -18,9 +18,10 @@ LOGITS_BYTES = 1 << 28
 """Largest tensor of logits that an engine makes of its own accord."""
 CPU_TOKENS = 2048
 """On a CPU 4096 at once gain nothing, and memory that was not touched before is slow; 1024 cost 1 to 9 % more time."""
-CPU_TOKENS_OF_LARGE, LARGE, ROWS = (512, 1024), 64_000_000, 8
+CPU_TOKENS_OF_LARGE, LARGE, ROWS = (384, 1024), 64_000_000, 4
 """A model of `LARGE` parameters has work enough in fewer tokens, whose activations take less memory; within these
-bounds as many as `ROWS` rows have, so that few micro-batches compute the same prompt again."""
+bounds as many as `ROWS` rows have, so that few micro-batches compute the same prompt again. A GRPO step of 135 million
+parameters with rows of 88 tokens takes as long in 384 as in 704 tokens, and 7 % less memory; with an adapter 11 %."""
 GPU_TOKENS = 16384
 CPU_TILE, GPU_TILE = 1 << 21, 1 << 26
 """Logits of one tile of the fused head in torch (`verl.models.fused_head.tiled`)."""
