@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/bench_soak.py [--steps 10000] [--mode sync] [--plot soak.png]
 
 A tiny model trains by GRPO with all that an ordinary run has: checkpoints, validation, journal, files of samples,
-scorers in processes. From outside, every hundredth of the run, the process tree is measured. Printed: a table, and the
-slope of each column over the steps after the first fifth, in which caches fill up. Memory is the proportional set size:
-a page that processes share counts once. The status is 1 where memory grows by more than `MOST_GROWTH` or the rest grows
-at all from the second fifth to the last. Files in shared memory are the machine's: nothing else should run. Needs Linux
-and psutil.
+scorers in processes. From outside, every hundredth of the run, the process tree is measured. Printed: what it holds,
+the slope of its memory over the steps after the first fifth, in which caches fill up, and the time of a step. Memory is
+the proportional set size: a page that processes share counts once. The status is 1 where memory grows by more than
+`MOST_GROWTH` or the rest grows at all from the second fifth to the last. Files in shared memory are the machine's:
+nothing else should run. Needs Linux and psutil.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Held:
     """What a process tree holds after a step."""
 
     step: int
+    seconds: float
     memory_mb: float
     descriptors: int
     threads: int
@@ -50,15 +51,15 @@ class Held:
     shared_files: int
 
     @classmethod
-    def now(cls, step: int, root: psutil.Process) -> Held | None:
-        """None where a process ended while it was measured."""
+    def now(cls, step: int, seconds: float, root: psutil.Process) -> Held | None:
+        """``seconds`` after the start; None where a process ended while it was measured."""
         try:
             tree = [root, *root.children(recursive=True)]
             memory = sum(process.memory_full_info().pss for process in tree) / 2**20
             counts = (sum(process.num_fds() for process in tree), sum(process.num_threads() for process in tree))
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             return None
-        return cls(step, memory, *counts, len(tree), len(list(Path("/dev/shm").iterdir())))
+        return cls(step, seconds, memory, *counts, len(tree), len(list(Path("/dev/shm").iterdir())))
 
 
 def command(steps: int, mode: str) -> list[str]:
@@ -108,13 +109,13 @@ def measured(folder: Path, steps: int, mode: str) -> list[Held]:
     began = time.monotonic()
     while run.poll() is None:
         step = progress.read()
-        held = Held.now(step, root) if step >= due else None
+        held = Held.now(step, time.monotonic() - began, root) if step >= due else None
         if held is not None:
             made.append(held)
             due = step + max(1, steps // 100)
             if len(made) % 10 == 1:
                 values = ", ".join(f"{field.name} {getattr(held, field.name):.5g}" for field in fields(Held))
-                print(f"{time.monotonic() - began:6.0f} s: {values}", flush=True)
+                print(values, flush=True)
         time.sleep(POLL_SECONDS)
     if run.returncode:
         raise RuntimeError(f"the run ended with {run.returncode}:\n{(folder / 'output.txt').read_text()[-3000:]}")
@@ -130,6 +131,8 @@ def verdict(made: list[Held]) -> int:
     grows = 1000 * growth > MOST_GROWTH
     early = [held for held in settled if held.step <= 2 * last / 5]
     late = [held for held in settled if held.step >= 4 * last / 5]
+    paces = [1000 * (part[-1].seconds - part[0].seconds) / (part[-1].step - part[0].step) for part in (early, late)]
+    print("a step: {:.1f} ms in the second fifth, {:.1f} ms in the last".format(*paces))
     for name in ("descriptors", "threads", "processes", "shared_files"):
         before, after = (max(getattr(held, name) for held in part) for part in (early, late))
         print(f"{name}: at most {before} in the second fifth, {after} in the last")
