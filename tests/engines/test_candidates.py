@@ -16,7 +16,7 @@ TEMPERATURE, K = 0.7, 5
 
 @pytest.fixture(params=[False, True], ids=["plain head", "fused head"])
 def is_fused(request, monkeypatch):
-    """A fused head, which has the logits of two tokens at a time."""
+    """Whether the head is fused: it has the logits of two tokens at a time then."""
     monkeypatch.setattr("verl.models.fused_head.listed.NUMBERS", 600)
     return request.param
 

@@ -110,7 +110,7 @@ class Engine(ABC):
                 layers, top_k) int16, those that the passes chose, -1 where no pass was needed.
                 ``top_k_ids`` (B, T, K) int32 and ``top_k_log_probs`` (B, T, K) are the most likely tokens of an engine
                 with `PassSettings.top_k`; ``candidate_log_probs`` (B, T, K) is for the tokens of the batch's column
-                ``candidate_ids``. These need the logits of a row in one place.
+                ``candidate_ids``.
             temperature: logits are divided by it.
 
         Returns:

@@ -178,7 +178,7 @@ class TokenDump:
         # Python waits for the thread of a pool before it ends: the last steps of a run are written.
         self._thread = ThreadPoolExecutor(1, "verl-token-dump")
         self._waiting: list[Future[None]] = []
-        self._sizes: dict[int, int] | None = None
+        self._sizes: dict[int, int] | None = None  # bytes of each step's file; the thread alone reads and writes it
         self._late = self._failed = 0
 
     def put(self, step: int, make: Callable[[], pa.Table]) -> None:

@@ -60,7 +60,8 @@ class FusedHead:
         slopes: Tensor | None = None,
         of_logits: OfLogits | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Within the block a call of ``head`` fills the dictionary that this gives: name -> (N,) float32.
+        """Within the block a call of ``head`` fills the dictionary that this gives: name -> (N,) float32,
+        or (N, K) of several tokens, whose ids are int32.
 
         Args:
             positions: (N,) of the flattened tokens. labels: (N,) what they predict.

@@ -223,7 +223,7 @@ def backward_of(kind: type[Tile], ctx: AutogradContext, *grads: Tensor) -> tuple
 
 
 class GradientSums:
-    """Of hidden states, weight and bias, as far as they are needed, summed over tiles in float32.
+    """Gradients of hidden states, weight and bias, as far as they are needed, summed over tiles in float32.
 
     Args:
         blocks: how many parts of the tokens add to the gradient of a row of the weight.
