@@ -60,6 +60,16 @@ UNFILTERED = [f"{ALG}.filter_groups.enable=false"]
 """Dynamic sampling draws more answers per step than are trained on."""
 PAIRS = [f"{R}.n=2", "data.train_batch_size=16", f"{A}.ppo_mini_batch_size=8"]
 JUDGE = "+reward.custom_reward_function.reward_kwargs"
+FAPO = [
+    f"{JUDGE}.address={{judge}}",
+    f"{JUDGE}.outcome=scripts.recipe_curves:last_letter",
+    "data.val_files=train.jsonl",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=1",
+    f"{R}.val_kwargs.do_sample=true",
+    f"{R}.val_kwargs.temperature=1",
+]
+"""An answer is right by its last letter, and flawed where another character is none; validation counts both."""
 KINDS = ("letters", "digits")
 OF_KIND = ["reward.custom_reward_function.path=kinds.py"]
 KIND_SCORER = """
@@ -136,6 +146,10 @@ COMPARED: dict[str, dict[str, Run]] = {
             "recipe.genrm_remote.main_genrm_remote",
             [f"{A}.use_kl_loss=false", f"{JUDGE}.address={{judge}}"],
         ),
+    },
+    "fapo": {
+        "GRPO": ("recipe.fapo.main_fapo", [*FAPO, f"{JUDGE}.penalty=0"]),
+        "FAPO": ("recipe.fapo.main_fapo", FAPO),
     },
     "pf_ppo": {
         "PPO": (GRPO, [f"{ALG}.adv_estimator=gae", *BY_RULE, *CRITIC]),
@@ -271,12 +285,28 @@ def lower_case(conversation: Conversation) -> float:
     return fmean(sum(c.islower() for c in text) / max(len(text), 1) for text in conversation.answers())
 
 
+def last_letter(data_source: str, solution_str: str, ground_truth: str) -> dict[str, float]:
+    """Whether the last character is a lower-case letter, for FAPO."""
+    is_right = solution_str[-1:].islower()
+    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
+
+
+def judged(prompt: str) -> str:
+    """The reply of the judge of all recipes: a grade, or for FAPO's prompt whether a step has another character."""
+    from recipe.genrm_remote.rule_judge import reply_to
+
+    solution = re.search(r"<solution (\w+)>\nStep 0:\n(.*)\n</solution \1>", prompt, re.DOTALL)
+    if not solution:
+        return reply_to(prompt)
+    return rf"\boxed{{{-1 if solution[2].islower() and solution[2].isalpha() else 0}}}"
+
+
 @contextmanager
 def judging() -> Iterator[str]:
     """The address of a judge that grades by rule, in a thread of this process."""
     from recipe.genrm_remote.rule_judge import server
 
-    with server() as listening:
+    with server(rule=judged) as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
         try:

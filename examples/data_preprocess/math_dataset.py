@@ -24,7 +24,8 @@ def to_row(example: Example, index: int, split: str, where: str, instruction: st
     answer = last_boxed(solution)
     if answer is None:
         raise DataError(r"the solution has no \boxed{answer}", key=where, got=solution[-200:])
-    row = prompt_row(HUB_NAME, asked(problem, instruction), answer, {"split": split, "index": index})
+    extra = {"split": split, "index": index, "question": problem}
+    row = prompt_row(HUB_NAME, asked(problem, instruction), answer, extra)
     return {"level": example.get("level"), "type": example.get("type"), **row}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from verl.json_text import read_json
@@ -26,11 +27,13 @@ def reply_to(prompt: str) -> str:
 
 
 class RuleJudge(BaseHTTPRequestHandler):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``; ``reply_to`` makes a reply of a prompt."""
+
+    reply_to = staticmethod(reply_to)
 
     def do_POST(self) -> None:
         request = read_json(self.rfile.read(int(self.headers["content-length"])).decode())
-        message = {"role": "assistant", "content": reply_to(request["messages"][-1]["content"])}
+        message = {"role": "assistant", "content": self.reply_to(request["messages"][-1]["content"])}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         body = json.dumps({"choices": [choice], "usage": {"total_tokens": 1}}).encode()
         self.send_response(200)
@@ -43,9 +46,10 @@ class RuleJudge(BaseHTTPRequestHandler):
         """Nothing is printed."""
 
 
-def server(port: int = 0) -> ThreadingHTTPServer:
+def server(port: int = 0, rule: Callable[[str], str] = reply_to) -> ThreadingHTTPServer:
     """Bound to this machine, and not serving yet; port 0: a free one."""
-    return ThreadingHTTPServer(("127.0.0.1", port), RuleJudge)
+    handler = type("Judge", (RuleJudge,), {"reply_to": staticmethod(rule)})
+    return ThreadingHTTPServer(("127.0.0.1", port), handler)
 
 
 def main() -> None:

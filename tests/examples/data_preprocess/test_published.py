@@ -83,7 +83,7 @@ def test_math_takes_the_last_boxed_answer_as_the_truth(prepare):
     first = found["train"][0]
     assert first["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and first["reward_model"]["style"] == "rule"
     assert first["prompt"][0]["content"].startswith("What is $1+1$?") and r"\boxed{}" in first["prompt"][0]["content"]
-    assert first["extra_info"] == {"index": 0, "split": "train"}
+    assert first["extra_info"] == {"index": 0, "split": "train", "question": "What is $1+1$?"}
     assert (first["level"], first["type"]) == ("Level 1", "Algebra")
 
 
