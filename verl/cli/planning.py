@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
 from argparse import ArgumentTypeError
@@ -20,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from verl import env
+from verl.cli.report import Bar, PlanReport, bar_chart, memory_chart, placements_chart, planned_spans, seconds_chart
 from verl.config import PPOTrainerConfig, load_config
 from verl.config.loading.configuration import read_config
 from verl.config.rules import validate
 from verl.config.schema.root import skips_old_log_prob
 from verl.errors import ConfigError, VerlError
 from verl.journal.gantt import draw_gantt
+from verl.json_text import Json
 from verl.planner.estimate import HOUR, Estimate
 from verl.planner.from_config import RunPlan, run_plan
 from verl.planner.hardware import Cluster, Device, device, read_device, to_json
@@ -46,10 +49,12 @@ STAGES = ("generation", "preparation", "training")
 def main(argv: Sequence[str]) -> int:
     """Command line; the exit status: 0, 1 where `check` finds something, 2 after a message to the user."""
     settings, config = _parser().parse_known_args(argv)
+    settings.command = shlex.join(["python", "-m", "verl.planner", *argv])
     status = 0
 
     def work() -> None:
         nonlocal status
+        _check_files(settings)
         status = settings.work(settings, config)
 
     return run_program(work) or status
@@ -73,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--devices", help="8xH100; default: this machine's CPU, of plan none")
         command.add_argument("--hardware", type=Path, metavar="FILE", help="what calibrate measured of a device")
         command.add_argument("--json", action="store_true", help="print objects")
+        if name != "check":
+            command.add_argument("--report", type=Path, metavar="FILE", help="write tables and charts as HTML, too")
     parsers["plan"].add_argument("--schedule", choices=(SYNC, ASYNC), help="default: the faster of both")
     _add_simulation(parsers["simulate"])
     parsers["estimate"].add_argument("--live", type=Path, metavar="RUN", help="what is left of the run in this folder")
@@ -83,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     calibration.set_defaults(work=_calibrate)
     calibration.add_argument("file", type=Path, metavar="FILE")
     return parser
+
+
+def _check_files(settings: argparse.Namespace) -> None:
+    """Refuse files that could not be written in the end."""
+    for key, option in (("report", "--report"), ("gantt", "--gantt"), ("file", "FILE")):
+        file = getattr(settings, key, None)
+        if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
+            raise ConfigError("no folder to write this file into", key=option, got=str(file), fix="Make the folder.")
 
 
 def _cluster(settings: argparse.Namespace) -> Cluster | None:
@@ -125,12 +140,11 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
     infers = not all(skips_old_log_prob(cast(PPOTrainerConfig, other)) for other in others)
     run = replace(run, roles=(replace(run.roles[0], infers=infers), *run.roles[1:]))
     answer = proposal(run, cluster, schedules, ASYNC if run.overlaps else SYNC)
-    if settings.json:
-        print(json.dumps(answer.to_json()))
-        return 0
-    _print_tables(_placement(answer), _others(answer))
     arguments = overrides(answer.plan, cluster, answer.replaces_pools)
-    print(step_text(answer), " \\\n    ".join(map(shlex.quote, arguments)), sep="\n\n")
+    text = f"{step_text(answer)}\n\n" + " \\\n    ".join(map(shlex.quote, arguments))
+    placements: list[tuple[str, PlacementPlan]] = [(str(answer.plan), answer.plan), *answer.others]
+    charts = [placements_chart(placements, STAGES), draw_gantt(planned_spans(answer.plan), "Steps of the plan")]
+    _show(settings, answer.to_json(), text, (_placement(answer), _others(answer)), charts)
     return 0
 
 
@@ -190,11 +204,10 @@ def _estimate(settings: argparse.Namespace, words: list[str]) -> int:
     estimate = _estimate_of(settings, words)
     hours = estimate.device_hours or estimate.device_hours_per_step
     price = None if settings.price is None else settings.price * hours
-    if settings.json:
-        print(json.dumps({**estimate.to_json(), "price": price}))
-        return 0
-    _print_tables(_memory(estimate), _pools(estimate), _hosts(estimate), _seconds(estimate))
-    print(_summary(estimate, price))
+    tables = _memory(estimate), _pools(estimate), _hosts(estimate), _seconds(estimate)
+    phases = [(f"{role.role}, {name}", part) for role in estimate.seconds for name, part in role.phases.items()]
+    charts = memory_chart(estimate), seconds_chart("Seconds of a step", [*phases, ("step", estimate.step)])
+    _show(settings, {**estimate.to_json(), "price": price}, _summary(estimate, price), tables, charts)
     return 0
 
 
@@ -207,18 +220,16 @@ def _live(settings: argparse.Namespace, words: list[str]) -> int:
     predicted = {phase: estimate.phase(phase) for phase in progress.seconds}
     hours = estimate.run.devices * progress.seconds_left / HOUR
     price = None if settings.price is None else settings.price * hours
-    if settings.json:
-        print(json.dumps({**asdict(progress), "seconds_left": progress.seconds_left, "device_hours_left": hours,
-                          "price_left": price, "predicted": {n: asdict(p) for n, p in predicted.items()}}))  # fmt: skip
-        return 0
+    facts = {**asdict(progress), "seconds_left": progress.seconds_left, "device_hours_left": hours,
+             "price_left": price, "predicted": {n: asdict(p) for n, p in predicted.items()}}  # fmt: skip
     table = _table(f"Seconds of a step, mean of the last {WINDOW}", ["phase", "measured", "predicted", "range"], 1)
     for phase, seconds in progress.seconds.items():
         table.add_row(phase, f"{seconds:.3g}", *_range(predicted[phase]))
-    _print_tables(table)
     left = timedelta(seconds=round(progress.seconds_left))
     cost = "" if price is None else f", which cost {price:.2f}"
     done = f"step {progress.last_step} of {progress.total_steps} ({progress.state})"
-    print(f"{done}, {left} and {hours:.2g} device hours left{cost}")
+    text = f"{done}, {left} and {hours:.2g} device hours left{cost}"
+    _show(settings, facts, text, (table,), [seconds_chart("Predicted seconds of a step", list(predicted.items()))])
     return 0
 
 
@@ -245,10 +256,18 @@ def _run_of(config: PPOTrainerConfig, cluster: Cluster) -> RunPlan:
     return run_plan(config, cluster.device.is_cpu, model_shape)
 
 
-def _print_tables(*tables: Table) -> None:
+def _show(settings: argparse.Namespace, facts: Json, text: str, tables: Sequence[Table], charts: Sequence[str]) -> None:
+    """Print the answer as objects, or as tables and text; also write the page of ``--report``."""
+    if settings.report is not None:
+        settings.report.write_text(PlanReport(settings.command, text, tables, charts).html(), encoding="utf-8")
+    if settings.json:
+        print(json.dumps(facts))
+        return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for table in tables:
         console.print(table)
+    if text:
+        print(text)
 
 
 def _table(title: str, heads: Sequence[str], names: int) -> Table:
@@ -398,13 +417,12 @@ def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
     if settings.gantt is not None:
         settings.gantt.write_text(draw_gantt(rows[-1].spans, f"{rows[-1].name}, simulated"), encoding="utf-8")
     lost = [_lost(sync, row.seconds["step"], run.devices, settings.mtbf) for row in rows]
-    if settings.json:
-        print(json.dumps([{**asdict(replace(row, spans=())), "lost": share, "problems": misfits}
-                          for row, share, misfits in zip(rows, lost, problems, strict=True)]))  # fmt: skip
-    else:
-        _print_tables(*_schedules(rows, lost))
-        for text in dict.fromkeys(chain.from_iterable(problems)):
-            print(f"does not fit: {text}")
+    facts = [{**asdict(replace(row, spans=())), "lost": share, "problems": misfits}
+             for row, share, misfits in zip(rows, lost, problems, strict=True)]  # fmt: skip
+    text = "\n".join(f"does not fit: {problem}" for problem in dict.fromkeys(chain.from_iterable(problems)))
+    charts = [bar_chart("Seconds of a step", [Bar(row.name, {"step": row.seconds["step"]}) for row in rows]),
+              *(draw_gantt(row.spans, f"{row.name}, simulated") for row in rows)]  # fmt: skip
+    _show(settings, facts, text, _schedules(rows, lost), charts)
     return 0
 
 
