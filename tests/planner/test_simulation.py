@@ -121,7 +121,42 @@ def test_the_inner_steps_are_a_gantt_chart():
     assert picture.count("update_actor, 30.000 s") == 3 and picture.count("gen, 50.000 s") == 3 * 4
 
 
-@pytest.mark.parametrize("word", ["algorithm.filter_groups.enable=true", "data.oversample_factor=2",
+FILTERING = "algorithm.filter_groups.enable=true"
+
+
+def test_dynamic_sampling_samples_batches_until_groups_with_signal_fill_one():
+    """A batch of prompts takes 50 s, whatever comes of it; what is left over opens the next step."""
+    work = replace(WORK, filtered=0.5)
+    kept = [not work.is_filtered(group) for group in range(400)]
+    assert 0.4 < sum(kept) / 400 < 0.6
+    batches, with_signal, trained = [0], 0, 0  # prompts come four at a time
+    while len(batches) <= 7:
+        trained += 4
+        while with_signal < trained:
+            with_signal += sum(kept[4 * batches[-1] : 4 * batches[-1] + 4])
+            batches[-1] += 1
+        batches.append(batches[-1])
+    result = run("sync", FILTERING, work=work)
+    assert result.seconds["trainer_idle"] == pytest.approx(50 * (batches[3] - batches[0]) / 3)
+    assert result.tokens == 4 * 2 * 15 and result.staleness.keys() <= {0, 1}
+    lost = sum(not one for one in kept[: 4 * batches[4]]) / (4 * batches[4])
+    assert result.filtered == pytest.approx(lost)
+
+
+def test_groups_without_signal_make_room_for_others_while_training():
+    work = replace(WORK, filtered=0.5)
+    result = run("fully_async", *QUEUE, FILTERING, "async_training.staleness_threshold=1", work=work)
+    none = run("fully_async", *QUEUE, "async_training.staleness_threshold=1")
+    assert result.tokens == none.tokens and result.filtered > 0.2 and none.filtered == 0
+    assert result.seconds["step"] > none.seconds["step"]
+
+
+def test_a_share_of_filtered_groups_needs_dynamic_sampling():
+    with pytest.raises(ConfigError, match="--filtered"):
+        run("sync", work=replace(WORK, filtered=0.5))
+
+
+@pytest.mark.parametrize("word", ["data.oversample_factor=2",
                                   "actor_rollout_ref.rollout.over_sample_rate=0.1",
                                   "algorithm.adv_estimator=remax"])  # fmt: skip
 def test_settings_without_a_simulation_are_refused(word):
@@ -256,6 +291,7 @@ def test_failures_cost_what_a_poisson_process_says(words, capsys):
     (["--schedules=one_step_of"], "trainer.v1.trainer_mode"),
     (["--from={folder}"], "there is no journal"),
     (["--mtbf=1000", "trainer.save_freq=-1"], "trainer.save_freq"),
+    (["algorithm.filter_groups.enable=true"], "--filtered"),
     (["actor_rollout_ref.rollout.name=sglang_of_another_kind"], "actor_rollout_ref.rollout.name"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated_is_named(words, more, message, tmp_path, capsys):
@@ -263,7 +299,9 @@ def test_what_cannot_be_simulated_is_named(words, more, message, tmp_path, capsy
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--mtbf=0", "--mtbf=-3", "--straggler=0.5", "--turns=0", "--mtbf=nan"])
+@pytest.mark.parametrize(
+    "word", ["--mtbf=0", "--mtbf=-3", "--straggler=0.5", "--turns=0", "--mtbf=nan", "--filtered=1"]
+)
 def test_numbers_out_of_range_are_refused(words, word, capsys):
     with pytest.raises(SystemExit) as end:
         main([*words, word])

@@ -378,17 +378,21 @@ def _add_simulation(command: argparse.ArgumentParser) -> None:
     )
     for name, kind, default, text in numbers:
         group.add_argument(name, type=kind, default=default, metavar="NUMBER", help=f"{text} (default: {default})")
+    group.add_argument("--filtered", type=_number(0, most=0.99), metavar="NUMBER",
+                       help="share of the groups that dynamic sampling drops")  # fmt: skip
     group.add_argument("--schedules", metavar="NAME,NAME", help=f"next to {SYNC}; default: that of the configuration")
     group.add_argument("--from", dest="run", type=Path, metavar="RUN",
                        help="folder of this configuration's run under sync, for seconds and lengths")  # fmt: skip
     group.add_argument("--gantt", type=Path, metavar="FILE", help="the inner steps of the last schedule, as SVG")
 
 
-def _number(least: float, kind: Callable[[str], float] = float) -> Callable[[str], float]:
+def _number(least: float, kind: Callable[[str], float] = float, most: float = math.inf) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)
-        if not least <= value < math.inf:
-            raise ArgumentTypeError(f"got {text}, allowed: a number from {least:g}")
+        if not (least <= value <= most and value < math.inf):
+            raise ArgumentTypeError(
+                f"got {text}, allowed: a number from {least:g}" + (f" to {most:g}" * (most < math.inf))
+            )
         return value
 
     return number
@@ -397,7 +401,11 @@ def _number(least: float, kind: Callable[[str], float] = float) -> Callable[[str
 def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
     from verl.trainer.planning.simulation import fitted, simulated  # loads torch
 
-    mode = cast(PPOTrainerConfig, read_config("ppo_trainer", words)).trainer.v1.trainer_mode
+    configured = cast(PPOTrainerConfig, read_config("ppo_trainer", words))
+    mode = configured.trainer.v1.trainer_mode
+    if configured.algorithm.filter_groups.enable and settings.filtered is None:
+        raise ConfigError("dynamic sampling drops groups whose samples all score the same: say what share",
+                          key="--filtered", allowed="0 to 0.99")  # fmt: skip
     names = dict.fromkeys((SYNC, *(settings.schedules or mode).split(",")))
     configs = {name: _printed([*words, f"trainer.v1.trainer_mode={name}"]) for name in names}
     sync = configs[SYNC]
@@ -408,7 +416,7 @@ def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
     steps = None if settings.run is None else MeasuredSteps.of(settings.run)
     lengths = log_normal(run.work.response, settings.sigma) if steps is None else steps.lengths
     work = Conversations(lengths, round(run.work.prompt.mean), settings.turns, settings.tool, settings.tool_sigma,
-                         settings.seed)  # fmt: skip
+                         settings.seed, settings.filtered or 0.0)  # fmt: skip
     if steps is not None:  # other schedules may add the pass over old log-probs to the training of the measured run
         measured = fitted(sync, paces[0], work, settings.steps, steps)
         paces = [replace(measured, train=measured.train * pace.train / paces[0].train) for pace in paces]
@@ -429,14 +437,23 @@ def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
 def _schedules(rows: Sequence[SimulatedSchedule], lost: Sequence[float]) -> tuple[Table, Table]:
     heads = ["", "step", "x sync", "tokens/s", "trainer idle", "sampler idle", "training", "weight sync"]
     seconds, base = _table("Seconds of a step, simulated", heads, 1), rows[0].seconds
-    heads = ["", "slots in use", "in weight sync", "groups dropped", "lost to failures", "mean age", "samples by age"]
+    heads = [
+        "",
+        "slots in use",
+        "in weight sync",
+        "too stale",
+        "no signal",
+        "lost to failures",
+        "mean age",
+        "samples by age",
+    ]
     shares = _table("Shares; age: versions by which trained samples are stale", heads, 1)
     for row, share in zip(rows, lost, strict=True):
         step, samples = row.seconds["step"], sum(row.staleness.values())
         names = "trainer_idle", "sampler_idle", "training", "sync"
         seconds.add_row(row.name, f"{step:.3g}", f"{base['step'] / step:.2f}", f"{row.tokens / step:,.0f}",
                         *(f"{row.seconds[name]:.3g}" for name in names))  # fmt: skip
-        values = row.occupancy, row.seconds["sync"] / step, row.dropped, share
+        values = row.occupancy, row.seconds["sync"] / step, row.dropped, row.filtered, share
         mean = sum(age * number for age, number in row.staleness.items()) / samples
         ages = ", ".join(f"{age}: {number / samples:.0%}" for age, number in row.staleness.items())
         shares.add_row(row.name, *(f"{value:.1%}" for value in values), f"{mean:.2f}", ages)

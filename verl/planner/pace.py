@@ -95,6 +95,7 @@ class Conversations:
         prompt: tokens of a prompt.
         turns: equal parts of a response; after each the sampler waits for a tool or, at last, for the score.
         tool, sigma: median seconds of such a wait, log-normal.
+        filtered: share of the groups whose samples all score the same, which dynamic sampling drops.
     """
 
     lengths: tuple[int, ...]
@@ -103,6 +104,11 @@ class Conversations:
     tool: float = 0.0
     sigma: float = 0.0
     seed: int = 0
+    filtered: float = 0.0
+
+    def is_filtered(self, group: int) -> bool:
+        """Whether dynamic sampling drops a group."""
+        return random.Random(f"{self.seed}:{group}").random() < self.filtered
 
     def of(self, group: int, sample: int) -> list[tuple[int, float]]:
         """Tokens of each turn, at least one, and seconds until the next turn."""

@@ -156,7 +156,8 @@ class SimulatedDriver(Driver):
         for name, columns in ((VERSIONS, values[:, :2]), (TOKENS, values[:, 2:])):
             rows.batch.tensors[name][rows.start : rows.stop] = columns
         self.spans.append(Span("gen", step, f"group {number}", begin, self._loop.time()))
-        self._done.append(Done(number, rows, oldest=int(values[:, 0].min())))
+        why = "filtered" if self._work.is_filtered(number) else ""
+        self._done.append(Done(number, rows, int(values[:, 0].min()), why))
         self._ended.set()
 
     async def _conversation(self, number: int, sample: int) -> tuple[int, int, int]:
@@ -179,7 +180,7 @@ class SimulatedSchedule:
         tokens: of prompts and responses that are trained on.
         occupancy: share of the sampler's slots that have a request.
         staleness: age of a sample's oldest token in versions -> trained samples.
-        dropped: share of all admitted groups.
+        dropped, filtered: shares of all admitted groups: too stale, without signal.
         spans: of the inner steps.
     """
 
@@ -189,6 +190,7 @@ class SimulatedSchedule:
     occupancy: float
     staleness: dict[int, int]
     dropped: float
+    filtered: float
     spans: tuple[Span, ...]
 
 
@@ -230,14 +232,14 @@ class SimulatedRun(ScheduleRun):
         before, after = marks[self._edge - 1], marks[self._edge + inner - 1]
         mean = {name: (total - before[name]) / inner for name, total in after.items()}
         step_seconds, counts = mean["step"], self.stream.queue.counts
+        dropped, filtered = (counts[why] / counts["admitted"] for why in ("dropped", "filtered"))
         seconds = {name: mean[name] for name in ("step", "training", "sync")}
         idle = {"trainer_idle": mean["training"] + mean["sync"], "sampler_idle": mean["busy"] / replicas}
         seconds |= {name: max(0.0, step_seconds - busy) for name, busy in idle.items()}  # below zero by rounding
         occupancy = mean["occupied"] / (step_seconds * replicas * self._pace.slots)
         spans = of_steps(self._driver.spans, self._edge + 1, self._edge + inner)
         return SimulatedSchedule(run.config.trainer.v1.trainer_mode, seconds, mean["tokens"], occupancy,
-                                 dict(sorted(self._ages.items())), counts["dropped"] / counts["admitted"],
-                                 tuple(spans))  # fmt: skip
+                                 dict(sorted(self._ages.items())), dropped, filtered, tuple(spans))  # fmt: skip
 
     def train(self, batch: DataProto, roles: Roles, ctx: StepContext) -> DataProto:
         tokens, begin = int(batch.tensors[TOKENS].sum()), self._loop.time()
@@ -291,11 +293,15 @@ def simulated(config: PPOTrainerConfig, pace: Pace, work: Conversations, inner: 
     """The schedule of a configuration, as `SimulatedRun`; the same arguments give the same result.
 
     Raises:
-        NotBuiltError: groups depend on rewards or have a greedy response, or responses stay unfinished.
+        NotBuiltError: rewards choose groups, samples have a greedy response, or responses stay unfinished.
+        ConfigError: groups are filtered where nothing filters them.
     """
+    if work.filtered and not config.algorithm.filter_groups.enable:
+        raise ConfigError("nothing drops groups without signal", key="--filtered", got=work.filtered,
+                          fix="Set algorithm.filter_groups.enable=true, or leave it out.")  # fmt: skip
     rate = config.actor_rollout_ref.rollout.over_sample_rate
-    used = {"algorithm.filter_groups.enable": config.algorithm.filter_groups.enable, "data.oversample_factor":
-            config.data.oversample_factor > 1, "actor_rollout_ref.rollout.over_sample_rate": rate > 0,
+    used = {"data.oversample_factor": config.data.oversample_factor > 1,
+            "actor_rollout_ref.rollout.over_sample_rate": rate > 0,
             "algorithm.adv_estimator": RunState(config, dict, inner).needs_reward_baselines}  # fmt: skip
     if (key := next((key for key, is_used in used.items() if is_used), None)) is not None:
         raise NotBuiltError("simulate has no rewards, greedy or unfinished responses", key=key, fix="Change it.")
