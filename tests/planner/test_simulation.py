@@ -156,9 +156,19 @@ def test_a_share_of_filtered_groups_needs_dynamic_sampling():
         run("sync", work=replace(WORK, filtered=0.5))
 
 
+@pytest.mark.parametrize(("mode", "more"), [("sync", ()), ("one_step_off", SEPARATE), ("separate_async", SEPARATE)])
+def test_greedy_responses_follow_the_samples_and_take_turns_with_training(mode: str, more: tuple[str, ...]):
+    """8 samples take 50 s; then 4 greedy responses, 3 s per token."""
+    result = run(mode, "algorithm.adv_estimator=remax", *more)
+    assert result.tokens == 4 * 2 * 15, "nothing is trained on greedy responses"
+    passes = [span.end - span.begin for span in result.spans if span.stage == "gen_max"]
+    assert passes == pytest.approx([30.0] * len(passes)) and len(passes) >= 3
+    if mode == "sync":
+        assert result.seconds["trainer_idle"] == pytest.approx(50 + 30)
+
+
 @pytest.mark.parametrize("word", ["data.oversample_factor=2",
-                                  "actor_rollout_ref.rollout.over_sample_rate=0.1",
-                                  "algorithm.adv_estimator=remax"])  # fmt: skip
+                                  "actor_rollout_ref.rollout.over_sample_rate=0.1"])  # fmt: skip
 def test_settings_without_a_simulation_are_refused(word):
     with pytest.raises(NotBuiltError, match=word.partition("=")[0]):
         run("sync", word)

@@ -11,7 +11,7 @@ import heapq
 import math
 import selectors
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from statistics import fmean
@@ -136,6 +136,8 @@ class SimulatedDriver(Driver):
         self.in_work += len(prompts)
         if self.takes_turns:
             self._loop.run_until_complete(asyncio.wait(self._tasks))
+            if ctx.run.needs_reward_baselines:
+                self._loop.run_until_complete(self._greedy(prompts, each, ctx.step))
 
     def ended(self, ctx: StepContext, wait: bool, may_stop: bool) -> list[Done]:
         while wait and self.in_work and not self._done:
@@ -159,6 +161,12 @@ class SimulatedDriver(Driver):
         why = "filtered" if self._work.is_filtered(number) else ""
         self._done.append(Done(number, rows, int(values[:, 0].min()), why))
         self._ended.set()
+
+    async def _greedy(self, prompts: Iterable[int], sample: int, step: int) -> None:
+        """The responses of the baselines, one for each prompt, after its samples."""
+        begin = self._loop.time()
+        await asyncio.gather(*(self._conversation(number, sample) for number in prompts))
+        self.spans.append(Span("gen_max", step, "MainThread", begin, self._loop.time()))
 
     async def _conversation(self, number: int, sample: int) -> tuple[int, int, int]:
         """Oldest and newest version, and tokens."""
@@ -211,7 +219,7 @@ class SimulatedRun(ScheduleRun):
         shares = topology.part("actor").pool == topology.pool_of("rollout").name
         role = SimpleNamespace(group=SimpleNamespace(shares_processes=lambda _: shares))
         self._roles = cast(Roles, {"actor": role, "rollout": role})
-        takes_turns = self.stream.admission.by_batch or shares
+        takes_turns = self.stream.admission.by_batch or shares or self._run.needs_reward_baselines
         limit = config.async_training.concurrent_samples_per_replica * pace.replicas
         self._driver = SimulatedDriver(pace, work, limit, takes_turns, loop)
 
@@ -293,18 +301,18 @@ def simulated(config: PPOTrainerConfig, pace: Pace, work: Conversations, inner: 
     """The schedule of a configuration, as `SimulatedRun`; the same arguments give the same result.
 
     Raises:
-        NotBuiltError: rewards choose groups, samples have a greedy response, or responses stay unfinished.
+        NotBuiltError: rewards choose groups, or responses stay unfinished.
         ConfigError: groups are filtered where nothing filters them.
     """
     if work.filtered and not config.algorithm.filter_groups.enable:
         raise ConfigError("nothing drops groups without signal", key="--filtered", got=work.filtered,
                           fix="Set algorithm.filter_groups.enable=true, or leave it out.")  # fmt: skip
-    rate = config.actor_rollout_ref.rollout.over_sample_rate
-    used = {"data.oversample_factor": config.data.oversample_factor > 1,
-            "actor_rollout_ref.rollout.over_sample_rate": rate > 0,
-            "algorithm.adv_estimator": RunState(config, dict, inner).needs_reward_baselines}  # fmt: skip
+    used = {
+        "data.oversample_factor": config.data.oversample_factor > 1,
+        "actor_rollout_ref.rollout.over_sample_rate": config.actor_rollout_ref.rollout.over_sample_rate > 0,
+    }
     if (key := next((key for key, is_used in used.items() if is_used), None)) is not None:
-        raise NotBuiltError("simulate has no rewards, greedy or unfinished responses", key=key, fix="Change it.")
+        raise NotBuiltError("simulate has no rewards or unfinished responses", key=key, fix="Change it.")
     loop = SimulatedClock()
     try:
         return SimulatedRun(config, pace, work, inner, loop).simulate()
