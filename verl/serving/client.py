@@ -40,6 +40,11 @@ LONGEST_DELAY = 30.0
 """Seconds between two attempts."""
 
 
+_OPEN: dict[ClientSession, asyncio.AbstractEventLoop] = {}
+"""Sessions of all threads. The garbage collector may find a client in a cycle, and ends what is in it in any order: a
+session that was part of that would break its connections before its generator closes it."""
+
+
 class WireError(Exception):
     """The other side does not speak HTTP, stopped in the middle, or is not who it should be."""
 
@@ -225,6 +230,8 @@ class Client:
 
     async def _held(self) -> AsyncGenerator[ClientSession]:
         """A session until the event loop ends, which closes what is still suspended in it."""
+        for session in [session for session, loop in list(_OPEN.items()) if loop.is_closed()]:
+            _OPEN.pop(session, None)  # nothing closes it any more, and aiohttp says so
         connector: BaseConnector = (
             UnixConnector(self._unix, limit=self._size, keepalive_timeout=KEEP_SECONDS)
             if self._unix is not None
@@ -233,8 +240,12 @@ class Client:
         async with ClientSession(
             connector=connector, cookie_jar=DummyCookieJar(), timeout=ClientTimeout(total=None), auto_decompress=False
         ) as session:
-            while True:
-                yield session
+            _OPEN[session] = asyncio.get_running_loop()
+            try:
+                while True:
+                    yield session
+            finally:
+                del _OPEN[session]
 
 
 def _check_busy(reply: Reply) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 
 import pytest
 
@@ -13,7 +14,7 @@ from verl.errors import RolloutError
 from verl.rollout.lost import EngineBusyError, EngineLostError
 from verl.rollout.server.client import Breaker, HttpClient, Retrying, checked_json
 from verl.serving import HttpResponse, Server, ServerLimits
-from verl.serving.client import Client, Reply, ServerBusyError, WireError
+from verl.serving.client import _OPEN, Client, Reply, ServerBusyError, WireError
 
 
 class Clock:
@@ -185,6 +186,29 @@ def test_no_connection_outlives_its_event_loop_and_nothing_complains(caplog, rec
         del client
         gc.collect()
     assert server.num_connections == 2 and not caplog.records and not recwarn.list
+
+
+def test_a_client_in_a_cycle_closes_its_connections_when_it_is_collected(caplog):
+    """While its event loop runs, as that of a run in one process does."""
+    loop, others = asyncio.new_event_loop(), set(_OPEN)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        with serving({"/a": (200, {})}) as server:
+            for _ in range(5):
+                client = HttpClient(server.url)
+                reply = asyncio.run_coroutine_threadsafe(client.ask("GET", "/a", timeout=60), loop).result()
+                assert reply.status == 200 and len(set(_OPEN) - others) == 1
+                client.cycle = client
+                del client
+                gc.collect()
+                wait_until(lambda: not set(_OPEN) - others)
+            assert server.num_connections == 5
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert not caplog.records
 
 
 def test_no_more_connections_are_open_than_allowed():
