@@ -119,8 +119,9 @@ def test_a_page_is_written_next_to_objects(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     "words", [["estimate", "--report"], ["plan", "--report"], ["simulate", "--gantt"], ["calibrate"]], ids=" ".join
 )
-def test_a_file_in_a_folder_that_is_not_there_is_refused_at_the_start(tmp_path: Path, capsys, words: list[str]):
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, capsys, words: list[str]):
     file = tmp_path / "absent" / "report.html"
     assert main([*words, str(file)]) == 2
+    assert main([*words, str(tmp_path)]) == 2
     message = capsys.readouterr().err
-    assert str(file) in message and "Make the folder" in message
+    assert str(file) in message and "in a folder that is there" in message

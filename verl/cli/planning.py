@@ -96,8 +96,9 @@ def _check_files(settings: argparse.Namespace) -> None:
     """Refuse files that could not be written in the end."""
     for key, option in (("report", "--report"), ("gantt", "--gantt"), ("file", "FILE")):
         file = getattr(settings, key, None)
-        if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
-            raise ConfigError("no folder to write this file into", key=option, got=str(file), fix="Make the folder.")
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            fix = "Name a file in a folder that is there."
+            raise ConfigError("this file cannot be written", key=option, got=str(file), fix=fix)
 
 
 def _cluster(settings: argparse.Namespace) -> Cluster | None:
@@ -143,7 +144,10 @@ def _plan(settings: argparse.Namespace, words: list[str]) -> int:
     arguments = overrides(answer.plan, cluster, answer.replaces_pools)
     text = f"{step_text(answer)}\n\n" + " \\\n    ".join(map(shlex.quote, arguments))
     placements: list[tuple[str, PlacementPlan]] = [(str(answer.plan), answer.plan), *answer.others]
-    charts = [placements_chart(placements, STAGES), draw_gantt(planned_spans(answer.plan), "Steps of the plan")]
+
+    def charts() -> list[str]:
+        return [placements_chart(placements, STAGES), draw_gantt(planned_spans(answer.plan), "Steps of the plan")]
+
     _show(settings, answer.to_json(), text, (_placement(answer), _others(answer)), charts)
     return 0
 
@@ -206,7 +210,10 @@ def _estimate(settings: argparse.Namespace, words: list[str]) -> int:
     price = None if settings.price is None else settings.price * hours
     tables = _memory(estimate), _pools(estimate), _hosts(estimate), _seconds(estimate)
     phases = [(f"{role.role}, {name}", part) for role in estimate.seconds for name, part in role.phases.items()]
-    charts = memory_chart(estimate), seconds_chart("Seconds of a step", [*phases, ("step", estimate.step)])
+
+    def charts() -> list[str]:
+        return [memory_chart(estimate), seconds_chart("Seconds of a step", [*phases, ("step", estimate.step)])]
+
     _show(settings, {**estimate.to_json(), "price": price}, _summary(estimate, price), tables, charts)
     return 0
 
@@ -229,7 +236,8 @@ def _live(settings: argparse.Namespace, words: list[str]) -> int:
     cost = "" if price is None else f", which cost {price:.2f}"
     done = f"step {progress.last_step} of {progress.total_steps} ({progress.state})"
     text = f"{done}, {left} and {hours:.2g} device hours left{cost}"
-    _show(settings, facts, text, (table,), [seconds_chart("Predicted seconds of a step", list(predicted.items()))])
+    title = "Predicted seconds of a step"
+    _show(settings, facts, text, (table,), lambda: [seconds_chart(title, list(predicted.items()))])
     return 0
 
 
@@ -256,10 +264,12 @@ def _run_of(config: PPOTrainerConfig, cluster: Cluster) -> RunPlan:
     return run_plan(config, cluster.device.is_cpu, model_shape)
 
 
-def _show(settings: argparse.Namespace, facts: Json, text: str, tables: Sequence[Table], charts: Sequence[str]) -> None:
+def _show(
+    settings: argparse.Namespace, facts: Json, text: str, tables: Sequence[Table], charts: Callable[[], list[str]]
+) -> None:
     """Print the answer as objects, or as tables and text; also write the page of ``--report``."""
     if settings.report is not None:
-        settings.report.write_text(PlanReport(settings.command, text, tables, charts).html(), encoding="utf-8")
+        settings.report.write_text(PlanReport(settings.command, text, tables, charts()).html(), encoding="utf-8")
     if settings.json:
         print(json.dumps(facts))
         return
@@ -428,8 +438,11 @@ def _simulate(settings: argparse.Namespace, words: list[str]) -> int:
     facts = [{**asdict(replace(row, spans=())), "lost": share, "problems": misfits}
              for row, share, misfits in zip(rows, lost, problems, strict=True)]  # fmt: skip
     text = "\n".join(f"does not fit: {problem}" for problem in dict.fromkeys(chain.from_iterable(problems)))
-    charts = [bar_chart("Seconds of a step", [Bar(row.name, {"step": row.seconds["step"]}) for row in rows]),
-              *(draw_gantt(row.spans, f"{row.name}, simulated") for row in rows)]  # fmt: skip
+
+    def charts() -> list[str]:
+        steps = bar_chart("Seconds of a step", [Bar(row.name, {"step": row.seconds["step"]}) for row in rows])
+        return [steps, *(draw_gantt(row.spans, f"{row.name}, simulated") for row in rows)]
+
     _show(settings, facts, text, _schedules(rows, lost), charts)
     return 0
 
