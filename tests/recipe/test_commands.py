@@ -26,7 +26,7 @@ PRINTED = {
     ),
     "dapo": (["algorithm.filter_groups.max_num_gen_batches=3"], "max_num_gen_batches: 3", "clip_ratio_high: 0.28"),
     "entropy": ([f"{A}.policy_loss.kl_cov_ratio=0.5"], "kl_cov_ratio: 0.5", "loss_mode: kl_cov"),
-    "fapo": ([f"{A}.clip_ratio_high=0.5"], "clip_ratio_high: 0.5", "fapo/reward_fn_reasoning.py"),
+    "fapo": ([f"{A}.clip_ratio_high=0.5"], "clip_ratio_high: 0.5", "name: compute_score_fapo"),
     "flowrl": (["algorithm.flowrl_beta=3"], "flowrl_beta: 3", "recipe.flowrl.core:flow_balance"),
     "genrm_remote": ([f"{A}.kl_loss_coef=0.5"], "kl_loss_coef: 0.5", "while_sampling: true"),
     "gkd": (
