@@ -245,7 +245,7 @@ class Client:
                 while True:
                     yield session
             finally:
-                del _OPEN[session]
+                _OPEN.pop(session, None)
 
 
 def _check_busy(reply: Reply) -> None:
