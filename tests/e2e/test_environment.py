@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.harness import programs
 from tests.harness.models import tiny_model_dir
 from tests.harness.rows import write_prompts
+from tests.harness.waiting import wait_until
 from tests.sanity.source_tree import ROOT
 
 GAME = '''
@@ -67,6 +70,44 @@ def test_a_model_learns_to_play_and_its_steps_are_rewarded(tmp_path):
     for step in steps:
         assert step["rollout/environment/steps"] == 2 and step["rollout/environment/terminated"] == 1
         assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+PLACES = {
+    "threads": (),
+    "processes": (),
+    "agent workers on Ray": ("trainer.runtime=ray", "trainer.device=cpu",
+                             "actor_rollout_ref.rollout.agent.num_workers=2"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="episodes are processes on Linux alone")
+def test_episodes_in_threads_in_processes_and_on_ray_are_the_same(tmp_path):
+    rewards = {}
+    for place, words in PLACES.items():
+        folder = tmp_path / place
+        folder.mkdir()
+        tiny_model_dir(folder / "model")
+        write_prompts(folder / "train.parquet", 8)
+        (folder / "game.py").write_text(GAME)
+        (folder / "loops.yaml").write_text(LOOPS + "  process: false\n" * (place == "threads"))
+        programs.command("verl.trainer.main_ppo", *SETTINGS, *words, "trainer.total_training_steps=3", cwd=folder)
+        steps = programs.metrics(folder, "games", "e")
+        assert all(step["rollout/environment/terminated"] == 1 for step in steps)
+        rewards[place] = programs.curve(steps, "critic/rewards/mean")
+        wait_until(lambda folder=folder: not working_in(folder))
+    assert len(rewards["threads"]) == 3
+    assert rewards["threads"] == rewards["processes"] == rewards["agent workers on Ray"]
+
+
+def working_in(folder: Path) -> list[str]:
+    """Commands of the processes whose working folder this is."""
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").resolve(strict=True) == folder:
+                commands.append((process / "cmdline").read_text())
+    return commands
 
 
 @pytest.mark.slow

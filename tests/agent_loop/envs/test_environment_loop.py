@@ -24,9 +24,9 @@ START = ids("<|im_start|>user\nhi\n\nGuess a digit.<|im_end|>\n<|im_start|>assis
 
 
 def play(folder: Path, *script: str, batch=None, ends=True, length=400, **options):
-    """A batch of episodes in which the model writes the script."""
+    """A batch of episodes in which the model writes the script; they are threads, so that tests see their objects."""
     entry = {"name": "game", "_target_": "verl.agent_loop.envs.loop.EnvironmentAgentLoop"}
-    entry |= {"environment": f"{HERE}:Guess", **options}
+    entry |= {"environment": f"{HERE}:Guess", "process": False, **options}
     (folder / "loops.yaml").write_text(json.dumps([entry]))
     agent = SimpleNamespace(default_agent_loop="game", agent_loop_config_path=str(folder / "loops.yaml"))
     Guess.made.clear()
@@ -217,7 +217,7 @@ def test_a_process_per_episode_is_refused_where_there_is_no_linux(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(ConfigError, match=r"process: .*Linux"):
         EnvironmentSettings.read({"environment": "a:b", "process": True})
-    assert EnvironmentSettings.read({"environment": "a:b"}).process is False
+    assert isinstance(EnvironmentSettings.read({"environment": f"{HERE}:Guess"}).maker(), type)
 
 
 def test_the_settings_have_defaults_that_need_only_the_environment():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from verl import lifeline
 from verl.agent_loop.envs import adapter
 from verl.agent_loop.envs.adapter import EnvironmentFailure
 from verl.agent_loop.envs.hosted import EnvironmentHost, HostedEnvironment, host_of
+from verl.agent_loop.envs.loop import EnvironmentSettings
 from verl.errors import ConfigError, RolloutError
 from verl.metrics import notices, reset_notices
 from verl.tools.runner import TimeLimit, runner
@@ -162,15 +164,70 @@ def test_pictures_arrive_as_they_were():
     assert red.mode == "RGB" and red.size == (84, 56) and red.getpixel((5, 5)) == (255, 0, 0)
 
 
-def test_a_file_that_starts_threads_or_cannot_be_loaded_is_named(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="episodes are processes on Linux alone")
+def test_a_users_environment_has_a_process_by_default_and_ours_a_thread():
+    assert isinstance(EnvironmentSettings(ROUGH).maker(), EnvironmentHost)
+    assert EnvironmentSettings(ROUGH, process=False).maker() is rough.Rough
+    task = "verl.agent_loop.adapters.harbor_task:HarborTask"
+    assert isinstance(EnvironmentSettings(task).maker(), type)
+    assert isinstance(EnvironmentSettings(task, process=True).maker(), EnvironmentHost)
+
+
+@pytest.mark.parametrize("process, kind", [(True, EnvironmentHost), (None, type)])
+def test_a_file_that_starts_threads_is_named_and_by_default_in_this_process(tmp_path, process, kind):
     reset_notices()
     (tmp_path / "busy.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nclass Busy: ...\n"
     )
-    host = EnvironmentHost(f"{tmp_path}/busy.py:Busy")
-    host.start()
+    path = f"{tmp_path}/busy.py:Busy"
+    assert isinstance(EnvironmentSettings(path, process=process).maker(), kind)
+    said = "start them in its __init__" if process else "its episodes are threads (process: false)"
+    assert "starts 1 thread(s), which processes forked from it do not have" in notices()[f"the environment {path}"]
+    assert said in notices()[f"the environment {path}"]
+
+
+SCARCE = f"""
+import os
+from {rough.__name__} import Rough
+fork = os.fork
+def limited():
+    if os.path.exists(FULL):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = limited
+"""
+
+
+def test_an_episode_without_a_free_process_waits_for_one_that_ends(tmp_path):
+    reset_notices()
+    (tmp_path / "scarce.py").write_text(SCARCE.replace("FULL", repr(f"{tmp_path}/full")))
+    path = f"{tmp_path}/scarce.py:Rough"
+    host = EnvironmentHost(path)
+
+    async def episodes():
+        first, second, third = (HostedEnvironment(host, {}, 60.0, seed=1) for _ in range(3))
+        await first.make()
+        (tmp_path / "full").touch()
+        started = asyncio.create_task(second.make())
+        await asyncio.to_thread(wait_until, lambda: f"the environment {path}" in notices())
+        assert not started.done()
+        (tmp_path / "full").unlink()
+        await first.close()
+        await started
+        await second.reset(1, None)
+        assert (await second.step("1")).reward == 1.0
+        await second.close()
+        (tmp_path / "full").touch()
+        with pytest.raises(EnvironmentFailure, match=r"starting its process failed: .*temporarily unavailable"):
+            await third.make()
+
+    asyncio.run(episodes())
+    assert "1 of its episodes run, others wait until one ends" in notices()[f"the environment {path}"]
     host.close()
-    assert "starts 1 thread(s), which episodes do not have" in notices()[f"the environment {tmp_path}/busy.py:Busy"]
+
+
+def test_a_file_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / "busy.py").write_text("class Busy: ...\n")
     with pytest.raises(ConfigError, match=r"cannot be loaded in its process.*has no 'Lazy'"):
         EnvironmentHost(f"{tmp_path}/busy.py:Lazy").start()
     (tmp_path / "gone.py").write_text("import os\nos._exit(1)\n")

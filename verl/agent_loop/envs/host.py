@@ -86,19 +86,25 @@ def main(path: str) -> None:
             control.sendall(frames.pack({"failure": _described(error)}))
             return
         make = loaded.result()
+        import numpy.random  # noqa: F401 -- 10 ms in each episode otherwise; after the file, which may configure numpy
+
         control.sendall(frames.pack({"failure": None, "threads": threading.active_count() - 1}))
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects keepers
         while (received := socket.recv_fds(control, 1, 1))[0]:
             (link,) = received[1]
-            try:
-                keeper = os.fork()
-            except OSError as error:
-                keeper = -1
-                os.write(link, frames.pack({"raised": f"could not be started: {error}"}))
-            if keeper == 0:
+            if _fork(link) == 0:
                 control.close()
                 _keep(make, link)
             os.close(link)
+
+
+def _fork(link: int) -> int:
+    """What `os.fork` returns; -1 where the machine has no further process, which the other end of the link learns."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os.write(link, frames.pack({"full": str(error)}))
+        return -1
 
 
 def _keep(make: Callable[..., object], link: int) -> NoReturn:
@@ -108,7 +114,9 @@ def _keep(make: Callable[..., object], link: int) -> NoReturn:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    episode = os.fork()
+    episode = _fork(link)
+    if episode == -1:
+        os._exit(0)
     if episode == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -196,8 +204,7 @@ class Episode:
     def _seed_libraries(seed: int) -> None:
         """Forked processes have equal generators; those of a prompt's episodes shall be equal, no others."""
         random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 def _without_info(result: object) -> object:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,7 +37,16 @@ PROGRAM = Path(__file__).with_name("host.py")
 START_SECONDS = 300.0
 END_SECONDS = 1.0
 """In which a host that is gone is collected by its guard."""
+RETRY_SECONDS = 1.0
 PIECE = 1 << 16
+
+
+class FullError(RemoteEnvironmentError):
+    """The machine, or the limit of its container, has no further process; ``reason`` is the system's."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"failed: {reason}")
+        self.reason = reason
 
 
 class EnvironmentHost:
@@ -47,14 +57,19 @@ class EnvironmentHost:
     """
 
     def __init__(self, path: str):
-        self._path = path
+        self._path, self._threads = path, 0
         self._lock = threading.Lock()  # threads of several episodes send over the same socket
+        self._freed = threading.Condition()  # threads whose episodes wait until another one has ended
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
-    def start(self) -> None:
+    def start(self) -> int:
         """Start it if it does not run.
+
+        Returns:
+            The number of threads that loading the environment's code has started, which no episode has.
 
         Raises:
             ConfigError: the environment's code cannot be loaded.
@@ -62,16 +77,44 @@ class EnvironmentHost:
         with self._lock:
             if self._control is None:
                 self._launch()
+            return self._threads
 
     def episode(self) -> Link:
-        """A process for one episode.
+        """A process for one episode; where the machine has no further one, as soon as another episode has ended.
 
         Raises:
-            RemoteEnvironmentError: there is no further process.
+            RemoteEnvironmentError: there is none, and no other episode runs.
         """
+        while True:
+            try:
+                link = self._started()
+            except FullError as error:
+                self._wait_for_another(error)
+            else:
+                self._links.add(link)
+                return link
+
+    def release(self, link: Link) -> None:
+        """End an episode; one that waits for its process may start."""
+        link.close()
+        with self._freed:
+            self._links.discard(link)
+            self._freed.notify()
+
+    def _wait_for_another(self, error: FullError) -> None:
+        with self._freed:
+            if not self._links:
+                raise error
+            running = f"{len(self._links)} of its episodes run, others wait until one ends"
+            notice(f"the environment {self._path}", f"no further process can be started ({error.reason}): {running}")
+            self._freed.wait(RETRY_SECONDS)  # an episode that was given up is freed without a notification
+
+    def _started(self) -> Link:
         process, link = self._request()
         try:
             return link.check()
+        except FullError:
+            raise
         except RemoteEnvironmentError:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
@@ -118,9 +161,7 @@ class EnvironmentHost:
         if started["failure"] is not None:
             self._end()
             raise ConfigError(f"{self._path} cannot be loaded in its process: {started['failure']}", key="environment")
-        if started["threads"]:
-            name, fix = f"the environment {self._path}", "start them in its __init__, or set process: false."
-            notice(name, f"its file starts {started['threads']} thread(s), which episodes do not have; {fix}")
+        self._threads = started["threads"]
 
     def _end(self) -> None:
         control, self._control = self._control, None
@@ -141,8 +182,8 @@ class Link:
     def check(self) -> Link:
         """Itself, once its process runs."""
         answer = self.receive()
-        if "raised" in answer:
-            raise RemoteEnvironmentError(answer["raised"])
+        if "full" in answer:
+            raise FullError(answer["full"])
         return self
 
     def call(self, name: str, *arguments: object) -> object:
@@ -224,6 +265,12 @@ class HostedEnvironment(Environment):
         super().__init__(self._start, arguments, timeout)
         self._host, self._seed = host, seed
         self._link: Link | None = None
+        self._is_given_up = False
+
+    async def make(self) -> None:
+        """Make it in a process of its own; waiting for that process has no time limit."""
+        await self._call("starting its process", None, self._connect)
+        await super().make()
 
     async def close(self) -> None:
         """Call the environment's ``close``, and end its process."""
@@ -232,8 +279,13 @@ class HostedEnvironment(Environment):
         finally:
             self._kill()
 
-    def _start(self, **arguments: object) -> RemoteEnvironment:
+    def _connect(self) -> None:
         self._link = self._host.episode()
+        if self._is_given_up:  # while this thread waited
+            self._kill()
+
+    def _start(self, **arguments: object) -> RemoteEnvironment:
+        assert self._link is not None
         return RemoteEnvironment(self._link, arguments, self._seed)
 
     async def _call(
@@ -250,9 +302,10 @@ class HostedEnvironment(Environment):
             raise
 
     def _kill(self) -> None:
+        self._is_given_up = True
         link, self._link, self._it = self._link, None, None
         if link is not None:
-            link.close()
+            self._host.release(link)
 
 
 @functools.cache

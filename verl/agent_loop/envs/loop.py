@@ -53,7 +53,9 @@ class EnvironmentSettings:
             stops the run.
         template_kwargs: arguments of the chat template.
         max_observation_length: most characters of an observation; the beginning of a longer one is kept.
-        process: each episode is a process of its own, which is killed with what it started when the episode ends.
+        process: each episode is a process of its own, which is killed with what it started when the episode ends; else
+            a thread, which shares this process's memory. None: a process on Linux, but a thread for environments of
+            this library, and where loading the environment's code starts threads, which no forked process would have.
     """
 
     environment: str
@@ -65,7 +67,7 @@ class EnvironmentSettings:
     on_error: OnError = "mask"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_observation_length: int = MOST_CHARACTERS
-    process: bool = False
+    process: bool | None = None
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> EnvironmentSettings:
@@ -83,8 +85,8 @@ class EnvironmentSettings:
         if values.get("timeout") is not None:
             values["timeout"] = positive(values["timeout"], "timeout")
         values["on_error"] = check_on_error(values.get("on_error", cls.on_error))
-        if not isinstance(values.get("process", cls.process), bool):
-            raise ConfigError("wrong type", key="process", got=values["process"], allowed=[True, False])
+        if values.get("process") not in (True, False, None):
+            raise ConfigError("wrong type", key="process", got=values["process"], allowed=[True, False, None])
         if values.get("process") and sys.platform != "linux":
             raise ConfigError(
                 "needs Linux", key="process", got=True, allowed=[False], fix="leave it out, or run on Linux"
@@ -92,6 +94,27 @@ class EnvironmentSettings:
         for name in ("environment_kwargs", "template_kwargs"):
             values[name] = dict(values.get(name) or {})
         return cls(**values)
+
+    def maker(self) -> Callable[..., object] | EnvironmentHost:
+        """What makes environments in this process, or the process whose episodes do.
+
+        Raises:
+            ConfigError: the environment's code cannot be loaded.
+        """
+        by_default = sys.platform == "linux" and not self.environment.startswith("verl.")
+        if not (by_default if self.process is None else self.process):
+            return load_environment(self.environment)
+        host = host_of(self.environment)
+        if not (threads := host.start()):
+            return host
+        name = f"the environment {self.environment}"
+        started = f"loading it starts {threads} thread(s), which processes forked from it do not have"
+        if self.process:
+            notice(name, f"{started}; start them in its __init__, or set process: false")
+            return host
+        host.close()
+        notice(name, f"{started}: its episodes are threads (process: false)")
+        return load_environment(self.environment)
 
 
 @dataclass(frozen=True)
@@ -127,11 +150,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         settings = EnvironmentSettings.read(kwargs)
         of_data = None if data_config is None else data_config.get("apply_chat_template_kwargs")
         extender = Extender(tokenizer, {**dict(of_data or {}), **settings.template_kwargs})
-        if not settings.process:
-            return Shared(settings, load_environment(settings.environment), extender)
-        host = host_of(settings.environment)
-        host.start()
-        return Shared(settings, host, extender)
+        return Shared(settings, settings.maker(), extender)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         settings, extra = self.shared.settings, kwargs.get("extra_info")
