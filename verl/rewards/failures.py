@@ -28,7 +28,8 @@ def report_failures(
 
     Raises:
         NothingScored: every sample failed, and is masked.
-        RewardError: ``on_error`` is ``raise`` and a sample failed, or every sample failed.
+        RewardError: ``on_error`` is ``raise`` and a sample failed, or every sample failed, or the function's process
+            does not start any more: no sample is masked for what is not its doing.
     """
     if ours:
         _report_scored(samples, results)
@@ -40,15 +41,18 @@ def report_failures(
     ]
     if not failed:
         return
-    sample, failure, masked = failed[0]
+    sample, failure, masked = next((entry for entry in failed if entry[1].kind == "start"), failed[0])
     what = f"reward function {label} failed on {sample.place}: {failure.message}"
     shown = f"{what} ({failure.line})" if failure.line else what
     if on_error == "raise":
         raise RewardError(shown, fix=_way_out(failure)) from failure.exception
-    if len(failed) == len(results):
-        raise (NothingScored if all(masked for *_, masked in failed) else RewardError)(
-            f"all {len(results)} samples of a batch failed, so there is nothing to learn from. The first: {shown}",
-            fix=_way_out(failure),
+    if len(failed) == len(results) or failure.kind == "start":
+        counted = f"{len(failed)} of {len(results)} samples of a batch failed through no fault of theirs"
+        if len(failed) == len(results):
+            counted = f"all {len(results)} samples of a batch failed, so there is nothing to learn from"
+        is_masked = failure.kind != "start" and all(masked for *_, masked in failed)
+        raise (NothingScored if is_masked else RewardError)(
+            f"{counted}. The first: {shown}", fix=_way_out(failure)
         ) from failure.exception
     became = "are masked" if masked else "have the score 0"
     notice(

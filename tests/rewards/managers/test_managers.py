@@ -14,6 +14,7 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.metrics import notices, reset_notices
 from verl.registry import REWARD_MANAGERS
 from verl.rewards import ScoringLimits, load_reward_function
+from verl.rewards.failures import NothingScored
 from verl.rewards.managers.base import RewardManager
 from verl.rewards.managers.batch import BatchRewardManager
 from verl.rewards.managers.dapo import DAPORewardManager
@@ -133,6 +134,30 @@ def test_on_error_raise_stops_with_the_users_exception():
 def test_a_batch_in_which_all_failed_stops_the_run():
     with pytest.raises(RewardError, match=r"all 2 samples of a batch failed.*returned None"):
         NaiveRewardManager(Letters(), 0, lambda solution_str: None)(batch(["a", "b"], ["x", "x"]))
+
+
+ENDS_FOR_GOOD = """
+    import os, pathlib
+
+    gone = pathlib.Path(__file__).with_name("gone")
+    if gone.exists():
+        os.kill(os.getpid(), 9)
+
+    def compute_score(solution_str):
+        if solution_str == "end":
+            gone.touch()
+            os._exit(3)
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("texts, counted", [(["ok", "end", "ok"], "2 of 3 samples"), (["end", "ok"], "all 2 samples")])
+def test_a_process_that_no_longer_starts_ends_the_run_and_masks_nothing(tmp_path, texts, counted):
+    function = load_reward_function(reward_file(tmp_path, ENDS_FOR_GOOD))
+    manager = NaiveRewardManager(Letters(), 0, function, limits=ScoringLimits(num_workers=1))
+    with pytest.raises(RewardError, match=rf"{counted} of a batch failed.*did not start.*signal 9, SIGKILL") as caught:
+        manager(batch(texts, ["x"] * len(texts)))
+    assert not isinstance(caught.value, NothingScored)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1.0"])
