@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,12 +24,13 @@ from verl.rollout.hf.adapter import AdapterBuffer
 from verl.rollout.hf.sampler import HFSampler
 from verl.rollout.hosted import HostedSampler, WeightIntake
 from verl.rollout.place import transport_of
+from verl.rollout.scores import ScoreRequest
 from verl.single_controller.local import LocalHandle
 from verl.weight_sync import chunk_weights
 from verl.workers.sending import SyncResult, WeightSender
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-WANTED = requests([prompt(5, 1), prompt(28, 2)], samples=3, max_tokens=10, ignore_eos=True)
+SAMPLED = requests([prompt(5, 1), prompt(28, 2)], samples=3, max_tokens=10, ignore_eos=True)
 ROLLOUT = RolloutConfig(prompt_length=64, response_length=64)
 
 
@@ -57,15 +59,15 @@ def merged_model(qwen2, engine):
 
 def test_an_adapter_alone_makes_the_weights_that_the_trainer_would_have_merged(qwen2, engine):
     alone, whole = sampler_of(qwen2), sampler_of(qwen2, lora=MegatronLoraConfig(merge=True))
-    before = sample(alone, WANTED)
+    before = sample(alone, SAMPLED)
     push(alone, engine.export_adapter())
     push(whole, engine.export_weights())
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(alone.model.state_dict()[name], tensor), name
-    found, trainer = sample(alone, WANTED), merged_model(qwen2, engine)
-    assert [c.token_ids for c in found] == [c.token_ids for c in sample(whole, WANTED)]
-    assert largest_difference(trainer, WANTED, found) < 1e-5
-    assert largest_difference(trainer, WANTED, before) > 1e-2
+    found, trainer = sample(alone, SAMPLED), merged_model(qwen2, engine)
+    assert [c.token_ids for c in found] == [c.token_ids for c in sample(whole, SAMPLED)]
+    assert largest_difference(trainer, SAMPLED, found) < 1e-5
+    assert largest_difference(trainer, SAMPLED, before) > 1e-2
     # 2 layers of 7 maps, each with a factor of rank 4 on either side of it
     maps = [t.shape for name, t in alone.model.named_parameters() if name.endswith("proj.weight")]
     assert alone.stats()["weight_bytes_received"] == 4 * 4 * sum(sum(shape) for shape in maps)
@@ -84,7 +86,7 @@ def test_the_base_under_an_adapter_is_the_memory_of_a_trainer_in_the_process(qwe
         assert {t.data_ptr() for t in kept.values()} < {t.data_ptr() for t in base.values()}
         for name, tensor in base.items():
             assert (weights[name].data_ptr() == tensor.data_ptr()) == (not name.endswith("proj.weight")), name
-        assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+        assert largest_difference(merged_model(qwen2, engine), SAMPLED, sample(sampler, SAMPLED)) < 1e-5
         engine.train_batch(ragged_batch(seed=version), SFTLoss())
 
 
@@ -103,7 +105,7 @@ def test_an_adapter_that_came_later_does_not_add_up_with_the_one_before(qwen2, e
     sampler = sampler_of(qwen2)
     for version, factor in enumerate((3.0, 0.5, 1.0)):
         push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)
-    assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+    assert largest_difference(merged_model(qwen2, engine), SAMPLED, sample(sampler, SAMPLED)) < 1e-5
 
 
 def test_what_sleep_gives_back_comes_again_with_the_next_adapter(qwen2, engine):
@@ -114,7 +116,28 @@ def test_what_sleep_gives_back_comes_again_with_the_next_adapter(qwen2, engine):
         assert {t.untyped_storage().nbytes() for t in changed} == {0}
         asyncio.run(sampler.wake())
         push(sampler, engine.export_adapter(), version)
-        assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+        assert largest_difference(merged_model(qwen2, engine), SAMPLED, sample(sampler, SAMPLED)) < 1e-5
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="products read the weights themselves")
+def test_merged_weights_are_freed_once_products_have_their_copies(qwen2, engine):
+    sampler = sampler_of(qwen2)
+    push(sampler, engine.export_adapter())
+    changed = [t for name, t in sampler.model.named_parameters() if name.endswith("proj.weight")]
+    first = sample(sampler, SAMPLED)
+    assert {t.untyped_storage().nbytes() for t in changed} == {0}
+    asyncio.run(sampler.sleep())
+    asyncio.run(sampler.wake())
+    again = sample(sampler, SAMPLED)  # with copies that were made once more
+    assert [c.log_probs for c in again] == [c.log_probs for c in first]
+    assert largest_difference(merged_model(qwen2, engine), SAMPLED, first) < 1e-5
+    assert {t.untyped_storage().nbytes() for t in changed} == {0}
+    request, answer = SAMPLED[0], first[0]
+    scored = ScoreRequest("a", (*request.token_ids, *answer.token_ids), len(request.token_ids))
+    scores = asyncio.run(sampler.score(scored))
+    assert np.abs(scores.log_probs - np.array(answer.log_probs)).max() < 1e-5
+    push(sampler, engine.export_adapter(), 2)
+    assert [c.log_probs for c in sample(sampler, SAMPLED)] == [c.log_probs for c in first]
 
 
 @pytest.mark.parametrize("backend", ["shared_memory", "disk", "gloo"])
@@ -126,7 +149,7 @@ def test_an_adapter_comes_over_every_transport_again_and_again(qwen2, engine, ba
     sampler = HostedSampler(LocalHandle(host), *transport_of(rollout, model, "cpu"))
     for version, factor in ((1, 0.5), (2, 1.0)):
         push(sampler, [(name, tensor * factor) for name, tensor in engine.export_adapter()], version)
-    assert largest_difference(merged_model(qwen2, engine), WANTED, sample(sampler, WANTED)) < 1e-5
+    assert largest_difference(merged_model(qwen2, engine), SAMPLED, sample(sampler, SAMPLED)) < 1e-5
     assert sampler.stats()["weight_bytes_sent"] == 2 * sum(t.nbytes for _, t in engine.export_adapter())
     sampler.close()
 
@@ -144,7 +167,7 @@ def test_an_adapter_that_is_not_the_sampler_s_is_refused(qwen2, engine, spoil, s
     with pytest.raises(RolloutError, match=said):
         push(sampler, spoil(list(engine.export_adapter())))
     with pytest.raises(RolloutError, match="send them again"):
-        sample(sampler, WANTED[:1])
+        sample(sampler, SAMPLED[:1])
 
 
 def test_a_sampler_that_lacks_a_weight_of_the_adapter_says_which(qwen2):

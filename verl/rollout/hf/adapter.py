@@ -2,6 +2,7 @@
 
 Merged, sampling is as fast as without an adapter, and the weights are those that the trainer would have sent. The price
 is a second copy of the weights that the adapter changes: those of the base, unless the trainer's are in this process.
+Where products read copies in another layout (`projections`), the merged weights are freed once those are made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from transformers import PreTrainedModel
 
+from verl.device import give_memory_back
 from verl.errors import ModelError
 from verl.models import lora
 from verl.models.lora import LoraSettings
@@ -47,19 +49,43 @@ class AdapterBuffer:
             )
         self._weights, self._owners = weights, {name: owner for owner, name in changed.items()}
         self._base: dict[str, torch.Tensor] = {}
+        self._is_merged = False
 
     def receive(self, chunks: Iterable[WeightChunk], version: int) -> int:
         """Take a full adapter and merge it; returns the number of bytes received."""
         num_bytes = self._inventory.receive(self._after_base(chunks), version)
         self.keep_base()
+        self._merge()
+        return num_bytes
+
+    def free_merged(self) -> None:
+        """Free the merged weights, which `restore_merged` can make again."""
+        if not self._is_merged:
+            return
+        for name in self._owners:
+            storage = self._weights[name].untyped_storage()
+            if storage.resizable() and storage.nbytes() == self._weights[name].nbytes:
+                storage.resize_(0)
+        self._is_merged = False
+        give_memory_back(self._weights[next(iter(self._owners))].device.type)
+
+    def restore_merged(self) -> None:
+        """Merge once more after `free_merged`."""
+        if self._base and not self._is_merged:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Base and adapter -> the model's weights."""
         for name, owner in self._owners.items():
             parts = {part: factor for part, factor in self._factors.items() if part.startswith(f"{owner}.lora_")}
             target = self._weights[name]
+            if target.untyped_storage().nbytes() == 0:
+                target.untyped_storage().resize_(target.nbytes)
             # A live base may be wider; what is sent is rounded before it is merged, and so is this.
             base = self._base[name].to(target.dtype)
             (merged,) = lora.merge_adapter(self._blueprint, {name: base, **parts}).values()
             target.detach().copy_(merged)
-        return num_bytes
+        self._is_merged = True
 
     def _after_base(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
         """The adapter's part of a stream; what comes before it, the trainer's base, is used in place."""

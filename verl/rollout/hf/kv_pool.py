@@ -239,8 +239,9 @@ def regroup(source: KVBlock, target: KVBlock, picks: Sequence[tuple[int, Sequenc
     cells = ((group_of[:, None, None] * heads + head) * source.width + slot_of[:, None, :]).flatten().to(device)
     suffixes = [(source.keys, target.keys), (source.values, target.values)]
     for old, new in suffixes:
-        moved = old.flatten(1, 3).index_select(1, cells).unflatten(1, (count, heads, width))
-        new[:, first : first + count, ..., : source.capacity, :] = moved
+        for layer in range(source.shape.num_layers):  # a copy of all layers would be as large as the target
+            moved = old[layer].flatten(0, 2).index_select(0, cells).unflatten(0, (count, heads, width))
+            new[layer, first : first + count, ..., : source.capacity, :] = moved
     for old, new in zip(source.parts()[len(suffixes) :], target.parts()[len(suffixes) :]):
         new[:, first : first + count, ..., : source.prefix_capacity, :] = old[:, group_of.to(device)]
     for index, slots in picks:

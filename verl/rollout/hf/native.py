@@ -125,6 +125,7 @@ class NativeModel:
 
     Attributes:
         packs: products read copies of the weights.
+        before_copies, after_copies: called before the copies are made and, where ``packs``, after it.
 
     Raises:
         UnsupportedModelError: not such a model.
@@ -148,6 +149,8 @@ class NativeModel:
         self._fewest_rows = 1
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_stale = True
+        self.before_copies: Callable[[], None] = _nothing
+        self.after_copies: Callable[[], None] = _nothing
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, logit_rows: torch.Tensor | None
@@ -200,12 +203,14 @@ class NativeModel:
         if not self._is_stale:
             return
         self._is_stale = False
+        self.before_copies()
         for layer in self.layers:
             layer.projections.refresh()
         if self.packs:
             self._packed_head = laid_out(self._head.weight, self._head.bias)
             in_layers = (layer.projections.fewest_rows for layer in self.layers)
             self._fewest_rows = max(self._packed_head.fewest_rows, *in_layers)
+            self.after_copies()
 
     def release(self) -> None:
         """Free the copies of the weights, until the next pass."""
@@ -228,6 +233,9 @@ class NativeModel:
         half = sin.shape[-1] // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return cos[0][:, None].contiguous(), signed[0][:, None].contiguous()
+
+
+def _nothing() -> None: ...
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from verl.rollout.base import (
 from verl.rollout.hf.adjust import Adjustment
 from verl.rollout.hf.attention import PassInterrupted, UnsupportedModelError
 from verl.rollout.hf.draw import DrawColumns, draw_tokens, raw_log_probs
-from verl.rollout.hf.pool_runner import PoolPolicy
+from verl.rollout.hf.pool_runner import PoolPolicy, PoolRunner
 from verl.rollout.hf.probe import padded_runner, pool_runner
 from verl.rollout.hf.quantized import held_bytes
 from verl.rollout.hf.rows import UNIFORMS_AT_ONCE, Row
@@ -159,9 +159,7 @@ class HFSampler(Sampler):
         self._runner.recorder = recorder
         self._interrupt = _PassInterrupt()
         self._runner.is_interrupted = self._interrupt.is_due
-        in_memory = owned and model.device.type == "cpu"
-        shares = in_memory and self._runner.can_share
-        self._weights = rounded or SamplerWeights(model, adapter, shares=shares, shares_base=in_memory)
+        self._weights = rounded or _make_weights(model, adapter, self._runner, owned)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
@@ -260,6 +258,7 @@ class HFSampler(Sampler):
 
     async def score(self, request: ScoreRequest) -> Scores:
         self._state.check()
+        self._weights.restore_merged()
         return await self._scorer.score(request)
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
@@ -310,6 +309,8 @@ class HFSampler(Sampler):
             give_memory_back(self.model.device.type)
 
     async def wake(self) -> None:
+        if self._state.is_asleep:  # what a trainer in this process has freed does not fit the cache's buffers
+            give_memory_back(self.model.device.type)
         self._weights.restore()
         self._state.is_asleep = False
 
@@ -563,6 +564,17 @@ class _Hold:
             s._fail([row for row in s._in_flight.values() if row.state != "ended"], error)
         else:
             s._ensure_running()
+
+
+def _make_weights(
+    model: PreTrainedModel, adapter: LoraSettings | None, runner: ModelRunner, owned: bool
+) -> SamplerWeights:
+    """Those that an adapter is merged into are freed while the runner's products have copies of them."""
+    in_memory = owned and model.device.type == "cpu"
+    weights = SamplerWeights(model, adapter, shares=in_memory and runner.can_share, shares_base=in_memory)
+    if isinstance(runner, PoolRunner) and runner.native is not None:
+        runner.native.before_copies, runner.native.after_copies = weights.restore_merged, weights.free_merged
+    return weights
 
 
 def _make_runner(model: PreTrainedModel, max_model_len: int, policy: PoolPolicy, owned: bool) -> ModelRunner:

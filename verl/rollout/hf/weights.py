@@ -85,6 +85,16 @@ class SamplerWeights:
                 fix="Call update_weights after each update, or sample with a copy: trainer_mode other than sync.",
             )
 
+    def free_merged(self) -> None:
+        """The sampler's products read copies from here on: free the weights that an adapter was merged into."""
+        if self._adapter is not None:
+            self._adapter.free_merged()
+
+    def restore_merged(self) -> None:
+        """Undo `free_merged`, before the model's parameters are read."""
+        if self._adapter is not None:
+            self._adapter.restore_merged()
+
     def release(self) -> None:
         """Free the memory of all weights that will be sent again; their content is lost."""
         if self._emptied or self.is_shared:
