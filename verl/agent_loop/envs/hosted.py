@@ -87,12 +87,9 @@ class EnvironmentHost:
         """
         while True:
             try:
-                link = self._started()
+                return self._started()
             except FullError as error:
                 self._wait_for_another(error)
-            else:
-                self._links.add(link)
-                return link
 
     def release(self, link: Link) -> None:
         """End an episode; one that waits for its process may start."""
@@ -112,7 +109,7 @@ class EnvironmentHost:
     def _started(self) -> Link:
         process, link = self._request()
         try:
-            return link.check()
+            return self._checked(link)
         except FullError:
             raise
         except RemoteEnvironmentError:
@@ -123,7 +120,17 @@ class EnvironmentHost:
         with self._lock:  # killed from outside perhaps, with all of its episodes
             if self._process is process:
                 self._end()
-        return self._request()[1].check()
+        return self._checked(self._request()[1])
+
+    def _checked(self, link: Link) -> Link:
+        """The link, once its process runs; while it starts it counts as an episode for which others wait."""
+        with self._freed:
+            self._links.add(link)
+        try:
+            return link.check()
+        except RemoteEnvironmentError:
+            self.release(link)
+            raise
 
     def close(self) -> None:
         """End it with all of its episodes."""

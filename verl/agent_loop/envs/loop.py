@@ -85,7 +85,7 @@ class EnvironmentSettings:
         if values.get("timeout") is not None:
             values["timeout"] = positive(values["timeout"], "timeout")
         values["on_error"] = check_on_error(values.get("on_error", cls.on_error))
-        if values.get("process") not in (True, False, None):
+        if not isinstance(values.get("process"), bool | None):
             raise ConfigError("wrong type", key="process", got=values["process"], allowed=[True, False, None])
         if values.get("process") and sys.platform != "linux":
             raise ConfigError(
