@@ -47,7 +47,9 @@ def report_failures(
     if on_error == "raise":
         raise RewardError(shown, fix=_way_out(failure)) from failure.exception
     if len(failed) == len(results) or failure.kind == "start":
-        counted = f"{len(failed)} of {len(results)} samples of a batch failed through no fault of theirs"
+        counted = (
+            f"{len(failed)} of {len(results)} samples of a batch failed, and the function's process is gone for good"
+        )
         if len(failed) == len(results):
             counted = f"all {len(results)} samples of a batch failed, so there is nothing to learn from"
         is_masked = failure.kind != "start" and all(masked for *_, masked in failed)
