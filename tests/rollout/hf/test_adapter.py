@@ -124,7 +124,9 @@ def test_merged_weights_are_freed_once_products_have_their_copies(qwen2, engine)
     sampler = sampler_of(qwen2)
     push(sampler, engine.export_adapter())
     changed = [t for name, t in sampler.model.named_parameters() if name.endswith("proj.weight")]
+    merged = sampler.stats()["weight_bytes"]
     first = sample(sampler, SAMPLED)
+    assert sampler.stats()["weight_bytes"] == merged - sum(t.nbytes for t in changed)
     assert {t.untyped_storage().nbytes() for t in changed} == {0}
     asyncio.run(sampler.sleep())
     asyncio.run(sampler.wake())

@@ -192,5 +192,6 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Memory of all parameters and buffers; what is tied counts once."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    """Memory of all parameters and buffers; what is tied counts once, and what was freed does not."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().nbytes())
